@@ -21,6 +21,9 @@ from PIL import Image
 import runner
 from runner import compose, evaluate, load, predict, train
 from runner.config.errors import UserError
+from runner.reports.reading import Run
+from runner.reports.report import Report
+from runner.reports.table import Row, Spread, Table
 
 WORDS = ("model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.progress=false", "log.curves=false")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -59,13 +62,18 @@ def pictures(workdir: Path) -> Path:
 
 
 def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
-    assert runner.__all__ == ["compose", "evaluate", "load", "predict", "train"]
+    assert runner.__all__ == ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
     arguments = {name: list(inspect.signature(getattr(runner, name)).parameters) for name in runner.__all__}
     assert arguments == {
         "compose": ["overrides", "config_dir"],
         "evaluate": ["checkpoint", "overrides", "config_dir"],
         "load": ["checkpoint", "overrides", "device", "config_dir"],
         "predict": ["checkpoint", "images", "overrides", "options"],
+        "report": [
+            *("places", "where", "columns", "sort", "seeds", "diff", "csv", "md", "json", "html", "against"),
+            *("save_baseline", "tolerance"),
+        ],
+        "runs": ["places", "where"],
         "train": ["overrides", "config_dir"],
     }
     names = [field.name for field in dataclasses.fields(runner.api.Trained)]
@@ -73,6 +81,31 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         *("model", "classes", "preprocess", "config", "path", "step", "weights", "metrics", "task", "device"),
     ]
     assert [field.name for field in dataclasses.fields(runner.api.Result)] == ["directory", "summary", "value"]
+    fields = {each: [field.name for field in dataclasses.fields(each)] for each in (Run, Row, Spread, Table, Report)}
+    assert fields == {
+        Run: ["path", "status", "error", "config", "overrides", "summary", "repeat"],
+        Row: ["runs", "values"],
+        Spread: ["mean", "std", "count"],
+        Table: ["keys", "metrics", "rows", "folded", "metric"],
+        Report: ["runs", "table", "notes", "difference", "comparison"],
+    }
+    of_runs = {
+        name for name, value in vars(Run).items() if not name.startswith("_") and not isinstance(value, str | dict)
+    }
+    assert of_runs == {
+        *(
+            "error",
+            "name",
+            "monitor",
+            "mode",
+            "metrics",
+            "speed",
+            "samples_per_step",
+            "records",
+            "environment",
+            "value",
+        ),
+    }
 
 
 @pytest.mark.parametrize("first", ["import runner.train", "from runner.train import build_run", "pass"])
@@ -158,12 +191,47 @@ def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Callable[..., A
         (lambda: train({"model": "mlp"}), "not a dict"),  # type: ignore[arg-type]
         (lambda: train(["model=mlp"]), "not a list"),  # type: ignore[arg-type]
         (lambda: train(compose(), "model=mlp"), "not a Train"),
+        (lambda: train(compose(), config_dir="conf"), "config_dir: has no effect"),
+        (lambda: train("--multirun", "seed=0,1"), "a loop over train"),
+        (lambda: compose("--help"), "--help is a flag"),
+        (lambda: compose(config_dir=3), "config_dir: is a path, not a int"),  # type: ignore[arg-type]
+        (lambda: load(None), "checkpoint: cannot be None"),  # type: ignore[arg-type]
+        (lambda: load(""), "checkpoint: cannot be ''"),
+        (lambda: evaluate(compose()), "checkpoint: cannot be a Train"),  # type: ignore[arg-type]
     ],
 )
 def test_mistakes_raise_an_error_that_names_the_key(workdir: Path, call: Callable[[], Any], key: str) -> None:
     with pytest.raises(UserError, match=key):
         call()
     assert not list(workdir.iterdir()), "a mistake leaves no folder behind"
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda path: load(path, "model=small_cnn"), "not those of this model.*\n.*a checkpoint brings its model"),
+        (lambda path: load(path, "top_k=3"), "top_k: is a key of the verb predict"),
+        (lambda path: load(path, device="gpu"), "device: cannot be 'gpu'"),
+        (lambda path: load(path, device=None), "device: cannot be 'None'"),
+        (lambda path: load(path).predict(np.zeros((8, 8))), "images: one is float64"),
+        (lambda path: load(path).predict(np.zeros((8, 8, 3, 3), dtype="uint8")), "images: one has the shape"),
+        (lambda path: load(path).predict(np.zeros((0, 8), dtype="uint8")), "images: one has no pixels"),
+        (lambda path: load(path).predict(3), "images: cannot be of type int"),
+        (lambda path: load(path).predict(b"png"), "images: cannot be of type bytes"),
+        (lambda path: load(path).predict({"a": 1}), "images: cannot be of type dict"),
+        (lambda path: load(path).predict([], top_k="two"), "top_k: cannot be two"),
+        (lambda path: load(path).preprocess([]), "images: is empty"),
+    ],
+)
+def test_mistakes_with_a_trained_model_name_the_argument(trained: Path, call: Callable[[Any], Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        call(trained)
+
+
+def test_python_suggests_the_name_that_the_package_has() -> None:
+    with pytest.raises(AttributeError) as error:
+        _ = runner.trian  # type: ignore[attr-defined]
+    assert (error.value.name, "train" in dir(error.value.obj)) == ("trian", True)
 
 
 def test_what_ends_a_run_raises_as_it_is(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +280,7 @@ def test_the_code_of_the_page_runs(workdir: Path) -> None:
     for block in blocks:
         exec(block, names)
     assert names["scores"]["metrics"]["accuracy"] > 0.5
+    assert names["found"].table.rows
 
 
 def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "distributed": {"distributed", "config", "instrument"},
     "config": {"config"},
     "sweeps": {"sweeps", "config", "tracking"},
+    "reports": {"reports", "config", "sweeps", "tracking"},
     "build": {"build", "config", "distributed", *ROOMS},
     "train": {"build", "config", "distributed", *ROOMS},
 }

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # nothing is imported here: Ctrl-C would show Python's traceback
 if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
     from runner.api import compose, evaluate, load, predict, train
+    from runner.reports.report import report, runs
+else:
+    ModuleType = type(sys)
 
 __version__ = "0.1.0"
-__all__ = ["compose", "evaluate", "load", "predict", "train"]
+__all__ = ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:
     # The command line starts without torch.
+    if name in ("report", "runs"):
+        from runner.reports import report as module
+
+        return getattr(module, name)
     if name in __all__:
         from runner import api
 
         return getattr(api, name)
-    raise AttributeError(f"module 'runner' has no attribute '{name}'")
+    # With these, Python names the nearest one.
+    raise AttributeError(f"module 'runner' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 class _Package(ModuleType):

@@ -1,12 +1,18 @@
-"""`python -m runner`."""
+"""The program: `python -m runner`, or `runner`."""
 
 import sys
 
-try:
-    from runner.cli import main
-except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    sys.exit(130)
+
+def main() -> int:
+    """Run one command; Ctrl-C while its modules are imported ends it with a word, too."""
+    try:
+        from runner import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from runner.build.model import prepared
 from runner.build.setup import why_occupied
+from runner.config import keys
 from runner.config.app import application, run_dir_of
 from runner.config.app import compose as compose_first
 from runner.config.composition import Composition
 from runner.config.errors import OK, Problem, UserError
 from runner.config.frozen import to_plain
+from runner.config.merge import says
 from runner.config.overrides import check_overrides
 from runner.config.reading import read_summary
 from runner.config.resolve import problems_in, resolve_config
@@ -54,6 +56,12 @@ Picture: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 """A file, folder or pattern such as `photos/*.jpg`, a Pillow image, or uint8: array (H, W) or (H, W, C), tensor (C, H, W)."""
 
 _BATCH = 64
+_PICTURES = "a path, a Pillow image, an array, a tensor, or a list of these"
+_OF_LOAD = ("weights",)  # what `load` uses of what `predict` adds to the config
+
+
+class WrongType(UserError, TypeError):
+    """An argument of a type or shape that a function does not take."""
 
 
 class Preprocess:
@@ -68,7 +76,9 @@ class Preprocess:
         Raises:
             UserError: if an image cannot be read.
         """
-        return self.batch(_sources(images))
+        if not (sources := _sources(images)):
+            raise UserError("images", "is empty", "at least one image")
+        return self.batch(sources)
 
     def batch(self, sources: Sequence[Path | bytes]) -> Tensor:
         """The same for files, or their content."""
@@ -109,7 +119,7 @@ class Trained:
         Raises:
             UserError: if an image cannot be read.
         """
-        if top_k < 1:
+        if not isinstance(top_k, int) or top_k < 1:
             raise UserError("top_k", f"cannot be {top_k}", "a whole number of at least 1")
         threshold = getattr(self.task, "threshold", 0.5) if activation_of(self.task) == "sigmoid" else None
         rows = RowBuilder(self.classes, top_k, probabilities, logits=False, threshold=threshold)
@@ -163,6 +173,8 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
         Exception: what ended the run early. Its directory has the log, and `train(f"ckpt_path={directory}")` resumes it.
     """
     config = overrides[0] if len(overrides) == 1 and isinstance(overrides[0], Train) else None
+    if config and config_dir:
+        raise UserError("config_dir", "has no effect on a config that is composed", "compose(..., config_dir=...)")
     composition = _composition("train", () if config else overrides, config_dir)
     if config is not None:
         composition = Composition(to_plain(config), [], {}, Sources(), "", run_dir=composition.run_dir)
@@ -205,6 +217,10 @@ def load(
         UserError: if there is no such checkpoint, or its model cannot be built here.
     """
     composition = _composition("predict", [_ckpt_path(checkpoint), *overrides], config_dir)
+    for key in keys.hints(Predict).keys() - keys.hints(Train).keys() - {*_OF_LOAD}:
+        if says(key, composition.overrides):
+            allowed = "predict(images, top_k=3, probabilities=True), or python -m runner predict"
+            raise UserError(key, "is a key of the verb predict, and has no effect in load()", allowed)
     resolved = resolve_checkpoint(composition, Predict, MODEL)
     report = _Warnings()
     report.warnings(resolved.found.warnings)
@@ -245,7 +261,13 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
         if not isinstance(word, str):
             problem = f"an override is a string of the command line, not a {type(word).__name__}"
             allowed = 'such as train("model=mlp", "epochs=2"), or one config of compose() alone'
-            raise UserError("overrides", problem, allowed)
+            raise WrongType("overrides", problem, allowed)
+        if word.startswith("-"):
+            loop = "a loop over train(), or " if word in ("-m", "--multirun") else ""
+            allowed = f"overrides such as seed=1, config_dir=, or {loop}python -m runner {verb} {word}"
+            raise UserError("overrides", f"{word} is a flag of the command line", allowed)
+    if not isinstance(config_dir, str | Path | None):
+        raise WrongType("config_dir", f"is a path, not a {type(config_dir).__name__}", 'such as config_dir="conf"')
     schema, sources = VERBS[verb], Sources([Path(config_dir)] if config_dir else [])
     checked = check_overrides(list(words), schema, sources, False)
 
@@ -258,6 +280,9 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
 
 
 def _ckpt_path(checkpoint: str | Path) -> str:
+    if not isinstance(checkpoint, str | Path) or not str(checkpoint):
+        given = repr(checkpoint) if checkpoint is None or checkpoint == "" else f"a {type(checkpoint).__name__}"
+        raise WrongType("checkpoint", f"cannot be {given}", "a checkpoint file, a run directory, 'last' or 'best'")
     text = str(checkpoint).replace("\\", "\\\\").replace("'", "\\'")
     return f"ckpt_path='{text}'"
 
@@ -268,8 +293,8 @@ def _sources(images: Picture | Iterable[Picture]) -> list[Path | bytes]:
         return list(files_in([str(images)]))
     if isinstance(images, Image.Image | Tensor | np.ndarray):
         return [_content(images)]
-    if not isinstance(images, Iterable):
-        raise TypeError(f"an image is a path, a Pillow image, an array or a tensor, got {type(images).__name__}")
+    if not isinstance(images, Iterable) or isinstance(images, bytes | Mapping):
+        raise WrongType("images", f"cannot be of type {type(images).__name__}", _PICTURES)
     return [source for image in images for source in _sources(image)]
 
 
@@ -278,10 +303,12 @@ def _content(image: Image.Image | Tensor | np.ndarray[Any, Any]) -> bytes:
     if not isinstance(image, Image.Image):
         shape, is_tensor = tuple(image.shape), isinstance(image, Tensor)
         if not (len(shape) == 3 and shape[0 if is_tensor else -1] <= 4) and (is_tensor or len(shape) != 2):
-            raise TypeError(f"an array is (H, W) or (H, W, C), a tensor (C, H, W), with C up to 4, got {shape}")
+            allowed = "an array (H, W) or (H, W, C), a tensor (C, H, W), with C up to 4, or a list of these"
+            raise WrongType("images", f"one has the shape {shape}", allowed)
         array = image.detach().cpu().permute(1, 2, 0).numpy() if isinstance(image, Tensor) else image
-        if array.dtype != np.uint8:
-            raise TypeError(f"an image is uint8 with values 0 to 255, got {array.dtype}")
+        if array.dtype != np.uint8 or not array.size:
+            problem = f"one is {array.dtype}" if array.size else "one has no pixels"
+            raise WrongType("images", problem, "uint8 with values 0 to 255, which the model's preprocessing scales")
         image = Image.fromarray(array.squeeze(-1) if array.ndim == 3 and array.shape[-1] == 1 else array)
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)

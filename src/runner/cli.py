@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, USAGE, UserError, file_error, nearest, too_many_files
+from runner.config.errors import FAILED, OK, UserError, file_error, nearest, too_many_files
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; those of the process if None.
 
     Returns:
-        Exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 75 preempted.
+        Exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 4 worse than a baseline, 75 preempted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"-sc", "--shell-completion"}.isdisjoint(words):
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         print_error(text)
-        return USAGE if isinstance(error, UserError) else FAILED
+        return error.exit_code if isinstance(error, UserError) else FAILED
     finally:
         gc.enable()
 
@@ -88,7 +88,7 @@ def _help() -> str:
             f"flags of {', '.join(others)} and {last}: "
             "--multirun --cfg job --info --config-dir DIR --config-name NAME --resolve --help",
             'tab completion: eval "$(runner -sc install=bash)"',
-            "exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 75 preempted",
+            "exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 4 worse than a baseline, 75 preempted",
         ]
     )
 

@@ -278,6 +278,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         ShapeWatch(run.model, functools.partial(console.table, "shapes in the first batch", COLUMNS))
     if config.watch.finite:
         FiniteWatch(state)
+    record.note_startup()
     console.start(run.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(run.device)
     ending.enter_context(saving)
@@ -288,6 +289,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         saving.begin(loop)
         with memory_for_training(config), shapes_on_failure(run.model, config.watch.shapes, aligned):
             loop.run()
+        record.note_waiting()
         saving.end(loop)
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")

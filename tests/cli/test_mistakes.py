@@ -126,6 +126,13 @@ def another_run(place: Place) -> None:
     shutil.copytree(place.trained, place.folder / "run")
 
 
+def a_config(place: Place, name: str, text: str, group: str = "experiment") -> None:
+    folder = place.folder / "mine" / group
+    folder.mkdir(parents=True)
+    head = "# @package _global_\n" if group == "experiment" else ""
+    (folder / f"{name}.yaml").write_text(head + text)
+
+
 EVAL = ("eval", "threads=1", "device=cpu", "split=val")
 ROWS = [
     # Words
@@ -196,6 +203,44 @@ ROWS = [
     Mistake("range", ("train", "data.hflip=1.5"), ("data.hflip: cannot be 1.5", "at least 0 and at most 1")),
     Mistake("truth for a number", ("train", "data.batch_size=true"), ("data.batch_size: cannot be true", "a whole")),
     Mistake("choice", ("train", "data.placement=dsk"), ("data.placement: cannot be dsk", "did you mean 'disk'?")),
+    Mistake("open value", ("train", "epochs=???"), ("epochs: is missing", "a whole number", "the override epochs=???")),
+    Mistake("open argument", ("train", "optimizer.lr=???"), ("optimizer.lr: is missing",)),
+    Mistake(
+        "open value in a file",
+        ("train", "--config-dir", "mine", "+experiment=open", "seed=1"),
+        ("2 problems", "model.width: is missing", "scheduler.warmup: is missing", "open.yaml:4"),
+        lambda place: a_config(place, "open", "seed: ???\nmodel:\n  width: ???\nscheduler:\n  warmup: ???\n"),
+        tiny=False,
+    ),
+    Mistake(
+        "part of an option",
+        ("train", "--config-dir", "mine", "model=part"),
+        ("part.yaml:2:5: model has no option 'mpl'; did you mean 'mlp'?",),
+        lambda place: a_config(place, "part", "defaults:\n  - mpl\n  - _self_\nwidth: 3\n", "model"),
+        tiny=False,
+    ),
+    Mistake("text for what varies", ("audit", "vary=threads"), ("vary: cannot be threads", "vary=threads:1,2")),
+    Mistake("list for what varies", ("audit", "vary=[threads]"), ("vary: is a list where keys are meant",)),
+    Mistake("names of a sweep", ("train", "--multirun", "name=a,b"), ("name: names the folder of a sweep", "one name")),
+    Mistake(
+        "key of sweeps in a verb that keeps no runs",
+        ("eval", "--multirun", "ckpt_path=run", "retry=all"),
+        ("retry: is about jobs that train",),
+        another_run,
+        tiny=False,
+    ),
+    Mistake("scheduler of torch", ("train", "scheduler=StepLR"), ("scheduler: has no option", "scheduler.name=StepLR")),
+    Mistake(
+        "target of torch's kind",
+        ("train", "scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"),
+        ("scheduler._target_: steps an optimizer", "scheduler=torch scheduler.name=StepLR", "{step_size: 3}"),
+    ),
+    Mistake(
+        "scheduler without methods",
+        ("train", "scheduler._target_=odd_package.Odd"),
+        ("scheduler._target_: odd_package.Odd gives a Odd without factor, observe", "shape(step)"),
+        an_odd_package,
+    ),
     Mistake("value for a section", ("train", "limit=3"), ("limit: cannot be 3", "a mapping of train_batches")),
     Mistake("no component", ("train", "callbacks.mine=3"), ("callbacks.mine: cannot be 3", "a mapping with _target_")),
     Mistake("no end", ("train", "epochs=null"), ("epochs: is null and so is max_steps", "set epochs=30")),
@@ -427,7 +472,7 @@ ROWS = [
     Mistake(
         "file of another program",
         (*EVAL, "ckpt_path=mine.safetensors"),
-        ("mine.safetensors: has no checksum",),
+        ("mine.safetensors: has no checksum", "another program", "init_from="),
         a_foreign_file,
     ),
     Mistake(
@@ -527,7 +572,7 @@ def test_a_mistake_found_while_building_leaves_no_run(run, tiny, workdir):
     result = run("train", *tiny, "model.dropout=2")
     assert result.status == 2
     assert "dropout must be" in result.err
-    assert list((workdir / "outputs" / "synthetic").iterdir()) == []
+    assert not (workdir / "outputs").exists()
     result = run("train", *tiny, "model.dropout=2", "hydra.run.dir=chosen/mine")
     assert result.status == 2
     assert not (workdir / "chosen").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,9 +60,23 @@ def test_weights_that_cannot_be_loaded_are_named(monkeypatch: pytest.MonkeyPatch
         raise OSError("the network is off")
 
     monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
-    with pytest.raises(UserError, match=r"the network is off\n.*init_from=<.*weights of timm/test_resnet") as caught:
+    monkeypatch.setattr("runner.models.timm_zoo.reachable", lambda url: True)
+    with pytest.raises(
+        UserError, match=r"the network is off\n.*https://huggingface.co/timm/test_resnet.*init_from=FILE"
+    ) as caught:
         classifier(NAME, 2, pretrained=True)
     assert caught.value.problems[0].key == "model.pretrained"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    asked = list[str]()
+    monkeypatch.setattr("runner.models.timm_zoo.reachable", lambda url: bool(asked.append(url)))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"huggingface.co does not answer.*does not have them\n.*init_from=FILE"):
+        classifier(NAME, 2, pretrained=True)
+    assert (asked, constants.HF_HUB_OFFLINE) == (["https://huggingface.co"], False)
 
 
 def test_without_timm_the_command_to_install_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

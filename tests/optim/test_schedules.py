@@ -12,13 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.optim.schedules import WSD, Constant, Cosine, OneCycle, Plateau, Schedule, Step
+from runner.config.errors import UserError
+from runner.optim.schedules import WSD, Constant, Cosine, OneCycle, Plateau, Schedule, Step, Torch
 
 PURE: dict[str, Callable[..., Schedule]] = {
     "constant": Constant,
     "cosine": Cosine,
     "onecycle": OneCycle,
     "step": lambda total_steps, **kwargs: Step(total_steps, steps_per_epoch=7, every=2, gamma=0.5, **kwargs),
+    "torch": lambda total_steps, **kwargs: Torch(
+        total_steps, name="StepLR", options={"step_size": 2}, steps_per_epoch=7, **kwargs
+    ),
     "wsd": WSD,
     "wsd-sqrt": lambda total_steps, **kwargs: WSD(total_steps, curve="1-sqrt", **kwargs),
 }
@@ -72,7 +76,7 @@ def test_the_warm_up_rises_to_its_border_without_a_jump(
     assert border == round(warmup * total)
     rising = [schedule.factor(step) for step in range(border)]
     assert rising == sorted(rising)
-    if border > 1 and not isinstance(schedule, Step):
+    if border > 1 and not isinstance(schedule, Step | Torch):
         assert schedule.factor(border) == pytest.approx(1)
         assert 0 < schedule.factor(border) - schedule.factor(border - 1) <= 1.6 / border
 
@@ -257,3 +261,80 @@ def test_plateau_warms_up() -> None:
 def test_an_argument_out_of_range_is_named(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+COSINE = {"name": "CosineAnnealingLR", "options": {"T_max": 18}}
+WARMED = {"schedulers": [{"name": "LinearLR", "options": {"total_iters": 4}}, COSINE], "milestones": [4]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "build"),
+    [
+        ("StepLR", {"step_size": 3}, lambda kinds, optimizer: kinds.StepLR(optimizer, 3)),
+        ("CosineAnnealingLR", {"eta_min": 0.01}, lambda kinds, optimizer: kinds.CosineAnnealingLR(optimizer, 20, 0.01)),
+        (
+            "OneCycleLR",
+            {"max_lr": 0.7},
+            lambda kinds, optimizer: kinds.OneCycleLR(optimizer, 0.7, 20, cycle_momentum=False),
+        ),
+        (
+            "SequentialLR",
+            WARMED,
+            lambda kinds, optimizer: kinds.SequentialLR(
+                optimizer,
+                [kinds.LinearLR(optimizer, total_iters=4), kinds.CosineAnnealingLR(optimizer, 18)],
+                [4],
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_scheduler_of_torch_gives_the_rates_that_torch_gives(
+    name: str, options: dict[str, Any], build: Callable[[Any, Any], Any], interval: Any
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    scheduler, rates = build(torch.optim.lr_scheduler, optimizer), []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if len(rates) < 20:
+            scheduler.step()
+    each = 1 if interval == "step" else 5
+    ours = Torch(20 * each, name=name, options=options, interval=interval, steps_per_epoch=each, lr=0.3)
+    assert [ours.factor(step) * 0.3 for step in range(0, 20 * each, each)] == pytest.approx(rates, rel=1e-12)
+    assert ours.factor(10_000) == ours.factor(10_000)
+    if interval == "epoch":
+        assert len({ours.factor(step) for step in range(5, 10)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"name": "SteppLR"}, "'StepLR'"),
+        ({"name": "LRScheduler"}, "torch has no"),
+        ({"name": "ReduceLROnPlateau"}, "scheduler=plateau"),
+        ({"name": "StepLR"}, "step_size"),
+        ({"options": {"T_mx": 3}}, "T_mx"),
+        ({"options": {"optimizer": 3}}, "comes from the run"),
+        ({"name": "OneCycleLR", "options": {"max_lr": 1, "cycle_momentum": True}}, "momentum is not scheduled"),
+    ],
+)
+def test_a_scheduler_that_torch_lacks_or_refuses_is_a_mistake(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises((UserError, ValueError, TypeError), match=reason):
+        Torch(20, **given)
+
+
+def test_a_run_with_a_scheduler_of_torch_resumes_to_the_same_bits(train: Callable[..., Any], workdir: Any) -> None:
+    options = "scheduler.options={max_lr: 0.03}"
+    words = (
+        "scheduler=torch",
+        "scheduler.name=OneCycleLR",
+        options,
+        "scheduler.interval=step",
+        "epochs=2",
+        "model=mlp",
+    )
+    whole = train(*words, "checkpoint.every_steps=15", "hydra.run.dir=whole")
+    middle = next((workdir / "whole/checkpoints").glob("step_*"))
+    again = train(f"ckpt_path={middle}")
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]

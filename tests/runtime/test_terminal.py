@@ -7,6 +7,8 @@ import json
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -155,3 +157,22 @@ def test_ctrl_c_before_training_ends_without_a_traceback(on_terminal: Callable[.
     terminal.press(b"\x03")
     assert terminal.end() == 128 + signal.SIGINT, terminal.said
     assert "Traceback" not in terminal.said
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback() -> None:
+    """Both forms of the program, at moments from the first import of its own to that of torch."""
+    script = "import sys; print(flush=True); from runner.__main__ import main; sys.exit(main())"
+    for delay in (0.1, 0.5, 1.0):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, "train", "epochs=100", "hydra.run.dir=run", "logger=none"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode in (128 + signal.SIGINT, 75), said
+        assert "Traceback" not in said

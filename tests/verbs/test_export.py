@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,8 @@ from runner.verbs.export import formats
 CALL = ("export", "threads=1")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
-with_packages = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED), reason="the extra [export] is not installed"
-)
+HAVE = all(importlib.util.find_spec(name) for name in NEEDED)
+with_packages = pytest.mark.skipif(not HAVE, reason="the extra [export] is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -209,3 +210,32 @@ def test_what_a_untrusted_names_is_not_built(run: Callable[..., Any], trained: P
     result = run(*CALL, "ckpt_path=untrusted.pt")
     assert result.status == 2
     assert "its package is not trusted" in result.err
+
+
+@pytest.mark.parametrize("name", ["torch_export", "safetensors", "torchscript", *(["onnx"] if HAVE else [])])
+def test_a_file_that_the_disk_refuses_is_a_sentence_and_leaves_nothing(
+    name: str, run: Callable[..., Any], trained: Path
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        result = run(*CALL, f"ckpt_path={trained}", f"format={name}", "output=here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.status == 2, result.err
+    assert "cannot write here/model." in result.err
+    assert "largest file size" in result.err
+    assert list(Path("here").iterdir()) == []
+
+
+def test_a_full_disk_is_a_failure_that_leaves_no_part(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, content: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    result = run(*CALL, f"ckpt_path={trained}", "output=here")
+    assert result.status == 1
+    assert "no space left on the disk that holds here/model.pt2" in result.err
+    assert list(Path("here").iterdir()) == []

@@ -22,6 +22,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
         ("optimizer.lr", ["learning rate", "optimizer=sgd", "0.1", "allowed and reported", "optimization.md"]),
         ("grad_clip.norm", ["a number above 0 or null", "default   null", "optimization.md"]),
         ("model.hidden", ["width of each hidden layer", "[128]", "refused", "models.md"]),
+        ("transform.train", ["keys      0._target_", "0.share", "transforms.md"]),
+        ("transform.train.0.share", ["maximum shift", "resuming  a change is"]),
         ("data.split", ["keys      val, test, seed", "data.md"]),
         ("num_steps", ["300", "find-lr.md"]),
         ("tags", ["default   []", "run.md"]),

@@ -62,6 +62,9 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
     """Build the schedule; one with a clock keeps its place if a resumed run has more or fewer steps per epoch.
 
     Where SWA begins, it goes over to SWA's rate.
+
+    Raises:
+        UserError: if it refuses its arguments, or is no schedule.
     """
     node, clock, timeline, total_steps = config.scheduler, Clock(), length.timeline, length.total_steps
     if timeline.turns and names_argument(node, "clock"):
@@ -70,7 +73,12 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
         clock = Clock(run, timeline.scaled if node.get("steps_per_epoch") is None else clock.epochs)
         total_steps = round(clock.run(total_steps))
     facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": monitor.mode, "clock": clock}
-    schedule: Schedule = build("scheduler", node, facts=facts)
+    schedule: Schedule = build("scheduler", node, facts=facts | {"lr": float(config.optimizer.get("lr") or 1.0)})
+    wanted = [name for name in vars(Schedule) if not name.startswith("_")]
+    if missing := [name for name in wanted if not callable(getattr(schedule, name, None))]:
+        problem = f"{node['_target_']} gives a {type(schedule).__name__} without {', '.join(missing)}"
+        allowed = f"a subclass of runner.optim.schedules.Schedule with shape(step), or a class with {', '.join(wanted)}"
+        raise UserError("scheduler._target_", problem, allowed)
     if config.swa is None or config.averaging.lr_factor is None:
         return schedule
     start, steps = swa_start(config.swa, length), config.averaging.anneal_epochs * timeline.steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import io
@@ -16,12 +17,13 @@ from typing import Any
 from runner.build.setup import Setup, is_inside
 from runner.checkpoint.find import named
 from runner.config.composition import Composition
-from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, UserError, explain, whole
+from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
 from runner.engine.errors import BadMetric
 from runner.engine.state import TrainState
 from runner.runtime.debugger import post_mortem
+from runner.runtime.stopwatch import waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import write_json
@@ -44,8 +46,10 @@ class RunRecord:
         self.left: Path | None = None  # directory of the run that had finished before
         self._to_debug: BaseException | None = None
         self._is_new = False  # whether the directory had no content when the run opened it
+        self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
+        self._training_since: tuple[float, float | None] | None = None
 
     @property
     def directory(self) -> RunDirectory:
@@ -102,6 +106,8 @@ class RunRecord:
     def _new_directory(self, setup: Setup) -> RunDirectory:
         path = self.composition.run_dir
         if path is None:
+            root = Path(setup.config.output_root)
+            self._new_folders = [folder for folder in (root / setup.config.name, root) if not folder.exists()]
             return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
         if holds_sweep(path):
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")
@@ -135,6 +141,18 @@ class RunRecord:
         self.directory.write_overrides(self.composition.overrides)
         self.directory.write_summary(self.summary)
         write_json(self.directory.environment_file, environment())
+
+    def note_startup(self) -> None:
+        """Note how long it took from the start of the run to its first step, in seconds."""
+        self.summary["startup_s"] = round(time.perf_counter() - self._began, 3)
+        self._training_since = time.perf_counter(), waited_for_core()
+
+    def note_waiting(self) -> None:
+        """Note the share of the time of training in which other programs had the core that this one was ready to use."""
+        if self._training_since is not None and (now := waited_for_core()) is not None:
+            began, before = self._training_since
+            share = (now - (before or 0.0)) / max(time.perf_counter() - began, 1e-9)
+            self.summary["cpu_wait"] = round(min(share, 1.0), 3)
 
     def update(self, state: TrainState, monitor: str) -> dict[str, Any]:
         """Bring the summary up to date, and return it."""
@@ -173,7 +191,7 @@ class RunRecord:
         is_mistake = isinstance(error, UserError | BadMetric)
         if self._directory is not None and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
             Console(self._directory.log_file, stream=io.StringIO()).line(whole(error))  # the screen has its own frames
-        self._mistaken = self.exit_code == USAGE and "global_step" not in self.summary
+        self._mistaken = (self.exit_code == USAGE or isinstance(error, DiskFull)) and "global_step" not in self.summary
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
         if self.composition.values.get("post_mortem") is True and unexpected:
             self._to_debug = error
@@ -200,6 +218,9 @@ class RunRecord:
         if self._is_new and self._mistaken and not (self._directory.path / "config.yaml").exists():
             # The config is written once everything is built: nothing was trained, and the message has been shown.
             shutil.rmtree(self._directory.path, ignore_errors=True)
+            for folder in self._new_folders:
+                with contextlib.suppress(OSError):  # others may have begun to use it
+                    folder.rmdir()
             self._directory = None
 
     def finish(self) -> None:

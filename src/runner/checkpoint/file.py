@@ -22,7 +22,7 @@ import torch
 from runner.checkpoint import format1, layout, pickles
 from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
-from runner.config.errors import UserError, first_line
+from runner.config.errors import DiskFull, UserError, first_line
 from runner.config.reading import open_regular
 from runner.distributed.sharding import Part
 from runner.distributed.world import Channel, world
@@ -160,7 +160,8 @@ def _replacing(path: Path) -> Iterator[Path]:
         reason = getattr(error, "strerror", None) or str(error)
         if getattr(error, "errno", None) == errno.EFBIG:
             reason = "it would be larger than files may be here (ulimit -f, or the file system)"
-        raise UserError("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
+        kind = DiskFull if getattr(error, "errno", None) == errno.ENOSPC else UserError
+        raise kind("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
     finally:
         with contextlib.suppress(OSError):  # also there where both names are one file: then replacing does nothing
             temporary.unlink()

@@ -43,6 +43,12 @@ def read(file: BinaryIO) -> Any:
     return contents
 
 
+_FOREIGN = (
+    "has no checksum at its end: truncated, or a file of another program; init_from= starts a run from weights of Lightning, "
+    "timm and others"
+)
+
+
 def verify(file: BinaryIO) -> None:
     """Check a file's SHA-256.
 
@@ -54,7 +60,7 @@ def verify(file: BinaryIO) -> None:
     file.seek(max(0, size - _TRAILER))
     trailer = file.read(_TRAILER)
     if len(trailer) < _TRAILER or not trailer.startswith(_MARK):
-        raise Damaged("has no checksum at its end: truncated, or not a checkpoint of runner's")
+        raise Damaged(_FOREIGN)
     digest, left = hashlib.sha256(), size - _TRAILER - 2
     file.seek(0)
     while left > 0 and (block := file.read(min(_BLOCK, left))):

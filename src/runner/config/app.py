@@ -179,12 +179,12 @@ def compose(
             problems += overrides.intervals(checked.accepted)
     except ConfigError as error:
         failure = list(error.problems)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
         failure = [as_problem(error, known)]
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
-    problems += unasked(cfg, checked.accepted)
+    problems += [*unasked(cfg, checked.accepted), *composition.unset()]
     if problems:
         raise ConfigError([*problems, *also(composition)])
     return composition, cfg

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from runner.config.errors import Problem
-from runner.config.keys import key_of, within
-from runner.config.sources import Sources
+from runner.config.keys import flatten, key_of, within
+from runner.config.sources import Sources, text_of
 from runner.config.yaml_files import line_of
 
 
@@ -89,6 +91,20 @@ class Composition:
         file = self.sources.primary(self.primary) if self.primary else None
         line = line_of(file, key) if file is not None else None
         return f"{file}:{line}" if line else ""
+
+    def unset(self) -> list[Problem]:
+        """A problem for each key that a file leaves open with `???`, which Hydra ignores where another file has a value."""
+        values, problems = flatten(self.values), list[Problem]()
+        options = [self.sources.option(*choice) for choice in self.group_choices.items()]
+        for option in options:
+            if option is None or "???" not in text_of(option.path):
+                continue
+            prefix = "" if option.is_global else f"{option.group.replace('/', '.')}."
+            for inside, value in flatten(yaml.safe_load(text_of(option.path))).items():
+                key, line = prefix + inside, line_of(option.path, inside)
+                if value == "???" != values.get(key) and self.origin(key) == f"{option.path}:{line}":
+                    problems.append(Problem(key, "is missing", f"a value, such as {key}=... on the command line"))
+        return self.with_origins(problems)
 
     def _sets_part(self, choice: tuple[str, str]) -> bool:
         """Whether the option of a group sets the keys of that group, and not those of the top level."""

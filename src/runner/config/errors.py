@@ -15,8 +15,8 @@ from runner.config.secrets import MASK, is_secret, mask_word
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
-OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
-"""Exit codes of a job."""
+OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED = 0, 1, 2, 3, 4, 75
+"""Exit codes of a job; `WORSE` is that of a report that finds a run worse than its baseline."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,12 @@ class DataFailed(UserError):
     exit_code = FAILED
 
 
+class DiskFull(UserError):
+    """A disk is full, or a quota used up: the same command works once there is space."""
+
+    exit_code = FAILED
+
+
 class ConfigError(UserError):
     """All problems of one configuration, reported together."""
 
@@ -109,6 +115,8 @@ def too_many_files(error: BaseException) -> str:
 
 def file_error(error: OSError) -> str:
     """The sentence for a file or folder that the system refuses, or an empty string for another error."""
+    if error.errno == errno.ENOSPC and error.filename is None:
+        return "no space left on the disk; free some space or choose another output directory"
     if error.filename is None or error.errno not in (
         errno.EACCES,
         errno.EPERM,

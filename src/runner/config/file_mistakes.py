@@ -186,6 +186,11 @@ def _defaults(path: Path, root: yaml.MappingNode, group: str, sources: Sources) 
             elif item.value.strip("/").startswith("override"):
                 message = f"'{item.value}' has no space after the colon"
                 yield Problem(place(path, item), message, item.value.replace(":", ": "))
+            elif item.value != "_self_" and not set("@ $:") & set(item.value):
+                full = item.value.strip("/") if item.value.startswith("/") or not group else f"{group}/{item.value}"
+                own, _, name = full.rpartition("/")
+                if own in sources.groups():
+                    yield from _options(path, own, yaml.ScalarNode(item.tag, name, item.start_mark), sources)
 
 
 def _default(path: Path, key: yaml.Node, value: yaml.Node, group: str, sources: Sources) -> Iterator[Problem]:

@@ -81,6 +81,11 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)", nearest(key, names))
     if match := _CHOICE.search(text):
         return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))
+    if "Cannot merge DictConfig with ListConfig" in text:
+        allowed = f"'{key}=[a, b]' for a list, '{key}={{name: value}}' for keys"
+        return Problem(key, "is a list where keys are meant, or the reverse", allowed)
+    if isinstance(error, RecursionError):
+        return Problem("defaults", "a config includes itself, over one or several files", "defaults without the circle")
     if "Recursive interpolation" in text:
         return Problem(key, "refers to itself, over one or several keys", "a value in one of these keys")
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)

@@ -27,7 +27,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts", "label_counts"),
     "task": ("num_classes", "num_outputs"),
-    "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock"),
+    "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock", "lr"),
     "metrics": ("num_classes", "num_labels", "threshold", "task"),
     "callbacks": ("monitor", "mode"),
     "logger": ("warn",),

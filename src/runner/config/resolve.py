@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from runner.config.merge import FACTS, PREPARATION, merge_with_checkpoint, says,
 from runner.config.rules import conflicts
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
-from runner.config.targets import bind, optimizers_taking, preferred_data
+from runner.config.targets import bind, optimizers_taking, preferred_data, resolve
 from runner.config.validate import nodes, shown, typed
 
 T = TypeVar("T", bound=Train)
@@ -46,10 +47,28 @@ def problems_in(
         built = builds is None or keys.within(key, builds)
         if built and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
-            found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
+            found = _of_torch(node) if key == "scheduler" else []
+            found = found or bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
             problems += [_listing_optimizers(problem) for problem in found]
     problems = [_of_an_option(problem, composition) for problem in problems]
     return config, composition.with_origins(problems, where)
+
+
+def _of_torch(node: Mapping[str, Any]) -> list[Problem]:
+    """The problem that a scheduler of torch's kind steps an optimizer."""
+    try:
+        kind = resolve(node["_target_"])
+    except UserError:  # which is reported with the others
+        return []
+    home = "torch.optim.lr_scheduler"
+    if not inspect.isclass(kind) or f"{home}.LRScheduler" not in [f"{c.__module__}.{c.__name__}" for c in kind.__mro__]:
+        return []
+    options = ", ".join(f"{name}: {node[name]}" for name in inspect.signature(kind).parameters if name in node)
+    given = f" 'scheduler.options={{{options}}}'" if options else ""
+    allowed = f"scheduler=torch scheduler.name={kind.__name__}{given}"
+    if kind.__module__ != home:
+        allowed = "a class with factor(step): see Custom schedules in docs/optimization.md"
+    return [Problem("scheduler._target_", "steps an optimizer, as schedulers of torch do", allowed)]
 
 
 def _of_an_option(problem: Problem, composition: Composition) -> Problem:

@@ -119,11 +119,15 @@ def option_meant(group: str, name: str) -> str:
 
 def target_meant(group: str, name: str) -> str:
     """The words that select a class of torch or of another package, where an option is expected; empty if it is no such name."""
+    if group == "scheduler":
+        name = name.removeprefix("torch.optim.lr_scheduler.")
     if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):
         return (
             f"'~{group}' '+{group}._target_={name}'" if group in ("callbacks", "logger") else f"{group}._target_={name}"
         )
-    module = {"optimizer": "torch.optim", "scheduler": "torch.optim.lr_scheduler", "loss": "torch.nn"}.get(group, "")
+    if group == "scheduler" and callable(_in("torch.optim.lr_scheduler", name)):
+        return f"scheduler=torch scheduler.name={name}"
+    module = {"optimizer": "torch.optim", "loss": "torch.nn"}.get(group, "")
     return f"{group}._target_={module}.{name}" if name[:1].isupper() and callable(_in(module, name)) else ""
 
 

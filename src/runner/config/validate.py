@@ -48,6 +48,8 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
 def _untyped(section: type, key: str, value: Any) -> Problem | None:
     """What pydantic does not find: a renamed key, and true or false where only numbers are meant, which it takes for 1 and 0."""
     annotation = keys.find(section, key)
+    if isinstance(value, str) and value == "???":  # what Hydra calls a mandatory value
+        return Problem(key, "is missing", "a value" if annotation is None else keys.describe(annotation))
     if (
         isinstance(value, bool)
         and annotation not in (None, Any)
@@ -75,6 +77,8 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
             break
     key = ".".join(path)
     allowed = keys.describe(annotation)
+    if key == "vary":
+        allowed += ": vary=threads:1,2, or 'vary={threads: [1, 2], amp: bf16}'"
     if kind in ("missing", "missing_argument"):
         return Problem(key, "is missing", allowed)
     suggestion = value_meant(key, value) or (key_meant(key) if dataclasses.is_dataclass(annotation) else "")

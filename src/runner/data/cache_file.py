@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -31,7 +32,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import DataFailed, UserError
+from runner.config.errors import DataFailed, DiskFull, UserError
 from runner.config.reading import open_regular
 from runner.data.bad_samples import NOT_READ
 from runner.data.samples import SeededDataset, as_tensor
@@ -275,7 +276,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = f"cannot write {path}: {error.strerror or error}"
-        raise UserError("data.cache_dir", problem, "a writable folder, or data.cache=null") from error
+        kind = DiskFull if error.errno == errno.ENOSPC else UserError
+        raise kind("data.cache_dir", problem, "a writable folder, or data.cache=null") from error
 
 
 def temporary_prefix(path: Path) -> str:

@@ -1,6 +1,11 @@
-"""Checks of constructor arguments."""
+"""Checks of constructor arguments, and whether there is a network for trained weights."""
 
 from __future__ import annotations
+
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+_PATIENCE_S = 4.0
 
 
 def at_least_1(**values: int) -> None:
@@ -15,3 +20,14 @@ def share(**values: float) -> None:
     for name, value in values.items():
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+def reachable(url: str) -> bool:
+    """Whether an address answers within seconds, whatever it says: downloads try again for a minute, or wait without end."""
+    try:
+        urlopen(Request(url, method="HEAD"), timeout=_PATIENCE_S).close()
+    except HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

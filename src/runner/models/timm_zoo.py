@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import nn
 
 from runner.config.errors import UserError
-from runner.models.checks import at_least_1
+from runner.models.checks import at_least_1, reachable
 
 # What `classifier` sets itself, and what would load files, or return lists instead of logits.
 _RESERVED = frozenset(
@@ -52,10 +53,14 @@ def classifier(
         given["img_size"] = image_size
     import timm
 
+    offline = ""
     try:
-        model: nn.Module = timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **given
-        )
+        with contextlib.ExitStack() as stack:
+            if pretrained and described.hf_hub_id:
+                offline = stack.enter_context(_cache_alone())
+            model: nn.Module = timm.create_model(
+                name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **given
+            )
     except TypeError as error:  # a model does not take one of the options
         raise ValueError(str(error)) from error
     except (OSError, RuntimeError, AssertionError, EOFError) as error:
@@ -63,10 +68,27 @@ def classifier(
         if not pretrained:
             allowed = "another data.image_size, such as 224, other model.options, or another model"
             raise UserError("model.name", f"{name} cannot be built for this data: {reason}", allowed) from error
-        where = described.hf_hub_id or described.url or "timm's page of the model"
-        allowed = f"a network, model.pretrained=false, or init_from=<a file with the weights of {where}>"
-        raise UserError("model.pretrained", f"the weights of {name} could not be loaded: {reason}", allowed) from error
+        where = f"{described.hf_hub_id}/resolve/main/model.safetensors" if described.hf_hub_id else described.url
+        where = f"https://huggingface.co/{where}" if described.hf_hub_id else where or "timm's page of the model"
+        allowed = f"a network; or download {where}, and give model.pretrained=false init_from=FILE init_mismatch=skip"
+        problem = f"the weights of {name} could not be loaded: {offline or reason}"
+        raise UserError("model.pretrained", problem, allowed) from error
     return model
+
+
+@contextlib.contextmanager
+def _cache_alone() -> Iterator[str]:
+    """Read what is in the cache without trying for a minute to reach a hub that does not answer; gives why, or nothing."""
+    from huggingface_hub import constants
+
+    before, why = constants.HF_HUB_OFFLINE, ""
+    if not before and not reachable(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True
+        why = f"{constants.ENDPOINT} does not answer, and {constants.HF_HUB_CACHE} does not have them"
+    try:
+        yield why
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def preferred_data(

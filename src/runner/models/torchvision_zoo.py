@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
-from runner.models.checks import at_least_1
+from runner.models.checks import at_least_1, reachable
 from runner.models.heads import new_layers
 
 # Auxiliary heads would make the output a tuple in training; without init_weights torchvision warns.
@@ -120,10 +120,12 @@ def _weights_entry(name: str, weights: str | None) -> Any:
 def _with_weights(name: str, entry: Any) -> nn.Module:
     from torchvision import models
 
+    file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
     try:
+        if not file.is_file() and not reachable(entry.url):
+            raise ConnectionError(f"{entry.url} does not answer")
         model: nn.Module = models.get_model(name, weights=entry)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
         problem = f"{entry} could not be loaded ({type(error).__name__}: {error})"
         raise UserError("model.weights", problem, f"null, or download {entry.url} to {file} yourself") from error
     if name == "inception_v3":  # only the builder of googlenet removes the auxiliary head of the weights itself

@@ -10,11 +10,14 @@ warm-up, from a first value above 0 to 1 at the first step after it.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
+
+from runner.config.errors import UserError, nearest
 
 
 def _same(step: float) -> float:
@@ -62,7 +65,7 @@ def _half_cosine(progress: float) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pure schedule: linear warm-up (`_rise`), then `_shape`.
+    """A pure schedule: linear warm-up (`_rise`), then `shape`.
 
     Args:
         total_steps: optimizer steps of the whole run.
@@ -95,12 +98,13 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
         done = self.clock.run(step) if self.warmup < 1 else step
-        return self._rise(done) if done < self.warmup_steps else self._shape(step)
+        return self._rise(done) if done < self.warmup_steps else self.shape(step)
 
     def _rise(self, done: float) -> float:
         return (done + 1) / (self.warmup_steps + 1)
 
-    def _shape(self, step: int) -> float:
+    def shape(self, step: int) -> float:
+        """The factor of step `step` after the warm-up."""
         return 1.0
 
     def _progress(self, step: int, start: float) -> float:
@@ -129,7 +133,8 @@ class Cosine(Schedule):
 
     final: float = 0.0
 
-    def _shape(self, step: int) -> float:
+    def shape(self, step: int) -> float:
+        """See `Schedule.shape`."""
         return self.final + (1 - self.final) * _half_cosine(self._progress(step, self.warmup_end))
 
 
@@ -156,7 +161,8 @@ class Step(Schedule):
     every: int = 10
     gamma: float = 0.1
 
-    def _shape(self, step: int) -> float:
+    def shape(self, step: int) -> float:
+        """See `Schedule.shape`."""
         return float(self.gamma ** (self.clock.epochs(step) // (self.every * self.steps_per_epoch)))
 
 
@@ -177,7 +183,8 @@ class WSD(Schedule):
         if self.decay + (self.warmup if self.warmup < 1 else 0) > 1:
             raise ValueError(f"warmup and decay must not overlap: {self.warmup} + {self.decay} is above 1")
 
-    def _shape(self, step: int) -> float:
+    def shape(self, step: int) -> float:
+        """See `Schedule.shape`."""
         if self.decay == 0:
             return 1.0
         start = self.total_steps - round(self.decay * self.total_steps)
@@ -185,6 +192,85 @@ class WSD(Schedule):
         progress = self._progress(step, max(start, self.warmup_end))
         fallen = progress if self.curve == "linear" else math.sqrt(progress)
         return self.final + (1 - self.final) * (1 - fallen)
+
+
+@dataclass(frozen=True)
+class Torch(Schedule):
+    """A scheduler of `torch.optim.lr_scheduler`, by its name; linear warm-up before.
+
+    It runs on an optimizer of its own, ahead of training, so that the factor is a pure function of the step here, too. Rates
+    among its options are meant for `lr`. Momentum is left alone.
+
+    Args:
+        total_steps, warmup, clock: see `Schedule`.
+        name: such as "StepLR".
+        options: arguments of the scheduler; `T_max` and `total_steps` are those of the run if they are missing. `schedulers`
+            is a list of mappings with name and options.
+        interval: whether the scheduler counts epochs or optimizer steps.
+        steps_per_epoch: optimizer steps per epoch.
+        lr: learning rate of the optimizer.
+
+    Raises:
+        UserError: torch has no such scheduler.
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    name: str = "CosineAnnealingLR"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    interval: Literal["epoch", "step"] = "epoch"
+    steps_per_epoch: int = 1
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._rate(0)  # finds mistakes
+
+    def shape(self, step: int) -> float:
+        """The factor of step `step` after the warm-up."""
+        in_epochs = self.interval == "epoch"
+        return self._rate(int(self.clock.epochs(step) // self.steps_per_epoch if in_epochs else self.clock.run(step)))
+
+    def _rate(self, count: int) -> float:
+        optimizer, scheduler, rates = self._stepped
+        while len(rates) <= count:
+            try:
+                scheduler.step()
+            except ValueError:  # OneCycleLR is over
+                return rates[-1]
+            rates.append(optimizer.param_groups[0]["lr"] / self.lr)
+        return rates[count]
+
+    @cached_property
+    def _stepped(self) -> tuple[Any, Any, list[float]]:
+        from torch import optim, zeros
+
+        optimizer = optim.SGD([zeros(1, requires_grad=True)], lr=self.lr)
+        scheduler = self._made(optimizer, self.name, self.options)
+        optimizer.step()  # torch warns if a scheduler is the first one to step
+        return optimizer, scheduler, [optimizer.param_groups[0]["lr"] / self.lr]
+
+    def _made(self, optimizer: Any, name: str, options: Mapping[str, Any]) -> Any:
+        from torch.optim import lr_scheduler
+
+        kinds = {each.__name__: each for each in lr_scheduler.LRScheduler.__subclasses__()}
+        kinds = {word: kind for word, kind in kinds.items() if word in lr_scheduler.__all__}
+        kinds.pop("ReduceLROnPlateau")
+        if name == "ReduceLROnPlateau":
+            raise UserError("scheduler.name", "ReduceLROnPlateau follows a metric", "scheduler=plateau")
+        if name not in kinds:
+            raise UserError("scheduler.name", f"torch has no '{name}'", ", ".join(kinds), nearest(name, kinds))
+        takes, given = inspect.signature(kinds[name]).parameters, dict(options)
+        for other in ("optimizer", "last_epoch"):
+            if other in given:
+                raise ValueError(f"options cannot have {other}, which comes from the run")
+        if given.setdefault("cycle_momentum", False):
+            raise ValueError("options cannot have cycle_momentum, as momentum is not scheduled")
+        length = self.total_steps if self.interval == "step" else math.ceil(self.total_steps / self.steps_per_epoch)
+        given = {"T_max": length} | ({} if "epochs" in given else {"total_steps": length}) | given
+        given = {word: value for word, value in given.items() if word in takes or word in options}
+        if "schedulers" in given:
+            given["schedulers"] = [self._made(optimizer, **each) for each in given["schedulers"]]
+        return kinds[name](optimizer, **given)
 
 
 class Plateau:

@@ -37,8 +37,8 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         return torch.device("cpu"), "auto: no accelerator found"
     try:
         device = torch.device(name)
-    except RuntimeError:
-        close = "cuda" if name == "gpu" else nearest(name, ["auto", "cpu", "cuda", "mps"])
+    except (RuntimeError, TypeError):
+        close = "cuda" if name == "gpu" else nearest(str(name), ["auto", "cpu", "cuda", "mps"])
         raise UserError("device", f"cannot be '{name}'", "auto, cpu, cuda, cuda:1, mps", close) from None
     if device.type not in ("cpu", "cuda", "mps"):
         raise UserError("device", f"'{name}' is not supported", "auto, cpu, cuda, cuda:1, mps")

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -111,3 +112,11 @@ class Stopwatch:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._turns.append((name, perf_counter(), event))
+
+
+def waited_for_core() -> float | None:
+    """Seconds that the main thread was ready to run while others had the core; None where the system does not count them."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None

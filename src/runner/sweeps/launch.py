@@ -35,6 +35,7 @@ def launch(
     sweep_root: Callable[[Plan], Path],
     restarted: bool = False,
     announce: Announce = lambda *_: None,
+    keeps_runs: bool = True,
 ) -> tuple[int, Path | None]:
     """Run `task` through Hydra, once or for every job of a sweep.
 
@@ -48,6 +49,7 @@ def launch(
         sweep_root: claims the folder of a sweep, or finds that of the one to continue.
         restarted: whether this process continues the work of one that was started with the same words and died.
         announce: called before each job of a sweep.
+        keeps_runs: whether a sweep has a ledger.
 
     Returns:
         The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
@@ -77,7 +79,9 @@ def launch(
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
         if not (sweeps or flags.multirun):
-            _refuse_keys_of_sweeps(checked.accepted)
+            _refuse_keys_of_sweeps(
+                checked.accepted, "is about a sweep, and this is one run", "--multirun too, or no such key"
+            )
             if _wants_script(composition):
                 if problems := also(composition):
                     raise ConfigError(problems)
@@ -93,6 +97,10 @@ def launch(
                 _requeue(composition)
         if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
             raise ConfigError(wrong)  # no job has these keys
+        if not keeps_runs:
+            _refuse_keys_of_sweeps(
+                checked.accepted, "is about jobs that train, and this verb keeps no ledger", "no such key"
+            )
         launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
         if problem := absent(launcher):
             raise ConfigError([problem])
@@ -101,6 +109,9 @@ def launch(
         words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
+        if same_for_all := [key for key in ("name", "output_root") if key in swept]:
+            why = "names the folder of a sweep, so that its jobs cannot differ in it"
+            raise UserError(same_for_all[0], why, f"one {same_for_all[0]}, and job numbers; or one command for each")
         jobs: list[list[str]] = []
         identities: dict[str, list[str]] | None = None
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
@@ -191,10 +202,10 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
     ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in words)
 
 
-def _refuse_keys_of_sweeps(words: Sequence[str]) -> None:
+def _refuse_keys_of_sweeps(words: Sequence[str], why: str, allowed: str) -> None:
     for word in words:
         if key_of(word) in OF_THE_SWEEP:
-            raise UserError(key_of(word), "is about a sweep, and this is one run", "--multirun too, or no such key")
+            raise UserError(key_of(word), why, allowed)
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:

@@ -39,7 +39,7 @@ def to_continue(root: Path, plan: Plan) -> Path | None:
         UserError: for a folder that holds something else.
         ConfigError: for a sweep of another base config under `sweep_dir=`, with the differences.
     """
-    named, new = plan.values.get("sweep_dir"), plan.values.get("new_sweep")
+    named, new = plan.values.get("sweep_dir"), _is_true(plan, "new_sweep")
     if named is not None and (plan.given or new):
         raise UserError(
             "sweep_dir", f"is {named}, and {'hydra.sweep.dir' if plan.given else 'new_sweep'} is given too", "one"
@@ -103,8 +103,17 @@ def begin(folder: Path, plan: Plan) -> None:
         left = "new_sweep=true starts another sweep" if len(done) == len(plan.jobs) else "the others follow"
         print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
     jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
-    wanted = {key: plan.values[key] for key in ("retry", "retries", "fail_fast")}
+    wanted = {
+        "retry": plan.values["retry"],
+        "retries": int(plan.values["retries"]),
+        "fail_fast": _is_true(plan, "fail_fast"),
+    }
     ledger.append("launch", swept=list(plan.swept), base=plan.base(), jobs=jobs, flags=list(plan.flags), **wanted)
+
+
+def _is_true(plan: Plan, key: str) -> bool:
+    """Whether a key is true; quotes make a text of it, which the types accept."""
+    return str(plan.values.get(key)).lower() == "true"
 
 
 def refuse_held(folder: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +97,8 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
     if swept := {key for each in records.launches for key in each["swept"]}:
         common |= {override for override in counts if key_of(override) not in swept}
     rows = [
-        _row(folder, found, common, entries.get(folder.name)) for folder, found in zip(folders, overrides, strict=True)
+        row_of(folder, found, common, entries.get(folder.name))
+        for folder, found in zip(folders, overrides, strict=True)
     ]
     rows += [JobRow("-", _varied(words, common), tuple(words), "pending") for words in pending]
     rows = [_with_command(row, sweep_dir, launch.get("flags") or []) if row.failed else row for row in _mark_best(rows)]
@@ -216,7 +217,7 @@ def _settings(row: JobRow) -> str:
     return " ".join(word for word in row.varied if key_of(word) not in REPEATS)
 
 
-def _varied(words: list[str], common: set[str]) -> tuple[str, ...]:
+def _varied(words: list[str], common: Collection[str]) -> tuple[str, ...]:
     return tuple(word for word in words if word not in common)
 
 
@@ -227,7 +228,15 @@ def _overrides(folder: Path) -> list[str]:
         return []
 
 
-def _row(folder: Path, overrides: list[str], common: set[str], entry: Entry | None) -> JobRow:
+def row_of(folder: Path, overrides: list[str], common: Collection[str] = (), entry: Entry | None = None) -> JobRow:
+    """What the files in the folder of a run or job say.
+
+    Args:
+        folder: of the run.
+        overrides: of its command.
+        common: overrides that all jobs of its sweep have.
+        entry: what the ledger of its sweep says about it.
+    """
     row = JobRow(folder.name, _varied(overrides, common), tuple(overrides), "died")
     summary, known = read_summary(folder), entry.sentence if entry is not None else None
     if summary is None:

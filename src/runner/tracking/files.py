@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import UserError
+from runner.config.errors import DiskFull, UserError
 
 _ELSEWHERE = "choose another output directory"
 _FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "the quota is used up"}
@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             full = f"{_FULL[error.errno]} on the disk that holds {path}; free some space or {_ELSEWHERE}"
-            raise UserError(full) from error
+            raise DiskFull(full) from error
         reason = (error.strerror or str(error) or type(error).__name__).lower()
         raise UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}") from error
 

@@ -214,7 +214,8 @@ def load_weights_of(found: find.LoadedCheckpoint, model: nn.Module, weights: dic
     try:
         load_weights(model, weights)
     except ValueError as error:
-        raise UserError(f"{found.path}: {error}") from error
+        allowed = "no model=... and no model.* here: a checkpoint brings its model"
+        raise UserError(str(found.path), str(error), allowed) from None
 
 
 def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:

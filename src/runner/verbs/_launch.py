@@ -110,6 +110,7 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
         sweep_root=functools.partial(_open_sweep, verb),
         restarted=restarted,
         announce=announce,
+        keeps_runs=verb.keeps_runs,
     )
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started

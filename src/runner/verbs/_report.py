@@ -22,6 +22,7 @@ class Report(Console):
     """
 
     def __init__(self, as_json: bool) -> None:
+        as_json = str(as_json).lower() == "true"  # quotes on the command line make a text of it
         super().__init__(None, progress=False, stream=sys.stderr if as_json else None)
         self.as_json = as_json
 

@@ -140,6 +140,11 @@ _ENTRIES = (
         environment={"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"},
     ),
     Verb(
+        "report",
+        "Show and compare runs from their files, also while they run: table, difference, baseline, page with curves.",
+        "runner.verbs.report",
+    ),
+    Verb(
         "show",
         "Show what an option contains (`show model=vit_tiny`), what a key means (`show optimizer.lr`), or all top-level keys.",
         "runner.verbs.show",

@@ -74,6 +74,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     device, precision = resolved.set_up_device("eval", report)
     splits = resolved.data(device)
     splits.bad_samples.open(None, report.warn)
+    report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
     with contextlib.closing(splits):
         split = split_of(splits, config.split)
         task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)

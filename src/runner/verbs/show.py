@@ -26,7 +26,7 @@ PAGES = {
     "on_oom": "optimization", "on_nonfinite": "debug", "watch": "debug", "detect_anomaly": "debug", "post_mortem": "debug",
     "limit": "debug", "deterministic": "explanation/reproducibility", "trust": "project/security",
 }  # fmt: skip
-_KEY = re.compile(r"^( *)([A-Za-z_]\w*):(?:\s+(?!#)(.*?))?(?:\s*#\s*(.*))?$")
+_KEY = re.compile(r"^( *(?:- )*)([A-Za-z_]\w*):(?:\s+(?!#)(.*?))?(?:\s*#\s*(.*))?$")
 
 
 class Commented(NamedTuple):
@@ -117,13 +117,14 @@ def _explained(key: str, sources: Sources) -> list[str]:
         lines += [f"  {'default' if not at else '':<10}{text}" for at, text in enumerate(defaults)]
     elif given:
         lines.append(f"  default   {given[0].value}")
-    inside = [place.key for place in known if place.key.rpartition(".")[0] == key]
+    below = [place.key.removeprefix(f"{key}.") for place in known if place.key.startswith(f"{key}.")]
+    inside = [name for name in below if re.fullmatch(r"(\d+\.)?\w+", name)]  # of items of a list, with their number
     of_training = keys.find(SCHEMAS["train"], key) is not None
     if of_training and not inside:
         lines.append(f"  resuming  a change is {declared(key).value}")
     lines.append(f"  docs      {page_of(key) if of_training else f'docs/{places[0].option}.md'}")
     if inside:
-        lines.append(f"  keys      {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in inside))}")
+        lines.append(f"  keys      {', '.join(dict.fromkeys(inside))}")
     return lines
 
 
@@ -148,13 +149,19 @@ def _commented(sources: Sources) -> Iterator[Commented]:
 
 def _read(path: Path, section: str, option: str) -> Iterator[Commented]:
     above: list[tuple[int, str]] = []
+    items: dict[int, int] = {}  # the column of the dashes of a list, and its items so far
     for line in text_of(path).splitlines():
         match = _KEY.match(line)
         if match is None:
             continue
         indent, name, value, comment = len(match[1]), match[2], match[3], match[4]
-        while above and above[-1][0] >= indent:
+        first = match[1].find("-")  # an item of a list has its number in the key
+        while above and above[-1][0] >= (indent if first < 0 else first):
             above.pop()
+        items = {column: count for column, count in items.items() if column <= (first if first >= 0 else indent)}
+        if first >= 0:
+            items[first] = items.get(first, -1) + 1
+            above.append((first, str(items[first])))
         key = ".".join([*(outer for _, outer in above), name])
         if above and above[0][1] in ("defaults", "hydra"):
             continue

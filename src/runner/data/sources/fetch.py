@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import hashlib
 import os
 import shutil
@@ -18,7 +19,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from runner.config.errors import PREEMPTED, UserError
+from runner.config.errors import PREEMPTED, DiskFull, UserError
 from runner.data.long_work import exclusive, noticing_signals, progress
 
 _SILENCE_S = 30.0  # how long an address may send nothing
@@ -235,7 +236,8 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         problem = f"cannot write {path.absolute()}: {_said(error)}"
         allowed = "a writable folder with space; what was fetched is continued there"
-        raise UserError("data.root", problem, allowed) from error
+        kind = DiskFull if error.errno == errno.ENOSPC else UserError
+        raise kind("data.root", problem, allowed) from error
 
 
 def _stopped(partial: Path) -> FetchStopped:

@@ -76,7 +76,7 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
         title = f"audit of {config.name}  seed {config.seed}  {f'a: {a}  b: {b}' if varied else 'twice the same'}"
         report.header(title, describe(sides[0].config, sides[0].training))
         report.warnings(start.warnings if start else [], sides[0].training.warnings)
-        return _compared(config, sides, varied)
+        return _compared(config, sides, varied, report)
     except torch.OutOfMemoryError as error:
         raise UserError(
             "data.batch_size",
@@ -97,7 +97,9 @@ def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> 
     return found
 
 
-def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+def _compared(
+    config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]], report: Report
+) -> dict[str, Any]:
     """Run both sides step by step until something differs; returns the record."""
     notes: list[str] = []
     left = min(side.steps_left for side in sides)
@@ -117,11 +119,13 @@ def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any,
         "notes": notes,
         "values": 0,
     }
-    for step in range(steps + 1):  # 0 is the state before the first step
-        entries, others = (side.step() if step else side.start() for side in sides)
-        record |= {"steps": step, "values": record["values"] + len(entries)}
-        if differing := differences(entries, others):
-            return record | {"same": False} | _explained(sides, entries, differing, step, varied)
+    with report.counting("audit", steps + 1) as begin:
+        for step in range(steps + 1):  # 0 is the state before the first step
+            begin()
+            entries, others = (side.step() if step else side.start() for side in sides)
+            record |= {"steps": step, "values": record["values"] + len(entries)}
+            if differing := differences(entries, others):
+                return record | {"same": False} | _explained(sides, entries, differing, step, varied)
     return record | {"difference": None, "cause": None, "differing": {}}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -89,7 +90,9 @@ def _safetensors(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
 
 
 def _torch_export(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
-    torch.export.save(_exported(model, example), path)
+    content = io.BytesIO()  # torch's own writer ends the process where a disk is full
+    torch.export.save(_exported(model, example), content)
+    path.write_bytes(content.getbuffer())
     return torch.export.load(path).module()
 
 
@@ -149,7 +152,9 @@ def _torchscript(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
         warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=FutureWarning)
         warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
         traced: Any = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
-        torch.jit.save(traced, path)
+        content = io.BytesIO()
+        torch.jit.save(traced, content)
+        path.write_bytes(content.getbuffer())
         loaded: nn.Module = torch.jit.load(path)  # type: ignore[no-untyped-call]
     return loaded
 

@@ -81,18 +81,21 @@ def run(composition: Composition) -> float:
     folder = output_folder(config.output, default, config.output_root, "exports")
     files, compared, quantised = dict[str, Path](), list[Comparison](), None
     batches = [images[:size] for size in config.batch_sizes]
-    for name in chosen:
-        files[name] = folder / FORMATS[name][0]
-        with _write_complete(files[name]) as path:
-            loaded = formats.write(name, exported, images, path)
-        compared += compare(name, exported, loaded, batches)
-    shown = list(compared)
-    if config.int8:
-        files["int8"] = folder / INT8
-        with _write_complete(files["int8"]) as path:
-            loaded = formats.quantized(files["onnx"], path)
-        shown += compare("int8", exported, loaded, batches)
-        quantised = _accuracy(resolved, {"float": model, "int8": loaded}, files)
+    with report.counting("export", len(chosen) + config.int8) as begin:
+        for name in chosen:
+            begin(name)
+            files[name] = folder / FORMATS[name][0]
+            with _write_complete(files[name]) as path:
+                loaded = formats.write(name, exported, images, path)
+            compared += compare(name, exported, loaded, batches)
+        shown = list(compared)
+        if config.int8:
+            begin("int8")
+            files["int8"] = folder / INT8
+            with _write_complete(files["int8"]) as path:
+                loaded = formats.quantized(files["onnx"], path)
+            shown += compare("int8", exported, loaded, batches)
+            quantised = _accuracy(resolved, {"float": model, "int8": loaded}, files)
     record = _record(resolved, task, data, images, files, shown)
     if quantised is not None:
         record["int8"] = quantised

@@ -98,6 +98,7 @@ def _project(name: str, folder: Path) -> tuple[dict[str, str], list[str]]:
     inside = {
         "README.md": _from_template("README.md", words),
         "pyproject.toml": _from_template("pyproject.toml", words),
+        ".github/workflows/runner.yml": _from_template("workflow.yml", words),
         f"{name}/__init__.py": _from_template("init.py", words),
         **_component("model", model, name, conf, folder),
         **_component("data", data, name, conf, folder),

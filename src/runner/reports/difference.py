@@ -1,0 +1,134 @@
+"""The difference of two runs: config, environment, metrics and weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.config.keys import flatten
+from runner.config.reading import open_regular
+from runner.reports.reading import MEASURED, Run
+
+_NOT_COMPARED = ("command", "repeating", "variables.SLURM_JOB_ID")
+_LARGEST_HEADER = 2**27  # bytes
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor of the weights that differs: the largest absolute difference, NaN if the shapes differ or one run lacks it."""
+
+    name: str
+    largest: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two runs: for each part, (name, value of the first, value of the second)."""
+
+    config: list[tuple[str, Any, Any]]
+    environment: list[tuple[str, Any, Any]]
+    metrics: list[tuple[str, Any, Any]]
+    sha256: tuple[str | None, str | None]
+    checkpoints: tuple[Path | None, Path | None]
+    tensors: list[TensorDifference]
+    tensors_equal: int
+    note: str  # why the weights were not compared; empty if they were
+
+
+def difference(first: Run, second: Run) -> Difference:
+    """Compare two runs; the weights are those of their newest checkpoints."""
+    metrics = [run.metrics | run.speed | {"time_s": run.value("time_s")} for run in (first, second)]
+    ordered = dict.fromkeys([*metrics[0], *metrics[1]])
+    numbers = [
+        (name, metrics[0].get(name), metrics[1].get(name)) for name in sorted(ordered, key=MEASURED.__contains__)
+    ]
+    environments = [flatten(run.environment) for run in (first, second)]
+    checkpoints = (_checkpoint(first.path), _checkpoint(second.path))
+    tensors, equal, note = _compare(*checkpoints)
+    hashes = [run.summary.get("weights_sha256") for run in (first, second)]
+    return Difference(
+        config=_differing(first.config, second.config),
+        environment=[each for each in _differing(*environments) if not each[0].startswith(_NOT_COMPARED)],
+        metrics=numbers,
+        sha256=(hashes[0], hashes[1]),
+        checkpoints=checkpoints,
+        tensors=tensors,
+        tensors_equal=equal,
+        note=note,
+    )
+
+
+def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    keys = dict.fromkeys([*first, *second])
+    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+
+
+def _checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of a run, if it is one file."""
+    path = folder / "checkpoints" / "last.safetensors"
+    return path if path.is_file() else None
+
+
+def _compare(first: Path | None, second: Path | None) -> tuple[list[TensorDifference], int, str]:
+    """The tensors that differ, the largest first, and how many are equal."""
+    if first is None or second is None:
+        which = "neither run" if first is second else "the first run" if first is None else "the second run"
+        has = "has a last.safetensors" if first is second else "has no last.safetensors"
+        return [], 0, f"{which} {has}, so no weights were compared"
+    import numpy as np
+
+    try:
+        names = [_weights_in(path) for path in (first, second)]
+        found: list[TensorDifference] = []
+        equal = 0
+        for name in dict.fromkeys([*names[0], *names[1]]):
+            if name not in names[0] or name not in names[1]:
+                which = "second" if name not in names[0] else "first"
+                found.append(TensorDifference(name, math.nan, f"only in the {which}"))
+                continue
+            one, other = _tensor(first, names[0][name]), _tensor(second, names[1][name])
+            if one.shape != other.shape:
+                found.append(TensorDifference(name, math.nan, f"{list(one.shape)} and {list(other.shape)}"))
+            elif np.array_equal(one, other, equal_nan=True):
+                equal += 1
+            else:
+                largest = float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64))))
+                relative = largest / max(float(np.max(np.abs(one))), 1e-30)
+                found.append(TensorDifference(name, largest, f"{relative:.2g} of the largest weight"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [], 0, f"the weights cannot be compared: {error}"
+    found.sort(key=lambda each: (not math.isnan(each.largest), -each.largest if each.largest == each.largest else 0))
+    return found, equal, ""
+
+
+def _weights_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of the model in a checkpoint: for each name, its dtype, shape and place in the file."""
+    with open_regular(path) as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size < _LARGEST_HEADER:
+            raise ValueError(f"{path} is no safetensors file")
+        header = json.loads(file.read(size))
+    model = json.loads(header.get("__metadata__", {}).get("model", "{}"))
+    tensors = {
+        name: found["$tensor"] for name, found in model.items() if isinstance(found, dict) and "$tensor" in found
+    }
+    return {name: header[tensor] | {"start": 8 + size} for name, tensor in tensors.items()}
+
+
+def _tensor(path: Path, found: dict[str, Any]) -> Any:
+    """A tensor as a NumPy array; bfloat16 as float32, which holds it exactly."""
+    import numpy as np
+
+    kinds = {
+        "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+        "U8": "u1", "BOOL": "u1",
+    }  # fmt: skip
+    begin, end = found["data_offsets"]
+    with open_regular(path) as file:
+        file.seek(found["start"] + begin)
+        content = np.frombuffer(file.read(end - begin), dtype=kinds[found["dtype"]]).reshape(found["shape"])
+    return (content.astype("<u4") << 16).view("<f4") if found["dtype"] == "BF16" else content

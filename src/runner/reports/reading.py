@@ -1,0 +1,327 @@
+"""Runs as their files describe them, also while they run; nothing is written, and torch is not imported."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import html
+import io
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from runner.config.errors import UserError
+from runner.config.keys import OF_THE_SWEEP, at, flatten, key_of
+from runner.config.output_folders import holds_run
+from runner.config.reading import open_regular, read_overrides, read_regular, read_summary
+from runner.config.secrets import mask_text
+from runner.sweeps.ledger import Ledger
+from runner.sweeps.table import row_of
+from runner.tracking.jsonl import read_records
+
+_TAIL = 2**16  # bytes of a metrics file that the speed is taken from
+_SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
+SPECIAL = ("run", "status", "error", "time_s", "started")
+"""Names beside keys and metrics that `where`, `columns` and `sort` know."""
+MEASURED = ("samples_per_s", "step_ms", "peak_memory_mib", "startup_s", "global_step")
+"""Metrics of every run, in samples/s, ms, MiB, s and steps."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its files describe it.
+
+    Attributes:
+        path: the run directory.
+        status: `finished`, `failed`, `preempted`, `running`, or `died` if it was killed.
+        error: the sentence of a run that failed or died.
+        config: the resolved config by dotted key; empty if the run failed before it was written.
+        overrides: of the command line.
+        summary: the content of `summary.json`.
+        repeat: the command that runs it again.
+    """
+
+    path: Path
+    status: str
+    error: str | None = None
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    overrides: tuple[str, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict, repr=False)
+    repeat: str = field(default="", repr=False)
+
+    @property
+    def name(self) -> str:
+        """The last two parts of its path."""
+        return "/".join(self.path.absolute().parts[-2:])
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that the best checkpoint was chosen by."""
+        best = self.summary.get("best")
+        found = best.get("metric") if isinstance(best, dict) else self.summary.get("monitor")
+        return None if found is None else str(found)
+
+    @property
+    def mode(self) -> str:
+        """`max` or `min`: which values of the monitored metric are better."""
+        best = self.summary.get("best")
+        return "min" if isinstance(best, dict) and best.get("mode") == "min" else "max"
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, float]:
+        """Final metrics by name.
+
+        `val/...` are those of the best step, `last/...` of the last evaluation, `test/...` of the test. See `MEASURED` for the
+        others.
+        """
+        found: dict[str, Any] = {}
+        best, summary = self.summary.get("best"), self.summary
+        if isinstance(best, dict) and best.get("metric") is not None:
+            found = {
+                f"{str(best['metric']).partition('/')[0]}/loss": best.get("loss"),
+                best["metric"]: best.get("value"),
+            }
+        for split in ("last", "test"):
+            values = summary.get(split)
+            found |= {f"{split}/{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
+        found |= {name: summary.get(name) for name in ("global_step", "startup_s")}
+        return {name: value for name, value in found.items() if is_number(value)}
+
+    @functools.cached_property
+    def speed(self) -> dict[str, float]:
+        """`samples_per_s` and `step_ms` (medians of the last records of training), `peak_memory_mib` (the largest)."""
+        records = [record for record in _last_records(self.path / "metrics.jsonl") if record.get("split") == "train"]
+        rates = [record["samples_per_s"] for record in records if is_number(record.get("samples_per_s"))]
+        memory = [record["peak_memory_mib"] for record in records if is_number(record.get("peak_memory_mib"))]
+        found = {"peak_memory_mib": max(memory)} if memory else {}
+        if rates and (rate := statistics.median(rates)) > 0:
+            found |= {"samples_per_s": rate, "step_ms": 1000 * self.samples_per_step / rate}
+        return found
+
+    @property
+    def samples_per_step(self) -> float:
+        """Samples of one optimizer step, over all processes."""
+        devices = self.config.get("devices")
+        parts = (self.config.get("data.batch_size"), self.config.get("accumulate"), devices)
+        return math.prod(float(part) for part in parts if part is not None and is_number(part))
+
+    @functools.cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """Everything in `metrics.jsonl`: dicts with `global_step`, `epoch`, `split` and the metrics."""
+        return read_records(self.path / "metrics.jsonl")
+
+    @functools.cached_property
+    def environment(self) -> dict[str, Any]:
+        """The content of `environment.json`."""
+        return read_json(self.path / "environment.json")
+
+    def value(self, name: str) -> Any:
+        """The value of a config key, a group of options, a metric or one of `SPECIAL`; None if the run has none.
+
+        A group has the name of its component, such as `SmallCNN` for `model`.
+        """
+        if name in SPECIAL:
+            time = self.summary.get("wall_s")
+            own = {"run": str(self.path), "status": self.status, "error": self.error}
+            return (own | {"time_s": time if is_number(time) else None, "started": self.summary.get("started")})[name]
+        if name in self.config:
+            return self.config[name]
+        if name in self.metrics:
+            return self.metrics[name]
+        if name in MEASURED:
+            return self.speed.get(name)
+        if (target := self.config.get(f"{name}._target_")) is not None:
+            return str(target).rpartition(".")[2]
+        given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
+        return given[-1] if given else self.config.get(f"{name}.name")
+
+    def _repr_html_(self) -> str:
+        rows = {"status": self.status, "error": self.error, "time (s)": self.summary.get("wall_s"), **self.metrics}
+        rows |= {"overrides": " ".join(self.overrides)}
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(str(name))}</th>"
+            f"<td style='text-align:left'>{html.escape(f'{value:.4g}' if isinstance(value, float) else str(value))}</td></tr>"
+            for name, value in rows.items()
+            if value not in (None, "")
+        )
+        return f"<table><caption>{html.escape(str(self.path))}</caption>{cells}</table>"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a file is a finite number, and no boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if it cannot be read."""
+    try:
+        found = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def find_runs(places: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
+    """The runs in folders and patterns, in order, each once; and what was noticed.
+
+    Args:
+        places: run directories, folders that hold some at any depth, files in run directories, or glob patterns.
+
+    Raises:
+        UserError: if a place does not exist, or none holds a run.
+    """
+    notes: list[str] = []
+    found: dict[Path, None] = {}
+    seen: set[Path] = set()
+    asked = [str(place) for place in places]
+    for place in asked:
+        matched = [Path(name) for name in sorted(glob.glob(place, recursive=True))]  # noqa: PTH207  pathlib's takes no absolute patterns
+        if not matched:
+            raise UserError("report", f"there is no {place}", "run directories, folders that hold some, or patterns")
+        for path in matched:
+            folders = _folders(path, seen, notes)
+            found |= dict.fromkeys(folders)
+    if not found:
+        raise UserError("report", f"{', '.join(asked)} holds no run", "such as outputs/digits, or 'outputs/**'")
+    flags: dict[Path, list[str]] = {}
+    return [_read(folder, flags) for folder in found], notes
+
+
+def _folders(path: Path, seen: set[Path], notes: list[str]) -> Iterator[Path]:
+    """Run directories at or below a path; links to folders are not followed."""
+    if not path.is_dir():
+        path = path.parent
+        if not holds_run(path):
+            return
+    if path in seen:
+        return
+    seen.add(path)
+    if holds_run(path):
+        yield path
+        return
+    superseded: set[str] = set()
+    if (path / "sweep.jsonl").is_file():
+        records = Ledger(path).read()
+        superseded = records.folders - {entry.folder.name for entry in records.jobs.values()}
+        jobs = (records.launches[-1].get("jobs") or {}) if records.launches else {}
+        if pending := [job for job in jobs if job not in records.jobs]:
+            notes.append(f"{path}: {len(pending)} of {len(jobs)} jobs have not started")
+    try:
+        inner = sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
+    except OSError as error:
+        notes.append(f"{path}: {error.strerror}")
+        return
+    for name in sorted(inner, key=lambda name: (len(name) if name.isdecimal() else 0, name)):
+        if not name.startswith(".") and name not in superseded:
+            yield from _folders(path / name, seen, notes)
+
+
+def _read(folder: Path, flags: dict[Path, list[str]]) -> Run:
+    try:
+        overrides = read_overrides(folder)
+    except (OSError, ValueError):
+        overrides = []
+    row, parent = row_of(folder, overrides), folder.absolute().parent
+    if parent not in flags:
+        launches = Ledger(parent).read().launches if (parent / "sweep.jsonl").is_file() else []
+        flags[parent] = list(launches[-1].get("flags") or []) if launches else []
+    return Run(
+        path=folder,
+        status=row.status,
+        error=row.error,
+        config=read_config(folder / "config.yaml"),
+        overrides=tuple(overrides),
+        summary=read_summary(folder) or {},
+        repeat=_command(folder, overrides, flags[parent]) if row.failed else "",
+    )
+
+
+def _command(folder: Path, overrides: list[str], flags: list[str]) -> str:
+    """The command that runs it again, alone."""
+    if not flags:
+        given = at(read_json(folder / "environment.json"), "command")
+        words = [str(word) for word in given] if isinstance(given, list) else []
+        for number, word in enumerate(words):
+            name, _, value = word.partition("=")
+            if name in ("--config-dir", "-cd", "--config-name", "-cn"):
+                flags = [*flags, f"{name}={value or ''.join(words[number + 1 : number + 2])}"]
+    words = [word for word in overrides if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
+    return mask_text(shlex.join(["python", "-m", "runner", "train", *flags, *words]))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a run by dotted key; empty if it cannot be read."""
+    try:
+        text = read_regular(path).decode()
+        found: dict[str, Any] = {}
+        # Runs share most of their sections, and reading YAML is what takes the time.
+        for section in _SECTION.split(text):
+            found |= _section(section)
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _section(text: str) -> dict[str, Any]:
+    """One top-level key of a config file.
+
+    Raises:
+        ValueError: if it is not plain YAML.
+    """
+    import yaml
+
+    if not text.strip():
+        return {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
+            raise ValueError("it has aliases, of which a few lines can stand for gigabytes")
+        content = yaml.load(text, Loader=loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError("it is not plain YAML") from error
+    return flatten(content) if isinstance(content, dict) else {}
+
+
+def _last_records(path: Path) -> list[dict[str, Any]]:
+    """The last complete lines of a metrics file."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read(_TAIL).split(b"\n")[int(size > _TAIL) :]
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+def continued_by(runs: Iterable[Run]) -> dict[Path, Path]:
+    """For each run that another one in a different directory resumed from: that other one."""
+    runs = list(runs)
+    by_path = {run.path.absolute(): run.path for run in runs}
+    found: dict[Path, Path] = {}
+    for run in runs:
+        before = run.summary.get("resumed_from")
+        if not isinstance(before, str):
+            continue
+        place = Path(before).absolute()
+        for parent in place.parents:
+            if parent in by_path and by_path[parent] != run.path:
+                found[by_path[parent]] = run.path
+                break
+    return found

@@ -1,0 +1,227 @@
+"""A report of a set of runs, in Python: what `from runner import runs, report` gives."""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+import json as json_format
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from runner.config.errors import UserError
+from runner.config.secrets import mask_text, mask_values
+from runner.reports.baseline import Comparison, compare, measure, read_baseline, write_baseline
+from runner.reports.difference import Difference, difference
+from runner.reports.reading import Run, find_runs
+from runner.reports.table import Spread, Table, differing_keys, make_table, selected
+from runner.tracking.files import finite, write_atomically, write_json
+
+OUTPUTS = "outputs"
+
+
+class Runs(Sequence[Run]):
+    """Runs in the order of their folders, with a table for a notebook and for pandas."""
+
+    def __init__(self, found: Iterable[Run], notes: Iterable[str] = ()) -> None:
+        self._runs, self.notes = tuple(found), tuple(notes)
+
+    @overload
+    def __getitem__(self, at: int) -> Run: ...
+    @overload
+    def __getitem__(self, at: slice) -> Runs: ...
+    def __getitem__(self, at: int | slice) -> Run | Runs:
+        return Runs(self._runs[at], self.notes) if isinstance(at, slice) else self._runs[at]
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} runs>"
+
+    def table(
+        self, columns: Iterable[str] = (), sort: str | None = None, seeds: Literal["folded", "each"] = "folded"
+    ) -> Table:
+        """The table of the runs, see `runner.report`."""
+        return make_table(self._runs, columns, sort, seeds == "each")
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time.
+
+        Raises:
+            UserError: if pandas is not installed.
+        """
+        keys = differing_keys(self._runs) if self._runs else []
+        rows = [
+            {
+                "run": str(run.path),
+                "status": run.status,
+                **{key: run.value(key) for key in keys},
+                **run.metrics,
+                **run.speed,
+            }
+            | {"time_s": run.value("time_s"), "error": run.error}
+            for run in self._runs
+        ]
+        return _frame(rows)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_() if self._runs else "no runs"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report of runs.
+
+    Attributes:
+        runs: those that were meant.
+        table: the table of them.
+        notes: what was noticed while reading them.
+        difference: what differs, if there are exactly two runs.
+        comparison: with the baseline, if there is one.
+    """
+
+    runs: Runs
+    table: Table
+    notes: tuple[str, ...] = ()
+    difference: Difference | None = None
+    comparison: Comparison | None = None
+
+    def to_pandas(self) -> Any:
+        """The table as a pandas DataFrame: a row for each setting, with mean and deviation.
+
+        Raises:
+            UserError: if pandas is not installed.
+        """
+        head, lines = self.table.plain()
+        return _frame([dict(zip(head, line, strict=True)) for line in lines])
+
+    def to_json(self) -> dict[str, Any]:
+        """The table and the runs, ready for JSON."""
+        keys = differing_keys(self.runs)
+        content: dict[str, Any] = {
+            "metric": self.table.metric,
+            "rows": [
+                {"runs": [str(run.path) for run in row.runs], "status": row.status}
+                | {name: asdict(value) if isinstance(value, Spread) else value for name, value in row.values.items()}
+                for row in self.table.rows
+            ],
+            "runs": [
+                {"run": str(run.path), "status": run.status, "error": run.error, "again": run.repeat or None}
+                | {"keys": {key: run.value(key) for key in keys}, "metrics": run.metrics, "time_s": run.value("time_s")}
+                for run in self.runs
+            ],
+            "notes": list(self.notes),
+        }
+        for name in ("difference", "comparison"):
+            if found := getattr(self, name):
+                content[name] = asdict(found)
+        return dict(finite(mask_values(content)))
+
+    def to_csv(self) -> str:
+        """The table as CSV, with full numbers."""
+        head, lines = self.table.plain()
+        text = io.StringIO()
+        csv_format.writer(text, lineterminator="\n").writerows([head, *lines])
+        return mask_text(text.getvalue())
+
+    def to_markdown(self) -> str:
+        """The table as Markdown, and the failed runs with the command that repeats each."""
+        head = self.table.head
+        lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in self.table.cells()]
+        text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+        for run in self.runs:
+            if run.repeat:
+                text += ["", f"{run.path} {run.status}: {run.error or 'no reason given'}", "", f"    {run.repeat}"]
+        return mask_text("\n".join(text) + "\n")
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def runs(*places: str | Path, where: str | None = None) -> Runs:
+    """Read runs from their folders, also while they run; nothing is written and torch is not imported.
+
+    Args:
+        places: run directories, sweeps, folders that hold some at any depth, or glob patterns; `outputs` if there is none.
+        where: a condition, such as `amp=true and test/accuracy>0.99`.
+
+    Raises:
+        UserError: if a place does not exist or holds no run, or the condition is wrong or holds for none.
+    """
+    found, notes = find_runs(places or [OUTPUTS])
+    return Runs(selected(found, where), notes)
+
+
+def report(
+    *places: str | Path,
+    where: str | None = None,
+    columns: Iterable[str] = (),
+    sort: str | None = None,
+    seeds: Literal["folded", "each"] = "folded",
+    diff: bool | None = None,
+    csv: str | Path | None = None,
+    md: str | Path | None = None,
+    json: str | Path | None = None,
+    html: str | Path | None = None,
+    against: str | Path | None = None,
+    save_baseline: str | Path | None = None,
+    tolerance: Mapping[str, float] | None = None,
+) -> Report:
+    """Report on runs, as `python -m runner report` does.
+
+    Args:
+        places, where: see `runs`.
+        columns: keys and metrics to show; empty for the keys that differ and the monitored metric.
+        sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
+        seeds: `each` for a row for every repetition.
+        diff: whether to compare two runs with each other; None if there are exactly two.
+        csv, md, json, html: files to write.
+        against: a baseline file, a run or a sweep to compare with.
+        save_baseline: file to write a baseline into.
+        tolerance: allowed changes by measure, see docs/report.md.
+
+    Raises:
+        UserError: with what is wrong; or a file cannot be written.
+    """
+    if seeds not in ("folded", "each"):
+        raise UserError("seeds", f"cannot be {seeds}", "folded or each")
+    found = runs(*places, where=where)
+    two = len(found) == 2 and len(places) == 2
+    if diff and len(found) != 2:
+        raise UserError("diff", f"needs two runs, and there are {len(found)}", "two run directories, or where=")
+    comparison = None
+    if against is not None:
+        comparison = compare(read_baseline(against), measure(found), tolerance or {})
+    result = Report(
+        found,
+        make_table(found, columns, sort, seeds == "each"),
+        found.notes,
+        difference(found[0], found[1]) if diff or (diff is None and two) else None,
+        comparison,
+    )
+    if csv is not None:
+        write_atomically(Path(csv), result.to_csv().encode())
+    if md is not None:
+        write_atomically(Path(md), result.to_markdown().encode())
+    if json is not None:
+        write_json(Path(json), json_format.loads(json_format.dumps(result.to_json(), default=str)))
+    if html is not None:
+        from runner.reports.page import page
+
+        write_atomically(Path(html), page(result.runs, result.table).encode())
+    if save_baseline is not None:
+        write_baseline(Path(save_baseline), measure(found))
+    return result
+
+
+def _frame(rows: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError("to_pandas needs the package pandas", "", "pip install pandas") from error
+    return pandas.DataFrame(rows)

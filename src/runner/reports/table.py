@@ -1,0 +1,286 @@
+"""The table of a report: the keys that differ, repetitions folded into mean and spread, the best first."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.config.changes import changes_result
+from runner.config.errors import UserError, nearest
+from runner.config.keys import OF_THE_SWEEP, key_of, within
+from runner.reports.reading import MEASURED, SPECIAL, Run, continued_by, is_number
+from runner.reports.where import condition
+from runner.sweeps.table import REPEATS
+from runner.tracking.formats import duration, number
+
+_NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", "sweep", *OF_THE_SWEEP)
+_LESS_IS_BETTER = (
+    "loss",
+    "error",
+    "mae",
+    "mse",
+    "rmse",
+    "perplexity",
+    "step_ms",
+    "peak_memory_mib",
+    "startup_s",
+    "time_s",
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over repetitions: their mean, sample standard deviation (None for one) and number."""
+
+    mean: float
+    std: float | None
+    count: int
+
+    def __str__(self) -> str:
+        return number(self.mean) if self.std is None else f"{number(self.mean)} ± {self.std:.2g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: runs that differ only in seed or fold, and their values by column."""
+
+    runs: tuple[Run, ...]
+    values: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        """`finished`, or how many have which status."""
+        counts = Counter(run.status for run in self.runs)
+        if len(counts) == 1:
+            return self.runs[0].status
+        return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of runs.
+
+    Attributes:
+        keys: config keys that differ, or those that were asked for.
+        metrics: names of metrics.
+        rows: the best first.
+        folded: whether repetitions are folded.
+        metric: what the rows are sorted by; None if no run has a monitored metric.
+    """
+
+    keys: tuple[str, ...]
+    metrics: tuple[str, ...]
+    rows: tuple[Row, ...]
+    folded: bool
+    metric: str | None
+
+    @property
+    def head(self) -> list[str]:
+        """Names of the columns of `cells`."""
+        return ["runs" if self.folded else "run", *self.keys, *self.metrics, "status", "time"]
+
+    def cells(self) -> list[list[str]]:
+        """The table as texts."""
+        return [
+            [
+                str(len(row.runs)) if self.folded else row.runs[0].name,
+                *(text_of(row.values.get(key)) for key in (*self.keys, *self.metrics)),
+                row.status,
+                "-" if row.values.get("time_s") is None else duration(_mean(row.values["time_s"])),
+            ]
+            for row in self.rows
+        ]
+
+    def plain(self) -> tuple[list[str], list[list[Any]]]:
+        """Head and lines for CSV: full numbers, mean and deviation in separate columns."""
+        head = ["runs" if self.folded else "run", *self.keys]
+        for name in (*self.metrics, "time_s"):
+            head += [name, f"{name} std"] if self.folded else [name]
+        lines = []
+        for row in self.rows:
+            line: list[Any] = [len(row.runs) if self.folded else str(row.runs[0].path)]
+            line += [_plain(row.values.get(key)) for key in self.keys]
+            for name in (*self.metrics, "time_s"):
+                value = row.values.get(name)
+                both = [value.mean, value.std] if isinstance(value, Spread) else [value, None]
+                line += both if self.folded else both[:1]
+            lines.append([*line, row.status])
+        return [*head, "status"], lines
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.head)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in self.cells()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def make_table(
+    runs: Sequence[Run],
+    columns: Iterable[str] = (),
+    sort: str | None = None,
+    each: bool = False,
+) -> Table:
+    """The table of runs.
+
+    Args:
+        runs: the runs.
+        columns: keys and metrics to show; empty for the keys that differ and the monitored metric.
+        sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
+        each: whether repetitions have a line each.
+
+    Raises:
+        UserError: if no run has a column.
+    """
+    names, asked = names_of(runs), tuple(dict.fromkeys(columns))
+    for key, name in [("columns", name) for name in asked] + [("sort", (sort or "run").lstrip("-"))]:
+        if name not in names:
+            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", nearest(name, names))
+    monitored = Counter(run.monitor for run in runs if run.monitor in run.metrics).most_common(1)
+    metric, mode = (str(monitored[0][0]), "max") if monitored else (None, "max")
+    mode = next((run.mode for run in runs if run.monitor == metric and run.status != "running"), mode)
+    differing = differing_keys(runs)
+    known = {name for run in runs for name in run.metrics} | set(MEASURED) | {"time_s"}
+    metrics = tuple(name for name in asked if name in known)
+    if not asked and metric is not None:
+        tested = f"test/{metric.partition('/')[2]}"
+        metrics = (metric, *([tested] if tested in known else []))
+    keys = tuple(name for name in asked if name not in known) or (() if asked else tuple(differing))
+    settings = [key for key in differing if key not in REPEATS]
+    if not each:
+        keys = tuple(key for key in keys if key not in REPEATS and key not in ("run", "started"))
+    by = sort.lstrip("-") if sort else metric
+    wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
+    rows = [_row(each_, wanted, known) for each_ in _groups(runs, settings, each)]
+    largest = sort.startswith("-") if sort else mode == "max"
+    rows.sort(key=lambda row: _order(row.values.get(by) if by else None, largest))
+    return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by)
+
+
+def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
+    """The runs that a condition such as `amp=true and test/accuracy>0.99` holds for.
+
+    Raises:
+        UserError: if it is no condition, or it holds for none.
+    """
+    if not where:
+        return list(runs)
+    test = condition(where, names_of(runs))
+    found = [run for run in runs if test(run.value)]
+    if not found:
+        raise UserError("where", f"holds for none of the {len(runs)} runs", "a weaker condition")
+    return found
+
+
+def names_of(runs: Iterable[Run]) -> set[str]:
+    """What `where`, `columns` and `sort` can name."""
+    names = {*SPECIAL, *MEASURED}
+    for run in runs:
+        names |= run.config.keys() | run.metrics.keys() | {key_of(word) for word in run.overrides}
+        names |= {key.removesuffix("._target_") for key in run.config if key.endswith("._target_")}
+    return names
+
+
+def differing_keys(runs: Sequence[Run]) -> list[str]:
+    """The keys in which runs differ: those of the command lines, then others that do not follow from one of them.
+
+    A key that a preset sets along with others, such as `model.width` of `model=small_cnn`, is not listed beside the preset.
+    """
+    shown: dict[str, list[str]] = {}
+    presets: list[list[str]] = []
+
+    def varied(key: str) -> list[str] | None:
+        found = [json.dumps(run.value(key), sort_keys=True, default=str) for run in runs]
+        return found if len(set(found)) > 1 else None
+
+    every = dict.fromkeys(key for run in runs for key in run.config)
+    given = dict.fromkeys(key_of(word) for run in runs for word in run.overrides)
+    for name in [*given, *sorted(every, key=lambda key: not key.endswith("._target_"))]:
+        key = name.removesuffix("._target_")
+        if key in shown or within(key, _NEVER) or not (name in given or changes_result(name)):
+            continue
+        values = varied(key)
+        if not values or (name not in given and any(_follows(values, preset) for preset in presets)):
+            continue
+        shown[key] = values
+        if key not in every:
+            presets.append(values)
+    return list(shown)
+
+
+def _follows(values: list[str], other: list[str]) -> bool:
+    return len(set(zip(other, values, strict=True))) == len(set(other))
+
+
+def _groups(runs: Sequence[Run], settings: Sequence[str], each: bool) -> list[list[Run]]:
+    """Runs that differ only in seed or fold; one that was continued in another directory counts there."""
+    if each:
+        return [[run] for run in runs]
+    continued = continued_by(runs)
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.path not in continued:
+            content = [run.value(key) for key in settings]
+            together.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(run)
+    return list(together.values())
+
+
+def _row(runs: list[Run], wanted: Iterable[str], metrics: set[str]) -> Row:
+    values: dict[str, Any] = {}
+    for name in wanted:
+        if name in metrics:
+            # What a run reached before it failed is no result, unless there is no other.
+            finished = [run for run in runs if run.status == "finished"] or runs
+            numbers = [value for run in finished if is_number(value := run.value(name))]
+            values[name] = spread(numbers) if numbers else None
+        else:
+            found = [run.value(name) for run in runs]
+            different = list({json.dumps(value, sort_keys=True, default=str): value for value in found}.values())
+            values[name] = different[0] if len(different) == 1 else different
+    return Row(tuple(runs), values)
+
+
+def spread(numbers: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation."""
+    deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
+    return Spread(statistics.fmean(numbers), deviation, len(numbers))
+
+
+def _order(value: Any, largest: bool) -> tuple[int, float, str]:
+    if isinstance(value, Spread):
+        value = value.mean
+    if is_number(value) and math.isfinite(value):
+        return 0, -value if largest else value, ""
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
+
+
+def _mean(value: Any) -> float:
+    return value.mean if isinstance(value, Spread) else float(value)
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value, default=str) if isinstance(value, list | dict) else value
+
+
+def text_of(value: Any) -> str:
+    """A value as a cell."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(text_of, value))}]"
+    return str(value)
+
+
+def less_is_better(name: str) -> bool:
+    """Whether smaller values of a metric are better, as far as its name says."""
+    return any(part in name.rpartition("/")[2].lower() for part in _LESS_IS_BETTER)

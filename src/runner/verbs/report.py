@@ -1,0 +1,112 @@
+"""`report`: any set of runs as a table, a difference, a page, or compared with a baseline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.config.errors import OK, WORSE, UserError, nearest
+
+if TYPE_CHECKING:
+    from runner.reports.report import Report
+    from runner.reports.terminal import Screen
+
+_FILES = ("csv", "md", "json", "html", "save_baseline")
+_OPTIONS = ("where", "columns", "sort", "seeds", "diff", "against", *_FILES)
+_MOST_TENSORS = 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show runs, sweeps and folders (`report outputs/digits`), from their files, also while they run.
+
+    where='amp=true and test/accuracy>0.99'   only these runs
+    columns=optimizer.lr,test/accuracy        instead of the keys that differ
+    sort=test/loss                            smallest first; sort=-test/loss largest first
+    seeds=each                                a row for every repetition
+    csv=FILE md=FILE json=FILE html=FILE      write the table, or a page with curves
+    diff=true                                 two runs: config, environment, metrics, weights
+    against=baseline.json|RUN|SWEEP           exit status 4 if something got worse
+    tolerance.step=0.1                        allowed change: metric, loss, step, memory, startup
+    save_baseline=FILE                        measure these runs for a later against=
+    """
+    places, options, tolerance = _parse(argv)
+    from runner.reports.report import report
+    from runner.reports.terminal import Screen
+
+    found = report(*places, **options, tolerance=tolerance)
+    screen = Screen()
+    _show(found, screen)
+    for name in _FILES:
+        if name in options:
+            screen.line(f"wrote {options[name]}")
+    return WORSE if found.comparison is not None and found.comparison.worse else OK
+
+
+def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, float]]:
+    """Places, options and tolerances."""
+    places: list[str] = []
+    options: dict[str, Any] = {}
+    tolerance: dict[str, float] = {}
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if key.startswith("tolerance.") and equals:
+            try:
+                tolerance[key.removeprefix("tolerance.")] = float(value)
+            except ValueError:
+                raise UserError(key, f"cannot be {value}", "a number, such as 0.1") from None
+        elif key in _OPTIONS and equals:
+            options[key] = value
+        elif word.startswith("-") or (equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists()):
+            close = nearest(key.lstrip("-"), _OPTIONS)
+            raise UserError("report", f"unknown option '{key}'", ", ".join(f"{name}=" for name in _OPTIONS), close)
+        else:
+            places.append(word)
+    if "columns" in options:
+        options["columns"] = [name.strip() for name in options["columns"].strip("[]").split(",") if name.strip()]
+    if "diff" in options:
+        if options["diff"] not in ("true", "false"):
+            raise UserError("diff", f"cannot be {options['diff']}", "true or false")
+        options["diff"] = options["diff"] == "true"
+    return places, options, tolerance
+
+
+def _show(found: Report, screen: Screen) -> None:
+    from runner.reports.table import text_of
+    from runner.reports.terminal import show_table
+
+    show_table(screen, found.table, found.runs, found.notes)
+    if found.difference is not None:
+        both = found.difference
+        names = [run.name for run in found.runs]
+        for title, rows in (("config", both.config), ("environment", both.environment), ("metrics", both.metrics)):
+            screen.line()
+            screen.line(title if rows else f"{title}: no difference", "bold")
+            if rows:
+                screen.table(["", *names], [[name, text_of(one), text_of(other)] for name, one, other in rows])
+        screen.line()
+        one, other = both.sha256
+        screen.line("weights" if one != other or one is None else "weights: the same bits", "bold")
+        for name, digest in zip(names, both.sha256, strict=True):
+            screen.line(f"SHA-256 {digest or 'unknown'}  {name}")
+        if both.note:
+            screen.line(both.note)
+        if both.tensors:
+            rows_ = [[each.name, f"{each.largest:.4g}", each.note] for each in both.tensors[:_MOST_TENSORS]]
+            screen.table(["tensor", "largest difference", ""], rows_)
+            more = len(both.tensors) - _MOST_TENSORS
+            screen.line(f"{f'{more} more tensors differ, ' if more > 0 else ''}{both.tensors_equal} tensors are equal")
+    if found.comparison is not None:
+        comparison = found.comparison
+        screen.line()
+        screen.line(comparison.title, "bold red" if comparison.worse else "bold green")
+        rows_ = [
+            [each.setting, each.measure, each.before, each.now, each.change, each.allowed, each.verdict]
+            for each in comparison.measures
+        ]
+        screen.table(["setting", "measure", "baseline", "now", "change", "allowed", "verdict"], rows_, last=["verdict"])
+        for line in comparison.notes:
+            screen.line(line, "yellow")
+        for line in comparison.reasons:
+            screen.line(f"worse: {line}", "bold red")

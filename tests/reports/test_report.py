@@ -1,0 +1,210 @@
+"""The table of a report: found runs, keys that differ, folded repetitions, files, failures and differences."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import runner
+from runner.config.errors import UserError
+
+
+def test_200_runs_take_less_than_2_seconds_and_no_torch(many: Callable[[int], Path]) -> None:
+    code = (
+        "import sys, time\nfrom runner.cli import main\n"
+        f"status = main(['report', {str(many(200))!r}])\n"
+        "print('torch' in sys.modules, time.process_time())\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    torch, seconds = done.stdout.splitlines()[-1].split()
+    assert torch == "False"
+    assert float(seconds) < 2
+    assert "192 of 200 runs finished" in done.stdout
+
+
+def test_the_table_is_that_of_an_independent_computation(many: Callable[[int], Path], tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = []
+    for folder in many(200).iterdir():
+        summary = json.loads((folder / "summary.json").read_text())
+        words = [line.removeprefix("- ") for line in (folder / "overrides.yaml").read_text().splitlines()]
+        settings = dict(word.split("=") for word in words)
+        resumed = Path(summary["resumed_from"]).parents[1].name if summary["resumed_from"] else None
+        score = (summary["best"] or {}).get("value") if summary["status"] == "finished" else None
+        rows.append(
+            settings | {"folder": folder.name, "resumed": resumed, "value": score, "test": (summary.get("test") or {})}
+        )
+    frame = pandas.DataFrame(rows)
+    frame = frame[~frame["folder"].isin(frame["resumed"].dropna())]
+    frame["test"] = [each.get("accuracy") for each in frame["test"]]
+    keys = ["optimizer.lr", "model.width", "amp"]
+    expected = frame.astype({"optimizer.lr": float, "model.width": int}).groupby(keys).agg(
+        runs=("folder", "count"), value=("value", "mean"), std=("value", "std"), test=("test", "mean")
+    )  # fmt: skip
+    expected = expected.sort_values("value", ascending=False).reset_index()
+
+    found = runner.report(many(200), csv=tmp_path / "table.csv")
+    table = found.to_pandas()
+    assert list(table["runs"]) == list(expected["runs"])
+    columns = {"value": "val/accuracy", "std": "val/accuracy std", "test": "test/accuracy"}
+    for name in (*keys[:2], *columns):
+        assert list(table[columns.get(name, name)]) == pytest.approx(list(expected[name]), rel=1e-12), name
+    read = pandas.read_csv(tmp_path / "table.csv")
+    assert list(read["val/accuracy"]) == pytest.approx(list(expected["value"]), rel=1e-12)
+    each = runner.runs(many(200)).to_pandas()
+    assert len(each) == 200
+    assert each["test/accuracy"].mean() == pytest.approx(frame["test"].mean(), rel=0.01)
+
+
+def test_only_keys_that_differ_are_shown_the_best_first_and_seeds_folded(many: Callable[[int], Path]) -> None:
+    table = runner.report(many(20)).table
+    assert table.keys == ("optimizer.lr",)
+    assert table.metrics == ("val/accuracy", "test/accuracy")
+    assert [len(row.runs) for row in table.rows] == [5, 5, 5, 5]
+    means = [row.values["val/accuracy"].mean for row in table.rows]
+    assert means == sorted(means, reverse=True)
+    each = runner.report(many(20), seeds="each", columns=["seed", "test/loss", "step_ms"], sort="test/loss").table
+    assert (each.keys, each.metrics, len(each.rows)) == (("seed",), ("test/loss", "step_ms"), 20)
+    losses = [row.values["test/loss"].mean for row in each.rows]
+    assert losses == sorted(losses)
+    some = runner.runs(f"{many(20)}/1*", where="optimizer.lr>=0.01 and val/accuracy>0.5")
+    assert {run.path.name for run in some} == {str(number) for number in range(10, 20)}
+
+
+def test_files_have_the_table(many: Callable[[int], Path], run: Callable[..., Any], workdir: Path) -> None:
+    done = run("report", str(many(40)), "csv=t.csv", "md=t.md", "json=t.json", "where=status!=running")
+    assert done.status == 0, done.err
+    content = json.loads(Path("t.json").read_text())
+    assert len(content["runs"]) == 40
+    assert content["metric"] == "val/accuracy"
+    assert set(content["rows"][0]["val/accuracy"]) == {"mean", "std", "count"}
+    [failed] = [each for each in content["runs"] if each["status"] == "failed"]
+    assert "diverged" in failed["error"]
+    assert failed["again"] == "python -m runner train seed=4 optimizer.lr=0.03 model.width=32 amp=false"
+    assert failed["again"] in Path("t.md").read_text()
+    assert failed["again"] in done.out
+    assert Path("t.csv").read_text().startswith("runs,optimizer.lr,model.width,val/accuracy,val/accuracy std,")
+
+
+def test_a_narrow_terminal_skips_columns_and_says_so(
+    many: Callable[[int], Path], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run("report", str(many(200))).out.splitlines()
+    table = [line for line in lines if line[:4].strip() and not line.startswith(("error", "no room", "    "))]
+    assert max(len(line.rstrip()) for line in table) <= 60
+    assert "no room for" in "\n".join(lines)
+    assert "val/accuracy" in lines[1]
+
+
+def test_a_run_that_is_written_a_damaged_one_and_a_sweep_are_reported(
+    many: Callable[[int], Path], workdir: Path
+) -> None:
+    sweep = workdir / "sweep"
+    shutil.copytree(many(20) / "0", sweep / "0")
+    shutil.copytree(many(20) / "1", sweep / "1")
+    (sweep / "0" / "config.yaml").write_text("a: &x [1]\nb: [*x, *x]\n{")
+    (sweep / "0" / "metrics.jsonl").write_bytes(b"\xff\x00 not json\n[1]\n")
+    (sweep / "1" / "summary.json").unlink()
+    (sweep / "1" / ".lock").write_text("process 1 on elsewhere")
+    line = {"event": "launch", "time": 1.0, "swept": [], "base": {}, "flags": ["--config-dir=mine"], "retry": "failed"}
+    (sweep / "sweep.jsonl").write_text(json.dumps(line | {"jobs": {"a": ["seed=7"]}, "fail_fast": False}) + "\n")
+    found = runner.runs(sweep)
+    assert [run.status for run in found] == ["finished", "running"]
+    assert found.notes == (f"{sweep}: 1 of 1 jobs have not started",)
+    assert found[0].config == {}
+    assert found[0].speed == {}
+    assert runner.report(sweep).table.rows
+    (sweep / "1" / ".lock").unlink()
+    [died] = runner.runs(sweep / "1")
+    assert died.status == "died"
+    assert shlex.split(died.repeat)[:5] == ["python", "-m", "runner", "train", "--config-dir=mine"]
+
+
+def test_two_runs_are_compared_down_to_their_weights(run: Callable[..., Any], train: Callable[..., Any]) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    words = ("model=mlp", "model.hidden=[8]", "epochs=1", "amp=false", "limit.train_batches=3")
+    first, second = (train(*words, f"optimizer.lr={rate}").directory for rate in (0.01, 0.02))
+    result = runner.report(first, second)
+    found = result.difference
+    assert found is not None
+    assert [name for name, *_ in found.config] == ["optimizer.lr"]
+    assert found.environment == []
+    assert found.sha256[0] != found.sha256[1]
+    stored = [load_file(folder / "checkpoints" / "last.safetensors") for folder in (first, second)]
+    assert found.tensors
+    for each in found.tensors:
+        expected = torch.max(torch.abs(stored[0][each.name].double() - stored[1][each.name].double()))
+        assert each.largest == pytest.approx(float(expected), rel=1e-6)
+    done = run("report", str(first), str(second))
+    assert done.status == 0, done.err
+    assert found.tensors[0].name in done.out
+    assert str(found.sha256[0]) in done.out
+    assert runner.report(first, second, diff=False).difference is None
+    same = runner.report(first, first, diff=None)
+    assert same.difference is None
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["nowhere"], "nowhere"),
+        (["."], "holds no run"),
+        (["RUNS", "column=seed"], "columns"),
+        (["RUNS", "columns=optimizer.rl"], "optimizer.lr"),
+        (["RUNS", "sort=acc"], "sort"),
+        (["RUNS", "where=seed>100"], "where"),
+        (["RUNS", "seeds=some"], "seeds"),
+        (["RUNS", "diff=true"], "diff"),
+        (["RUNS", "diff=yes"], "diff"),
+        (["RUNS", "--html"], "html"),
+        (["RUNS", "against=nowhere"], "nowhere"),
+        (["RUNS", "against=RUNS/0/summary.json"], "against"),
+        (["RUNS", "against=RUNS", "tolerance.speed=1"], "tolerance.speed"),
+        (["RUNS", "against=RUNS", "tolerance.step=fast"], "tolerance.step"),
+        (["RUNS", "csv=nowhere/t.csv"], "nowhere/t.csv"),
+    ],
+)
+def test_mistakes_name_what_is_wrong(
+    many: Callable[[int], Path], run: Callable[..., Any], words: list[str], key: str
+) -> None:
+    done = run("report", *(word.replace("RUNS", str(many(20))) for word in words))
+    assert done.status == 2, done.out
+    assert key in done.err
+
+
+def test_a_notebook_shows_runs_and_tables(many: Callable[[int], Path]) -> None:
+    found = runner.runs(many(40))
+    assert "optimizer.lr" in found._repr_html_()
+    assert "<th>val/accuracy</th>" in runner.report(many(40))._repr_html_()
+    text = found[39]._repr_html_()
+    assert "diverged" in text
+    assert found[:2].table(seeds="each").folded is False
+    assert repr(found) == "<40 runs>"
+
+
+def test_a_name_with_markup_is_text(many: Callable[[int], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)</script>"
+    shutil.copytree(many(20) / "0", folder)
+    (folder / "overrides.yaml").write_text("- notes=</script><b>\n- seed=1\n")
+    [one] = runner.runs(str(tmp_path / "*"))
+    assert "<script>" not in one._repr_html_()
+    page = tmp_path / "page.html"
+    runner.report(tmp_path, html=page)
+    assert page.read_text().count("</script>") == 2
+
+
+def test_to_pandas_says_what_is_missing(many: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match="pip install pandas"):
+        runner.runs(many(20)).to_pandas()
