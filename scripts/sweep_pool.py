@@ -87,7 +87,7 @@ def check(jobs: int, slots: int, folder: Path) -> list[str]:
     for seed, kind in failing.items():
         lines = [line for line in life.said().splitlines() if line.startswith(f"job {seed + 1} of {jobs}: ")]
         told = [line for line in lines if NAMED[kind] in line and "log: " in line and f" seed={seed} " in line]
-        print(*(f"    {line.split('; repeat')[0]}" for line in told), sep="\n")
+        print(*(f"    {line.partition('; repeat')[0]}" for line in told), sep="\n")
         wrong += [] if told else [f"the job that was to be {kind} is not named: {lines}"]
         (folder / f"fault_{seed}").unlink()
 

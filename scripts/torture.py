@@ -105,7 +105,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="a few of each")
     parser.add_argument("--folder", type=Path, help="keep all runs in this folder; without it they are removed")
     parser.add_argument(
-        "--launcher", choices=("basic", "pool", "optuna"), help="of the section sweeps; without it all of them"
+        "--launcher",
+        choices=("basic", "pool", "optuna", "joblib", "submitit_local"),
+        help="of the section sweeps; without it basic, pool and optuna",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there as well")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")

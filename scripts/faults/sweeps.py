@@ -18,7 +18,13 @@ from faults.table import Bench, Row
 _STOPS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _TIMES = 3
 _JOBS = ("0", "1", "2", "3")
-_LAUNCHERS = {"basic": (), "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"), "optuna": ()}
+_LAUNCHERS = {
+    "basic": (),
+    "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
+    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+    "optuna": (),
+    "submitit_local": ("hydra/launcher=submitit_local",),
+}
 _GRID = ("--multirun", "epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")
 _SEARCH = (
     *("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}", "search.trials=4", "epochs=3"),
@@ -43,7 +49,7 @@ def section(bench: Bench) -> list[Row]:
         alone = live((*own, f"output_root={root}"), root.with_suffix(".log"))
         lasted = time.perf_counter() - began
         assert alone.status == 0, alone.said()[-2000:]
-        victims = "the sweep" if launcher != "pool" else "the sweep, a job or both"
+        victims = "the sweep" if launcher in ("basic", "optuna") else "the sweep, a job or both"
         row = Row("sweeps", f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of {victims} at random moments")
         for number in range(bench.counts["sweeps"]):
             root = bench.folder / f"{launcher}_{number}"
@@ -63,7 +69,11 @@ def _stopped(
         until = time.perf_counter() + bench.draw.uniform(0.1, 1) * lasted / 2
         while time.perf_counter() < until and not life.ended():
             time.sleep(0.002)
-        victims = ("sweep",) if launcher != "pool" else bench.draw.choice((("sweep",), ("job",), ("sweep", "job")))
+        victims = (
+            ("sweep",)
+            if launcher in ("basic", "optuna")
+            else bench.draw.choice((("sweep",), ("job",), ("sweep", "job")))
+        )
         number = bench.draw.choice(_STOPS)
         if "job" in victims and (jobs := _working(root, life.pid)):
             with contextlib.suppress(ProcessLookupError):
@@ -83,7 +93,7 @@ def _stopped(
     found = _found(folder)
     if life.status != 0 or found != expected:
         return f"{folder}: status {life.status}, {found} instead of {expected}: {life.said()[-1500:]}"
-    if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs"}:
+    if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs", ".submitit"}:
         return f"{folder}: there is {more} too"
     if left := leftovers(folder):
         return f"{folder}: {left} were left"

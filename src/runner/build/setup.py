@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.checkpoint import find
+from runner.config import slurm
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
@@ -62,7 +63,9 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
     fixed = composition.job_dir or composition.run_dir
     if fixed is not None:
         return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
-    return unfinished(composition.runs, composition.overrides)
+    # A requeued job continues what it began itself, as other jobs may have the same command.
+    of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
+    return unfinished(composition.runs, composition.overrides, of_job)
 
 
 def why_occupied(composition: Composition) -> UserError | None:

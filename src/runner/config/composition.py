@@ -29,6 +29,7 @@ class Composition:
         job_dir: folder that a sweep gives to this job; None for a single run.
         run_dir: folder that `hydra.run.dir` names; None if it was left alone.
         continues: whether a job of a sweep continues what the same job began in `job_dir`.
+        elsewhere: whether a launcher started this process for jobs of a sweep.
     """
 
     values: dict[str, Any]
@@ -39,6 +40,7 @@ class Composition:
     job_dir: Path | None = None
     run_dir: Path | None = None
     continues: bool = False
+    elsewhere: bool = False
 
     @property
     def resumes(self) -> bool:
@@ -54,7 +56,10 @@ class Composition:
         """The composition as what JSON can contain."""
         folders = {"job_dir": self.job_dir, "run_dir": self.run_dir}
         paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
-        own = {name: getattr(self, name) for name in ("values", "overrides", "group_choices", "primary", "continues")}
+        own = {
+            name: getattr(self, name)
+            for name in ("values", "overrides", "group_choices", "primary", "continues", "elsewhere")
+        }
         return {**own, **paths, "sources": [str(folder) for folder in self.sources.extra]}
 
     @classmethod

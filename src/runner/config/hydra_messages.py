@@ -18,6 +18,21 @@ _UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
 _CHOICE = re.compile(r"Invalid value '(.*?)', expected one of \[(.*?)\]")
 _VARIABLE = re.compile(r"Environment variable '(.*)' not found")
 
+EXTRAS = {
+    "joblib": "joblib",
+    "submitit_local": "submitit",
+    "submitit_slurm": "submitit",
+    "ray": "ray",
+}
+"""For each launcher of another package, the extra of this one that brings it."""
+
+
+def not_installed(group: str, option: str, others: Sequence[str]) -> Problem:
+    """The problem of a launcher whose package is not there; `others` are there."""
+    extra = f"pip install 'runner[{EXTRAS[option]}]'"
+    rest = [name for name in others if name != option]
+    return Problem(group, f"is {option}, whose package is not installed", f"{extra}, or {', '.join(rest)}")
+
 
 def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     """What an error of composing is about.
@@ -29,12 +44,12 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
     if group in ("hydra/launcher", "hydra/sweeper"):
         others = getattr(error, "options", None) or []
-        message = f"there is no '{option}': its plugin is not installed, or the name is wrong"
-        allowed = (
-            ", ".join(others)
-            + "; pip install 'runner[joblib]' or 'runner[submitit]' adds one, and sweep=optuna searches"
-        )
-        return Problem(group, message, allowed, nearest(option, others))
+        if option in EXTRAS:
+            return not_installed(group, option, others)
+        if group == "hydra/sweeper":
+            return Problem(group, f"there is no '{option}'", f"sweep=optuna for a search, or {', '.join(others)}")
+        known = [*others, *(name for name in EXTRAS if name not in others)]
+        return Problem(group, f"there is no '{option}'", ", ".join(known), nearest(option, known))
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None:  # the innermost says what is wrong, the outer ones where

@@ -15,6 +15,12 @@ STOPPING = tuple(
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")
     if hasattr(signal, name)  # Windows has few of them
 )
+WARNINGS = tuple(number for number in STOPPING if number.name in ("SIGTERM", "SIGUSR1", "SIGUSR2"))
+"""Those that schedulers send some time before they end a job."""
+heard: list[str] = []
+"""Names of the signals that asked this process to stop, since its verb started."""
+early: list[str] = []
+"""Those that came before a run listened to them, until it does."""
 _SOON_S = 0.01
 _AGAIN_S = 1.0
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.errors import FAILED, PREEMPTED, explain
+from runner.config.signals import heard
 
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
 _PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
@@ -100,6 +101,7 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
             elastic_launch(config, _rank)(entry, job, scratch, str(logs), dict(os.environ), os.getpid())
         except SignalException as error:
             asked = signal.Signals(error.sigval).name  # most often the ranks have saved, and say so
+            heard.append(asked)
         except ChildFailedError as error:
             failures = error.failures
         outcomes = _outcomes(Path(scratch), failures, size)

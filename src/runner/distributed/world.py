@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from runner.config import slurm
+
 T = TypeVar("T")
 
 
@@ -118,8 +120,8 @@ def started_by_launcher() -> bool:
 
 
 def restarted() -> bool:
-    """Whether torch's elastic agent started this process again, after a rank had died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether this process continues one of the same command: torch's elastic agent or SLURM started it again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or slurm.restarted()
 
 
 def meeting(timeout: datetime.timedelta) -> Any:

@@ -11,7 +11,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from runner.config.signals import STOPPING
+from runner.config.signals import STOPPING, early, heard
 
 # These stay ignored if they were when the process started, as nohup and shells do it.
 _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
@@ -47,6 +47,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
+            self.received = early.pop() if early else ""
             for number in STOPPING:
                 if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
@@ -62,6 +63,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self.received = self.received or name
+        heard.append(name)
         if name in _REPEATED or self._patient:
             return
         if self._insists:

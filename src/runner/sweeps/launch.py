@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig
 
-from runner.config import overrides
+from runner.config import overrides, slurm
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
@@ -21,10 +21,11 @@ from runner.config.merged_once import merged_once
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
-from runner.sweeps import pool_launcher
+from runner.sweeps import on_ray, pool_launcher, script
 from runner.sweeps.ablation import ablated, toggles_off
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
 from runner.sweeps.launch_search import Command, launch_search
+from runner.sweeps.launchers import absent, status_of_jobs, sturdy
 from runner.sweeps.ledger import Plan, counted, identity
 
 
@@ -86,14 +87,25 @@ def launch(
             _refuse_keys_of_sweeps(
                 checked.accepted, "is about a sweep, and this is one run", "--multirun too, or no such key"
             )
+            if _wants_script(composition):
+                if problems := also(composition):
+                    raise ConfigError(problems)
+                print(script.job_script(verb, argv, composition.values))
+                return 0, None
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
-            with _no_empty_folders(Path(cfg.hydra.run.dir)):
-                return status_of(lambda: app.run(primary, task, checked.accepted)), None
+            try:
+                with _no_empty_folders(Path(cfg.hydra.run.dir)):
+                    return status_of(lambda: app.run(primary, task, checked.accepted)), None
+            finally:
+                _requeue(composition)
         if wrong := [problem for problem in also(composition) if within(problem.key, OF_THE_SWEEP)]:
             raise ConfigError(wrong)  # no job has these keys
-        in_pool = cfg.hydra.runtime.choices.get("hydra/launcher") == "pool"
+        launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
+        if problem := absent(launcher):
+            raise ConfigError([problem])
+        in_pool = launcher == "pool"
         if in_pool and (wrong := pool_launcher.problems_of(cfg.hydra.launcher, composition.values, verb)):
             raise ConfigError(wrong)
         if not keeps_runs:
@@ -116,7 +128,6 @@ def launch(
             return compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))[0]
 
         if composition.values["search"]["sampler"] is not None:
-            launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
             slots = cfg.hydra.launcher if in_pool else None
             command = Command(composition, words, schema, sources, composed, also, monitor, task, alone, place)
             command = dataclasses.replace(command, verb=verb, primary=primary, launcher=launcher, slots=slots)
@@ -155,13 +166,43 @@ def launch(
                 return counted(compose(app, primary, plain, schema, sources, also)[0].values) | on
             return {"overrides": sorted(mask_words(plain.accepted))}
 
+        if _wants_script(composition):
+            print(_script_of_sweep(cfg, composition, verb, argv, place, len(jobs)))
+            return 0, None
         detach = in_pool and cfg.hydra.launcher.detach
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place, detach))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
         pool_launcher.register()
-        with announced(announce, jobs, fixed=bool(off)):
-            return status_of(lambda: app.multirun(primary, task, words)), folder
+        on_ray.register()
+        try:
+            with announced(announce, jobs, fixed=bool(off)), sturdy(launcher, folder):
+                status = status_of(lambda: app.multirun(primary, task, words))
+            return status or status_of_jobs(folder), folder
+        finally:
+            _requeue(composition)
+
+
+def _wants_script(composition: Composition) -> bool:
+    return bool((composition.values.get("slurm") or {}).get("script"))
+
+
+def _script_of_sweep(
+    cfg: DictConfig, composition: Composition, verb: str, argv: Sequence[str], place: Path | None, jobs: int
+) -> str:
+    """The script of the array that submitit would submit, or that of a job which runs the whole sweep."""
+    values = composition.values
+    if cfg.hydra.runtime.choices.get("hydra/launcher") != "submitit_slurm":
+        return script.job_script(verb, argv, values)
+    named = place or values.get("sweep_dir")
+    folder = Path(named) if named else Path(str(values["output_root"]), str(values["name"]), "sweeps", "DATE_TIME")
+    return script.array_script(cfg, folder, jobs)
+
+
+def _requeue(composition: Composition) -> None:
+    """Put the job of SLURM that this process is back into the queue if it was warned; nothing that failed prevents that."""
+    if slurm.warned(composition.values):
+        slurm.requeue()
 
 
 @contextlib.contextmanager

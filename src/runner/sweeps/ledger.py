@@ -115,6 +115,7 @@ class Records:
     launches: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
+    stopped: bool = False  # whether a signal stopped the last launch
     retried: Counter[str] = field(default_factory=Counter)
     """How often each job was repeated at once in the last launch."""
 
@@ -150,8 +151,9 @@ class Ledger:
             try:
                 found = json.loads(line)
                 event = found["event"]
-                if event == "launch":
-                    records.launches.append(found)
+                if event in ("launch", "stop"):
+                    records.launches += [found] if event == "launch" else []
+                    records.stopped = event == "stop"
                     records.retried.clear()
                     continue
                 name, overrides = str(found["folder"]), [str(word) for word in found["overrides"]]
@@ -200,8 +202,10 @@ class Ledger:
                 return Job(self, job, words, known.folder, skipped=found)
             if known is not None and launch["retry"] == "all" and known.launch < len(records.launches) - 1:
                 known = None
+            if records.stopped:
+                return Job(self, job, words, wanted, pending="a signal stopped the sweep")
             if launch["fail_fast"] and (failed := records.failed_now):
-                return Job(self, job, words, wanted, pending=failed)
+                return Job(self, job, words, wanted, pending=f"{failed.folder} failed, and fail_fast=true")
             folder = known.folder if known is not None else self._free(wanted, records)
             begun = Job(self, job, words, folder, continues=known is not None)
             if known is not None or not (
@@ -261,7 +265,7 @@ class Job:
         folder: its run directory.
         continues: whether it continues in its folder what it began there.
         skipped: what it became before, if it does not have to run.
-        pending: the job whose failure keeps it from starting.
+        pending: what keeps it from starting.
     """
 
     ledger: Ledger
@@ -270,7 +274,7 @@ class Job:
     folder: Path
     continues: bool = False
     skipped: Outcome | None = None
-    pending: Entry | None = None
+    pending: str | None = None
 
     def line(self, outcome: Outcome) -> dict[str, Any]:
         """The content of a line of the ledger."""

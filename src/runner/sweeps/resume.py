@@ -6,25 +6,31 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.config import slurm
 from runner.config.app import Composition, current
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.keys import within
 from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
-from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.pool import PATIENT
 from runner.sweeps.table import command_alone
 from runner.tracking.formats import number
 from runner.tracking.run_directory import hold
 
-_ENDING_S = 60.0
+_LOOKED_S = 0.5  # between two looks at the lock of another process
 _held: dict[Path, int] = {}
 """Locks on the folders of this process's sweeps."""
+_launched_by = 0
+"""The process that began a sweep last; its jobs run elsewhere if that is not this one."""
 
 
 def to_continue(root: Path, plan: Plan) -> Path | None:
@@ -83,6 +89,8 @@ def begin(folder: Path, plan: Plan) -> None:
     Raises:
         UserError: another process runs this sweep.
     """
+    global _launched_by
+    _launched_by = os.getpid()
     folder.mkdir(parents=True, exist_ok=True)
     while _held:
         os.close(_held.popitem()[1])
@@ -91,15 +99,22 @@ def begin(folder: Path, plan: Plan) -> None:
         _held[folder] = lock
     ledger = Ledger(folder)
     known = ledger.read().jobs
-    _wait_for(known.values())
     if known and plan.jobs is not None:
         done = [job for job in plan.jobs if job in known and outcome(known[job].folder).status == "finished"]
         left = "new_sweep=true starts another sweep" if len(done) == len(plan.jobs) else "the others follow"
         print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
     jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
-    wanted = {"retry": plan.values["retry"], "retries": int(plan.values["retries"])}
-    wanted["fail_fast"] = _is_true(plan, "fail_fast")
+    wanted = {
+        "retry": plan.values["retry"],
+        "retries": int(plan.values["retries"]),
+        "fail_fast": _is_true(plan, "fail_fast"),
+    }
     ledger.append("launch", swept=list(plan.swept), base=plan.base(), jobs=jobs, flags=list(plan.flags), **wanted)
+
+
+def _is_true(plan: Plan, key: str) -> bool:
+    """Whether a key is true; quotes make a text of it, which the types accept."""
+    return str(plan.values.get(key)).lower() == "true"
 
 
 def refuse_held(folder: Path) -> None:
@@ -114,36 +129,6 @@ def _lock(folder: Path) -> int | None:
     except UserError as error:
         runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"
         raise UserError("sweep_dir", runs, "wait for it, end it with kill, or new_sweep=true for another one") from None
-
-
-def _wait_for(jobs: Iterable[Entry]) -> None:
-    """Wait for processes of jobs that outlive a killed launch: they are saving, and end.
-
-    Raises:
-        UserError: for one that does not end.
-    """
-    until, said = time.monotonic() + _ENDING_S, False
-    for folder in [job.folder for job in jobs if job.status not in ENDED and (job.folder / ".lock").exists()]:
-        while True:
-            try:
-                lock = hold(folder)
-                break
-            except UserError as error:
-                if time.monotonic() > until:
-                    raise UserError(
-                        "sweep_dir", f"still has a job that runs: {error}", "wait for it, or kill it"
-                    ) from None
-                if not said:
-                    print(f"{folder} is left by a launch that was killed: waiting until it has saved", flush=True)
-                said = True
-                time.sleep(0.1)
-        if lock is not None:
-            os.close(lock)
-
-
-def _is_true(plan: Plan, key: str) -> bool:
-    """Whether a key is true; quotes make a text of it, which the types accept."""
-    return str(plan.values.get(key)).lower() == "true"
 
 
 def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
@@ -165,7 +150,17 @@ def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
         return run(composition)
     made = composition.job_dir
     swept = launches[-1]["swept"]
-    job = ledger.start(identity(composition.values, composition.overrides, swept), composition.overrides, made)
+    named = identity(composition.values, composition.overrides, swept)
+    job, lock = _begin(ledger, named, composition.overrides, made)
+    try:
+        return _run(job, composition, run, made)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _run(job: Job, composition: Composition, run: Callable[[Composition], float | None], made: Path) -> float | None:
+    """Do with a job what was decided."""
     if job.folder.resolve() != made.resolve() or job.skipped or job.pending:
         with contextlib.suppress(OSError):
             made.rmdir()  # Hydra makes a folder before it asks
@@ -174,19 +169,64 @@ def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
         print(f"skipped: {job.folder} has {job.skipped.status} already{told}", flush=True)
         return job.skipped.value
     if job.pending is not None:
-        print(f"pending: {job.pending.folder} failed, and fail_fast=true", flush=True)
+        print(f"pending: {job.pending}", flush=True)
         return None
+    elsewhere = _launched_by != os.getpid() and PATIENT not in os.environ
     while True:
         try:
-            value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues))
+            value = run(
+                dataclasses.replace(composition, job_dir=job.folder, continues=job.continues, elsewhere=elsewhere)
+            )
         except SystemExit as stop:
-            if stop.code == PREEMPTED:
+            if elsewhere or stop.code == PREEMPTED:
                 job.record()
-            raise
-        if not job.record():
-            if (found := outcome(job.folder)).status == "failed":
-                repeat = command_alone(job.words, launches[-1].get("flags") or [])
+            if not elsewhere:
+                raise
+            value, again = None, False  # an exit would end the other jobs of a launcher too
+        else:
+            again = job.record()
+        if elsewhere and slurm.warned(composition.values):
+            _requeue_by_submitit()
+        if not again:
+            if (found := outcome(job.folder)).status == "failed" and not elsewhere:
+                repeat = command_alone(job.words, job.ledger.read().launches[-1].get("flags") or [])
                 print(f"failed: {found.sentence}\n    log: {job.folder / 'run.log'}\n    again: {repeat}", flush=True)
             return value
-        print(f"again: {job.folder} failed, and retries={ledger.read().launches[-1]['retries']}", flush=True)
+        print(f"again: {job.folder} failed, and retries={job.ledger.read().launches[-1]['retries']}", flush=True)
         job = dataclasses.replace(job, continues=True)
+
+
+def _requeue_by_submitit() -> None:
+    """Leave the job to submitit's own handler, which requeues it and ends this process, if that is what runs it."""
+    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        import submitit
+
+        try:
+            signal.raise_signal(getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}"))
+        except Exception as error:  # it has a limit, hydra.launcher.max_num_timeout
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+
+
+def _begin(ledger: Ledger, job: str, words: Sequence[str], made: Path) -> tuple[Job, int | None]:
+    """Decide on a job once no other process works on it, such as one whose launcher was killed; gives a lock too.
+
+    The lock is that of the run, which takes it again in this process, so that nobody comes between the two.
+    """
+    told = False
+    while True:
+        try:
+            known = ledger.read().jobs.get(job)
+            lock = _hold(known)
+            found = ledger.start(job, words, made)
+            if known is None and not (found.skipped or found.pending):
+                lock = _hold(ledger.read().jobs.get(job))
+            return found, lock
+        except UserError as error:
+            if not told:
+                print(f"waiting: {error}", flush=True)
+            told = True
+            time.sleep(_LOOKED_S)
+
+
+def _hold(entry: Entry | None) -> int | None:
+    return hold(entry.folder) if entry is not None and entry.folder.is_dir() else None

@@ -253,7 +253,14 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def row_of(folder: Path, overrides: list[str], common: Collection[str] = (), entry: Entry | None = None) -> JobRow:
-    """What the files in the folder of a run or job say; `common` are overrides that all jobs have, `entry` the ledger's."""
+    """What the files in the folder of a run or job say.
+
+    Args:
+        folder: of the run.
+        overrides: of its command.
+        common: overrides that all jobs of its sweep have.
+        entry: what the ledger of its sweep says about it.
+    """
     row = JobRow(folder.name, _varied(overrides, common), tuple(overrides), "died")
     summary, known = read_summary(folder), entry.sentence if entry is not None else None
     if summary is None:

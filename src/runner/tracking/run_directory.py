@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -55,9 +56,10 @@ def claim(parent: Path, stamp: str) -> Path:
         raise UserError("output_root", str(error)) from error
 
 
-def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, list[str]]:
+def unfinished(runs: Path, overrides: list[str], of_job: str | None = None) -> tuple[RunDirectory | None, list[str]]:
     """The newest run in `runs` with the same overrides, unless it has finished, and warnings.
 
+    With `of_job`, only runs of this SLURM job count.
     Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
     """
     overrides = mask_words(overrides)  # as they are stored
@@ -66,7 +68,7 @@ def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, l
     for path in sorted(runs.glob("*/overrides.yaml")):
         folder = path.parent
         try:
-            if read_overrides(folder) == overrides:
+            if read_overrides(folder) == overrides and of_job in (None, _slurm_job(folder)):
                 if os.path.lexists(folder / "summary.json") and read_summary(folder) is None:
                     raise ValueError("its summary.json cannot be read")
                 same.append(folder)
@@ -82,6 +84,15 @@ def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, l
         except UserError as error:
             skipped.append(f"{folder}: {error}")
     return found, [f"resume=auto skips {text}" for text in skipped]
+
+
+def _slurm_job(folder: Path) -> str:
+    """The number of the SLURM job that a run began in; an empty string if there was none."""
+    try:
+        environment = json.loads(read_regular(folder / "environment.json"))
+        return str(environment["variables"].get("SLURM_JOB_ID", ""))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return ""
 
 
 def _recency(folder: Path) -> tuple[datetime, list[int]]:

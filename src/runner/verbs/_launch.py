@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner import __version__
+from runner.config import slurm
 from runner.config.errors import OK, USAGE, UserError, called_exit, explain
 from runner.config.secrets import mask_text, mask_words
 from runner.verbs._errors import print_error
@@ -52,12 +53,13 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     if asks_for_help:
         print_help(verb, argv)
         return OK
-    if not _LAUNCHERS.isdisjoint(os.environ):
-        from runner.distributed.world import started_by_launcher
+    with slurm.early_warnings():
+        if not _LAUNCHERS.isdisjoint(os.environ):
+            from runner.distributed.world import started_by_launcher
 
-        if started_by_launcher():
-            return _launch_rank(verb, argv)
-    return _launch(verb, argv)
+            if started_by_launcher():
+                return _launch_rank(verb, argv)
+        return _launch(verb, argv, slurm.restarted())
 
 
 def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
@@ -203,7 +205,20 @@ class Job:
             return self._run(cfg)
         from runner.sweeps.resume import run_or_skip
 
-        return run_or_skip(cfg, self._run)
+        if "SUBMITIT_EXECUTOR" not in os.environ or _LAUNCHERS.isdisjoint(os.environ):
+            return run_or_skip(cfg, self._run)
+        from runner.distributed import follow
+        from runner.distributed.world import started_by_launcher
+
+        if not started_by_launcher():
+            return run_or_skip(cfg, self._run)
+        if follow.rank():  # one of the tasks that submitit started for the job
+            importlib.import_module(self.verb.module).main_of_follower()
+            return None
+        try:
+            return run_or_skip(cfg, self._run)
+        finally:
+            follow.dismiss()
 
     def _run(self, cfg: Any) -> float | None:
         run: Callable[[Any], float | None] = importlib.import_module(self.verb.module).run

@@ -53,11 +53,8 @@ def run(cfg: DictConfig | Composition) -> float | None:
 
 def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
     """Run one job; returns its record, which tells how it ended, and the best value of the monitored metric."""
-    record, signals, value = (
-        RunRecord(composition),
-        StopSignals(patient=started_by_launcher() or PATIENT in os.environ),
-        None,
-    )
+    patient = started_by_launcher() or composition.elsewhere or PATIENT in os.environ
+    record, signals, value = RunRecord(composition), StopSignals(patient), None
     try:
         with signals, operations_named(lambda text: record.console.warn(text)):
             record.reserve()
@@ -89,6 +86,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
         return lead(job.to_plain(), setup.config, lambda: train(setup, record, signals, pruning(world().decide)))
     if size == 1:
         return train(setup, record, signals, pruning(world().decide))
+    if signals.received:
+        raise Preempted(f"{signals.received}, before the ranks had started")
     directory = record.directory.path
     record.begin()
     job = Job.of(record.composition, setup, directory)

@@ -233,3 +233,15 @@ class Search(Section):
     storage: str | None = None
     warm_start: str | list[str] | None = None
     space: dict[str, Any] = field(default_factory=dict)
+
+
+Warning_ = Literal["TERM", "USR1", "USR2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(Section):
+    """What a run does in a job of SLURM."""
+
+    signal: Warning_ | list[Warning_] | None = field(default_factory=lambda: ["TERM", "USR1", "USR2"])
+    requeue: bool = True
+    script: bool = False

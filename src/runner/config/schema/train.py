@@ -25,6 +25,7 @@ from runner.config.schema.sections import (
     NonNegative,
     Search,
     Section,
+    Slurm,
     Transform,
     Watch,
 )
@@ -98,6 +99,7 @@ class Train(Section):
     dist: Dist = field(default_factory=Dist)
     fsdp: Fsdp = field(default_factory=Fsdp)
     search: Search = field(default_factory=Search)
+    slurm: Slurm = field(default_factory=Slurm)
     data: Data
     model: Node
     transform: Transform = field(default_factory=Transform)

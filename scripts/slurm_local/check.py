@@ -1,0 +1,320 @@
+"""Check on a real SLURM, of one node on this machine, what the documentation promises about jobs of SLURM.
+
+    apt-get install slurm-wlm munge
+    python scripts/slurm_local/check.py                     # all of it, about 20 minutes
+    python scripts/slurm_local/check.py array ranks         # parts of it
+    python scripts/slurm_local/check.py preempted --preemptions 3
+
+Each part prints a line for every promise, with what was found; the exit status is 1 if one was broken. The cluster is
+started first and stopped at the end, with all its files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from cluster import cluster
+
+RUNNER = (sys.executable, "-m", "runner", "train")
+TINY = (
+    "threads=1", "device=cpu", "log.progress=false", "log.curves=false", "model=small_cnn", "model.width=4",
+    "data=synthetic", "data.image_size=8", "evaluate.test=false",
+)  # fmt: skip
+SWEEP = (*TINY, "data.dataset.samples=32", "epochs=1", "logger=none", "--multirun")
+LONG = (
+    *TINY,
+    "data.dataset.samples=512",
+    "data.num_workers=2",
+    "data.placement=disk",
+    "epochs=60",
+    "checkpoint.min_seconds=0",
+)
+_PATIENCE_S = 600.0
+
+
+class Check:
+    """A folder to work in, the cluster, and what was found."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], draw: random.Random) -> None:
+        self.folder, self.draw = folder, draw
+        self.environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
+        self.lines: list[tuple[str, bool]] = []
+
+    def promise(self, text: str, kept: bool) -> None:
+        """Note and print a line."""
+        self.lines.append((text, kept))
+        print(f"{'ok    ' if kept else 'BROKEN'}  {text}", flush=True)
+
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the folder."""
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
+
+    def submit(self, name: str, *commands: str, options: tuple[str, ...] = ()) -> Job:
+        """Submit a script of these commands."""
+        script = self.folder / f"{name}.sh"
+        output = self.folder / f"{name}.out"
+        lines = ["#!/bin/bash", "#SBATCH --requeue --open-mode=append", f"#SBATCH --output={output}", *commands]
+        script.write_text("\n".join(lines) + "\n")
+        done = self.call("sbatch", "--parsable", *options, str(script))
+        assert done.returncode == 0, done.stderr
+        return Job(self, done.stdout.strip(), output, self.folder / name)
+
+
+class Job:
+    """A job of SLURM that runs the program with a folder of outputs of its own."""
+
+    def __init__(self, check: Check, number: str, output: Path, root: Path) -> None:
+        self._check, self.number, self.output, self.root = check, number, output, root
+
+    def shown(self, name: str) -> str:
+        """A field of `scontrol show job`."""
+        text = self._check.call("scontrol", "show", "job", "--oneliner", self.number).stdout
+        found = re.search(rf"\b{name}=(\S+)", text)
+        return found[1] if found else ""
+
+    @property
+    def restarts(self) -> int:
+        """How often SLURM started the job again, or will."""
+        return int(self.shown("Restarts") or 0)
+
+    @property
+    def runs(self) -> list[Path]:
+        """The run directories."""
+        return sorted(path.parent for path in self.root.glob("*/*/summary.json"))
+
+    def steps(self) -> int:
+        """The number of steps logged so far."""
+        return sum(len(path.read_text().splitlines()) for path in self.root.glob("*/*/metrics.jsonl"))
+
+    def summary(self) -> dict[str, object]:
+        """The summary of the newest run."""
+        try:
+            return dict(json.loads((self.runs[-1] / "summary.json").read_text()))
+        except (IndexError, OSError, ValueError):
+            return {}
+
+    def wait(self, until: Callable[[], bool], what: str) -> None:
+        """Wait for something, and fail with the job's output if the job ends before."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not until():
+            assert time.monotonic() < deadline, f"{what}: waited in vain\n{self.said()}"
+            time.sleep(0.1)
+
+    def wait_for_end(self) -> str:
+        """Wait until the job has ended; returns its state."""
+        self.wait(lambda: self.shown("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "the end")
+        return self.shown("JobState")
+
+    def said(self) -> str:
+        """The end of the job's output."""
+        return self.output.read_text()[-3000:] if self.output.exists() else ""
+
+
+def train(*words: str, root: Path, by: tuple[str, ...] = ("srun",)) -> str:
+    """The line of a script that trains into a folder."""
+    return shlex.join([*by, *RUNNER, *words, f"output_root={root}"])
+
+
+def array(check: Check) -> None:
+    """A sweep of four jobs as an array."""
+    words = (
+        *SWEEP,
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.cpus_per_task=1",
+        "seed=1,2,3,4",
+        "output_root=array",
+    )
+    script = check.call(*RUNNER, *words, "slurm.script=true")
+    check.promise("slurm.script=true prints the script of the array", "#SBATCH --array=0-3%4" in script.stdout)
+    check.promise("and makes no folder", not (check.folder / "array").exists())
+    first = check.call(*RUNNER, *words)
+    [folder] = (check.folder / "array").glob("*/sweeps/*")
+    shown = check.call("scontrol", "show", "jobs").stdout
+    elements = set(re.findall(r"ArrayTaskId=(\d+)", shown))
+    check.promise(f"a sweep of 4 ends with status {first.returncode}", first.returncode == 0)
+    check.promise(f"its jobs were elements {', '.join(sorted(elements))} of one array", elements == {*"0123"})
+    again = check.call(*RUNNER, *words)
+    started = (folder / "sweep.jsonl").read_text().count('"event": "started"')
+    kept = again.returncode == 0 and started == 4
+    check.promise(f"the same command again skips 4, {started} jobs were started in all", kept)
+    alone = check.call(*RUNNER, *(word for word in SWEEP if word != "--multirun"), "seed=3", "output_root=alone")
+    found = [json.loads(path.read_text())["weights_sha256"] for path in
+             (*check.folder.glob("alone/*/*/summary.json"), folder / "2" / "summary.json")]  # fmt: skip
+    check.promise("a job has the bits of the same run alone", alone.returncode == 0 and len({*found}) == 1)
+
+
+def preempted(check: Check, times: int = 20) -> None:
+    """One run that is preempted again and again: by a more urgent job, and by the signals of a warning."""
+    words = (*LONG, f"epochs={15 * times}")
+    whole = check.submit("whole", train(*words, root=check.folder / "whole"))
+    assert whole.wait_for_end() == "COMPLETED", whole.said()
+    job = check.submit("preempted", train(*words, root=check.folder / "preempted"))
+    kinds = ["urgent", "USR1", "USR2"]
+    began = time.monotonic()
+    for number in range(times):
+        before = job.steps()
+        job.wait(lambda before=before: job.shown("JobState") == "RUNNING" and job.steps() > before, "progress")
+        time.sleep(check.draw.uniform(0, 1))
+        if kinds[number % 3] == "urgent":  # SIGTERM, 20 s of grace, SIGKILL, requeued
+            check.call("sbatch", "--partition=urgent", "--ntasks=4", "--output=/dev/null", "--wrap=sleep 1")
+        else:
+            check.call("scancel", f"--signal={kinds[number % 3]}", job.number)
+        job.wait(lambda number=number: job.restarts == number + 1, f"requeue {number + 1}")
+    state = job.wait_for_end()
+    said = job.output.read_text()
+    lasted = time.monotonic() - began
+    check.promise(
+        f"{times} preemptions in {lasted:.0f} s: {state}, restarts {job.restarts}",
+        (state, job.restarts) == ("COMPLETED", times),
+    )
+    count = len(re.findall(r"SLURM job \S+ is requeued", said))
+    check.promise(f"the run itself asked for {count} requeues: one for each", count == times)
+    check.promise(f"{len(job.runs)} run directory", len(job.runs) == 1)
+    logged = len(list(job.root.rglob("tensorboard")))
+    check.promise(f"{logged} folder of TensorBoard", logged == 1)
+    hashes = [str(each.summary().get("weights_sha256"))[:16] for each in (whole, job)]
+    check.promise(f"SHA-256 {hashes[0]} undisturbed, {hashes[1]} preempted", len({*hashes}) == 1)
+    steps = [sum(1 for _ in (each.runs[0] / "metrics.jsonl").open()) for each in (whole, job)]
+    check.promise(f"{steps[0]} and {steps[1]} lines of metrics", steps[0] == steps[1])
+
+
+def other_ends(check: Check) -> None:
+    """What requeues, and what does not."""
+    root = check.folder / "unsaved"
+    job = check.submit("unsaved", train(*LONG, root=root))
+    job.wait(lambda: job.steps() > 2, "progress")
+    checkpoints = job.runs[0] / "checkpoints"
+    checkpoints.rename(checkpoints.with_name("moved"))
+    checkpoints.touch()  # a file: nothing can be saved there
+    check.call("scancel", "--signal=USR1", job.number)
+    job.wait(lambda: job.restarts == 1, "a requeue")
+    checkpoints.unlink()
+    checkpoints.with_name("moved").rename(checkpoints)
+    check.promise("a run that cannot save is requeued too", True)
+    job.wait(lambda: job.shown("JobState") == "RUNNING", "the next start")
+    steps = job.steps()
+    job.wait(lambda: job.steps() != steps, "progress")
+    check.call("scancel", job.number)
+    state = job.wait_for_end()
+    kept = (state, job.restarts, len(job.runs)) == ("CANCELLED", 1, 1)
+    check.promise(f"scancel ends it: {state}, restarts {job.restarts}, {len(job.runs)} run directory", kept)
+    check.promise(f"after it has saved: {job.summary().get('status')}", job.summary().get("status") == "preempted")
+
+    job = check.submit("stays", train(*LONG, "slurm.requeue=false", root=check.folder / "stays"))
+    job.wait(lambda: job.steps() > 2, "progress")
+    check.call("scancel", "--signal=USR1", job.number)
+    state = job.wait_for_end()
+    check.promise(f"slurm.requeue=false only saves and ends: {state}", (state, job.restarts) == ("FAILED", 0))
+
+
+def ranks(check: Check) -> None:
+    """Runs of two processes: started by srun, by `devices=2`, by torchrun, and one that is preempted."""
+    words = (*LONG, "epochs=15", "data.num_workers=0")
+    alone = ("torchrun", "--standalone", "--nproc-per-node=2", "-m", "runner", "train")
+    kinds = {
+        "by_srun": train(*words, root=check.folder / "by_srun", by=("srun", "--ntasks=2")),
+        "by_devices": train(*words, "devices=2", root=check.folder / "by_devices", by=("srun", "--ntasks=1")),
+        "by_torchrun": shlex.join([*alone, *words, f"output_root={check.folder / 'by_torchrun'}"]),
+    }
+    hashes = set()
+    for name, line in kinds.items():
+        job = check.submit(name, line, options=("--ntasks=2",))
+        state = job.wait_for_end()
+        summary = job.summary()
+        hashes.add(summary.get("weights_sha256"))
+        count = len(job.runs)
+        check.promise(f"2 ranks {name}: {state}, {count} run directory", (state, count) == ("COMPLETED", 1))
+    check.promise("the same SHA-256 for all three", len(hashes) == 1 and None not in hashes)
+    stopped = {"srun_warned": (("srun", "--ntasks=2"), ()), "devices_warned": (("srun", "--ntasks=1"), ("devices=2",))}
+    for name, (by, more) in stopped.items():
+        job = check.submit(name, train(*words, *more, root=check.folder / name, by=by), options=("--ntasks=2",))
+        job.wait(lambda job=job: job.steps() > 2, "progress")
+        check.call("scancel", "--signal=USR2", job.number)
+        job.wait(lambda job=job: job.restarts == 1, "a requeue")
+        state = job.wait_for_end()
+        asked = len(re.findall(r"SLURM job \S+ is requeued", job.output.read_text()))
+        kept = (state, job.restarts, asked, len(job.runs)) == ("COMPLETED", 1, 1, 1)
+        check.promise(f"{name} once: {state}, {asked} requeue, {len(job.runs)} run directory", kept)
+        check.promise("and the same SHA-256", job.summary().get("weights_sha256") in hashes)
+
+
+def sweep_preempted(check: Check) -> None:
+    """An array whose jobs are warned: submitit requeues them, and they continue."""
+    words = (
+        *LONG,
+        "epochs=20",
+        "--multirun",
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.cpus_per_task=1",
+        "seed=1,2",
+    )
+    plain = check.call(*RUNNER, *words, "output_root=calm")
+    command = [*RUNNER, *words, "output_root=warned"]
+    with (check.folder / "warned.out").open("w") as output:
+        process = subprocess.Popen(command, cwd=check.folder, env=check.environment, stdout=output, stderr=output)
+    deadline = time.monotonic() + _PATIENCE_S
+    while len([*check.folder.glob("warned/*/sweeps/*/*/metrics.jsonl")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    queue = check.call("squeue", "--noheader", "--format=%i", "--array").stdout.split()
+    for job in queue:
+        check.call("scancel", "--signal=USR2", job)
+    status = process.wait(timeout=_PATIENCE_S)
+    found = {}
+    for root in ("calm", "warned"):
+        paths = sorted(check.folder.glob(f"{root}/*/sweeps/*/*/summary.json"))
+        found[root] = [json.loads(path.read_text()).get("weights_sha256") for path in paths]
+    [ledger] = check.folder.glob("warned/*/sweeps/*/sweep.jsonl")
+    events = [json.loads(line)["event"] for line in ledger.read_text().splitlines()]
+    counts = {kind: events.count(kind) for kind in ("preempted", "started", "finished")}
+    kept = (status, plain.returncode, *counts.values()) == (0, 0, 2, 4, 2)
+    check.promise(f"an array of 2, each warned by USR2: status {status}, {counts}", kept)
+    check.promise("the same SHA-256 as without", found["calm"] == found["warned"] and len(found["calm"]) == 2)
+
+
+PARTS = {
+    "array": array,
+    "preempted": preempted,
+    "other_ends": other_ends,
+    "ranks": ranks,
+    "sweep_preempted": sweep_preempted,
+}
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is given")
+    parser.add_argument("--preemptions", type=int, default=20, help="how often one run is preempted (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--folder", type=Path, help="keep the runs in this folder")
+    options = parser.parse_args()
+    broken = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.folder or Path(scratch)).absolute()
+        with cluster(Path(scratch) / "cluster") as environment:
+            for name in options.parts or PARTS:
+                print(f"{name}: {PARTS[name].__doc__}", flush=True)
+                (folder / name).mkdir(parents=True, exist_ok=True)
+                check = Check(folder / name, environment, random.Random(f"{options.seed} {name}"))
+                preempted(check, options.preemptions) if name == "preempted" else PARTS[name](check)
+                broken += sum(not kept for _, kept in check.lines)
+    return int(broken > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
