@@ -85,7 +85,8 @@ def check(jobs: int, slots: int, folder: Path) -> list[str]:
     wrong += [f"status {life.status} with jobs that fail"] if life.status != 1 else []
     wrong += [f"{found} instead of {good}"] if kept < len(good) else []
     for seed, kind in failing.items():
-        lines = [line for line in life.said().splitlines() if line.startswith(f"job {seed + 1} of {jobs}: ")]
+        said = [line.removeprefix("error: ") for line in life.said().splitlines()]
+        lines = [line for line in said if line.startswith(f"job {seed + 1} of {jobs}: ")]
         told = [line for line in lines if NAMED[kind] in line and "log: " in line and f" seed={seed} " in line]
         print(*(f"    {line.partition('; repeat')[0]}" for line in told), sep="\n")
         wrong += [] if told else [f"the job that was to be {kind} is not named: {lines}"]

@@ -206,7 +206,7 @@ def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
     program.communicate(timeout=60)
     assert program.returncode == 75
     assert shown.returncode == 0, shown.stderr
-    assert [line.split()[:3] for line in shown.stdout.splitlines()[3:5]] == [
+    assert [line.split()[:3] for line in shown.stdout.splitlines()[4:6]] == [
         ["0", "seed=0", "running"],
         ["-", "seed=1", "pending"],
     ]

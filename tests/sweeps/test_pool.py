@@ -98,7 +98,7 @@ def test_a_sweep_in_the_background_gives_the_terminal_back(workdir, tiny):
     assert again.returncode == 2
     assert f"is being run by process {process}" in again.stderr
     assert f"python -m runner sweep {folder} shows it" in again.stderr
-    assert [line.split()[2] for line in shown.stdout.splitlines()[3:6]] == ["running", "running", "pending"]
+    assert [line.split()[2] for line in shown.stdout.splitlines()[4:7]] == ["running", "running", "pending"]
     until(lambda: gone(process))
     assert "2 of 3: seed=1: preempted" in (workdir / folder / "sweep.log").read_text()
 

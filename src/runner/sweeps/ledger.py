@@ -302,7 +302,7 @@ def outcome(folder: Path) -> Outcome:
 def outcome_of(entry: Entry) -> Outcome:
     """How a job ended: as its summary says, or as the ledger does if the process that writes the summary was killed."""
     found = outcome(entry.folder)
-    if found.status not in ENDED and entry.status in ENDED:
+    if found.status not in ENDED and entry.status in ENDED and entry.status != "finished":
         return dataclasses.replace(found, status=entry.status, sentence=entry.sentence)
     return found
 
