@@ -119,6 +119,7 @@ def test_a_model_that_takes_its_weights_from_a_checkpoint_fetches_none(
 ) -> None:
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", never)
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", never)
+    monkeypatch.setattr("runner.models.torchvision_zoo.reachable", lambda _: True)
     node = node | {"fetch_weights": True} if "classifier" in node["_target_"] else node
     outer = {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "torch.nn.Sequential", "_args_": [node]}]}
     with pytest.raises(AssertionError, match="something was fetched"):
