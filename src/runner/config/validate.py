@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 """A validator of a type."""
 
 _IN_STEPS = ("evaluate.every_epochs", "checkpoint.every_epochs")  # for people who want a part of an epoch
+_OF_NUMBERS = ("optimizer", "scheduler")  # components of which no argument can be infinite
 
 
 def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Problem]]:
@@ -46,7 +48,7 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
 
 
 def _untyped(section: type, key: str, value: Any) -> Problem | None:
-    """What pydantic does not find: a renamed key, and true or false where only numbers are meant, which it takes for 1 and 0."""
+    """What pydantic does not find: a renamed key, a number that is not finite, and true or false for 1 and 0."""
     annotation = keys.find(section, key)
     if isinstance(value, str) and value == "???":  # what Hydra calls a mandatory value
         return Problem(key, "is missing", "a value" if annotation is None else keys.describe(annotation))
@@ -56,6 +58,9 @@ def _untyped(section: type, key: str, value: Any) -> Problem | None:
         and bool not in map(keys.bare, keys.members(annotation))
     ):
         return Problem(key, f"cannot be {shown(value)}", keys.describe(annotation))
+    is_number = annotation is not Any or keys.within(key, _OF_NUMBERS)
+    if is_number and any(isinstance(each, float) and not math.isfinite(each) for _, each in keys.walk(value)):
+        return Problem(key, f"cannot be {shown(value)}", "finite numbers")
     return renamed_problem(key)
 
 

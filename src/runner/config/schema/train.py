@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Strict
 
 from runner.config.schema.sections import (
@@ -62,7 +62,7 @@ class Train(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     dry_run: bool = False
     max_restarts: NonNegative = 0
-    threads: Count | None = None
+    threads: Annotated[int, Ge(1), Le(1024)] | None = None  # far more end the process in libgomp
     dtype: Literal["float32", "float64"] = "float32"
     amp: bool | Literal["auto", "bf16", "fp16"] = False
     channels_last: bool = False
