@@ -63,6 +63,8 @@ def an_empty_class(place: Place) -> None:
 
 def an_odd_package(place: Place) -> None:
     text = "from torch import nn\n\n\nclass Odd(nn.Identity):\n    pass\n"
+    text += "\n\nclass Wrong:\n    def on_step(self):\n        pass\n"
+    text += "\n\nclass Misspelt:\n    def on_stepp(self, loop):\n        pass\n"
     (place.folder / "odd_package.py").write_text(text)
     place.patch.syspath_prepend(place.folder)
 
@@ -252,6 +254,30 @@ ROWS = [
         "scheduler without methods",
         ("train", "scheduler._target_=odd_package.Odd"),
         ("scheduler._target_: odd_package.Odd gives a Odd without factor, observe", "shape(step)"),
+        an_odd_package,
+    ),
+    Mistake(
+        "task without methods",
+        ("train", "task._target_=odd_package.Odd"),
+        ("task._target_: odd_package.Odd gives a Odd without outputs, targets", "an object with outputs(classes)"),
+        an_odd_package,
+    ),
+    Mistake(
+        "metric without methods",
+        ("train", "+metrics.odd._target_=odd_package.Odd", "checkpoint.monitor=val/loss"),
+        ("metrics.odd._target_: ", "without update, compute", "allowed: an object with update(predictions, targets)"),
+        an_odd_package,
+    ),
+    Mistake(
+        "callback that takes no argument",
+        ("train", "+callbacks.odd._target_=odd_package.Wrong"),
+        ("callbacks.odd._target_: ", "whose on_step() does not take loop", "allowed: on_step(self, loop)"),
+        an_odd_package,
+    ),
+    Mistake(
+        "callback without methods",
+        ("train", "+callbacks.odd._target_=odd_package.Misspelt"),
+        ("callbacks.odd._target_: ", "without any method of a callback", "did you mean 'on_step'?", "on_evaluation("),
         an_odd_package,
     ),
     Mistake("value for a section", ("train", "limit=3"), ("limit: cannot be 3", "a mapping of train_batches")),

@@ -183,7 +183,7 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "sample in a worker": ((*IMAGES, "data.num_workers=1"), "item", 2, "data.dataset: sample "),
     "callback": (("+callbacks.mine={_target_:own_parts.Callback,at:on_step}",), "callback", 1, "after 1 optimizer steps"),
     "logger": (("+logger.mine={_target_:own_parts.Logger}",), "logger", 1, "RuntimeError: my bug"),
-    "logger that is none": (("+logger.mine={_target_:own_parts.NoLogger}",), "", 2, "logger.mine._target_: NoLogger has no"),
+    "logger that is none": (("+logger.mine={_target_:own_parts.NoLogger}",), "", 2, "NoLogger without open, log"),
     "optimizer": ((*OWN, "optimizer=own"), "optimizer", 1, "in epoch 1"),
     "optimizer that is none": (
         (*OWN, "optimizer=own", "optimizer._target_=own_parts.NoOptimizer"), "", 2, "optimizer._target_: own_parts.NoOpt",

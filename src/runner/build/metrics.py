@@ -7,9 +7,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from runner.build.interfaces import calls_of, require_methods
 from runner.config.errors import UserError, nearest
 from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument, resolve
+from runner.engine.callbacks import METHODS as CALLBACK
+from runner.engine.protocols import Metric
 from runner.engine.tasks import Task, converting
 from runner.engine.weight_average import Kind, prefix
 
@@ -109,6 +112,7 @@ def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, An
             if node.get("mode") is None and watched != monitor.metric:
                 facts["mode"] = _better(f"callbacks.{name}.mode", watched, config, task)
         built[name] = build(f"callbacks.{name}", node, facts=facts)
+        require_methods(f"callbacks.{name}", node["_target_"], built[name], CALLBACK, some="on_")
     return built
 
 
@@ -126,6 +130,8 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     if threshold is not None:
         facts = {"num_classes": classes, "num_labels": classes, "threshold": threshold, "task": "multilabel"}
     metrics = {name: build(f"metrics.{name}", node, facts=facts) for name, node in config.metrics.items()}
+    for name, metric in metrics.items():
+        require_methods(f"metrics.{name}", config.metrics[name]["_target_"], metric, calls_of(Metric))
     return {
         name: converting(metric.to(device) if hasattr(metric, "to") else metric, task)
         for name, metric in metrics.items()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.finetune import explaining, give_head
+from runner.build.interfaces import calls_of, require_methods
 from runner.config.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
@@ -79,6 +80,7 @@ def build_task(config: Train, data: KnownData) -> Task:
         raise UserError("task.num_classes", "is not known, as the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _filled(config.task, facts), facts=facts)
+    require_methods("task", config.task["_target_"], task, calls_of(Task), "monitor", "mode")
     if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
         problem = f"predicts numbers, and the targets are numbers of classes such as '{named[0]}', which are no amounts"
         raise UserError("task", problem, "task=classification with a loss such as loss=cross_entropy, or other targets")

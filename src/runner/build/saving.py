@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from runner.build.interfaces import calls_of, require_methods
 from runner.build.model import example_input
 from runner.build.run import Run
 from runner.build.run_record import RunRecord
@@ -28,7 +29,6 @@ from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.tensorboard_extras import Watched
 
-_METHODS = ("open", "log", "flush", "close")  # of a logger
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 
 
@@ -251,9 +251,7 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
     chosen = run.config.logger if world().first else {}
     loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
     for name, logger in loggers.items():
-        if missing := [method for method in _METHODS if not hasattr(logger, method)]:
-            problem = f"{type(logger).__name__} has no method {', '.join(missing)}"
-            raise UserError(f"logger.{name}._target_", problem, f"an object with {', '.join(_METHODS)}")
+        require_methods(f"logger.{name}", chosen[name]["_target_"], logger, calls_of(Logger))
     return [JsonLines(warn), *loggers.values()]
 
 

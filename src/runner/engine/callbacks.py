@@ -28,6 +28,18 @@ from runner.engine.errors import Diverged, NotFinite
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
 
+METHODS = {
+    "on_start": ("loop",),
+    "on_step": ("loop",),
+    "on_log": ("loop", "metrics"),
+    "on_evaluation": ("loop", "metrics"),
+    "on_step_skipped": ("loop", "step", "diagnosis"),
+    "on_rollback": ("loop", "found"),
+    "on_boundary": ("loop",),
+    "on_end": ("loop",),
+}
+"""The methods of a callback, each with the names of its arguments."""
+
 _PAUSE_FACTOR = 50  # the pause between saves, as a multiple of the time that the last one took
 _SPIKE, _SPIKE_WINDOW = 3.0, 10  # multiple of the median of that many logged losses
 
