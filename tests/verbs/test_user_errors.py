@@ -148,6 +148,9 @@ class Schedule:
     def state_dict(self):
         return {}
 
+    def load_state_dict(self, state):
+        pass
+
 
 class Task(Classification):
     def metrics(self, device):
