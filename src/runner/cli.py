@@ -17,6 +17,7 @@ from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
 
 _MEANT = {"test": "eval", "evaluate": "eval", "validate": "eval", "val": "eval", "fit": "train", "infer": "predict"}
+_MEANT |= {"-V": "--version", "-v": "--version", "version": "--version"}
 
 INTERRUPTED = 128 + signal.SIGINT
 

@@ -140,6 +140,18 @@ ROWS = [
     # Words
     Mistake("verb", ("trian",), ("'trian' is not a verb", "did you mean 'train'?", "allowed:", "eval")),
     Mistake("flag before a verb", ("--cfg", "job"), ("'--cfg' is not a verb", "allowed:")),
+    Mistake("flag of the version", ("-V",), ("'-V' is not a verb", "did you mean '--version'?")),
+    Mistake(
+        "path of a run as a word",
+        ("eval", "outputs/digits/mine"),
+        ("outputs/digits/mine: is a path without a key", "allowed: ckpt_path=outputs/digits/mine"),
+    ),
+    Mistake(
+        "paths of a checkpoint and of images as words",
+        ("predict", "last.safetensors", "run", "device=cpu"),
+        ("2 problems", "allowed: ckpt_path=last.safetensors", "run: is a path without a key", "allowed: input=run"),
+        another_run,
+    ),
     Mistake("flag", ("train", "--multrun"), ("--multrun", "did you mean '--multirun'?")),
     Mistake("value of a flag", ("train", "--cfg", "jobs"), ("--cfg", "'jobs'", "job", "hydra")),
     Mistake("flag of list", ("list", "--groups"), ("unknown flag '--groups'", "allowed: --config-dir DIR")),

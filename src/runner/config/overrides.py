@@ -43,7 +43,8 @@ def check_overrides(words: Iterable[str], schema: type, sources: Sources, multir
     """Check each override by itself; a wrong one never hides the others."""
     groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
     result = CheckedOverrides()
-    readable, problems = not_overrides(list(words), _is_readable)
+    paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) is not None]
+    readable, problems = not_overrides(list(words), _is_readable, paths)
     result.problems.extend(problems)
     for word in readable:
         [override] = parsed([word])

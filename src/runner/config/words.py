@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,12 +13,15 @@ _NAME = re.compile(r"[A-Za-z_][\w./-]*")
 _SHAPE = "key=value, group=option, ~key or a verb's flag"
 
 
-def not_overrides(words: Sequence[str], reads: Callable[[str], bool]) -> tuple[list[str], list[Problem]]:
+def not_overrides(
+    words: Sequence[str], reads: Callable[[str], bool], paths: Sequence[str] = ()
+) -> tuple[list[str], list[Problem]]:
     """Split words into those that Hydra reads and the problems of the others; words that belong together are one problem.
 
     Args:
         words: the words after the verb, without flags.
         reads: whether Hydra reads a word as an override.
+        paths: the keys that are meant by words that are paths, in this order.
     """
     good, problems, at = list[str](), list[Problem](), 0
     while at < len(words):
@@ -28,7 +32,7 @@ def not_overrides(words: Sequence[str], reads: Callable[[str], bool]) -> tuple[l
         elif reads(word):
             good.append(word)
         else:
-            problems.append(_unread(word, words[:at]))
+            problems.append(_unread(word, words[:at], paths))
         at += count
     return good, problems
 
@@ -42,7 +46,7 @@ def _together(words: Sequence[str]) -> tuple[int, str]:
         return 2, first + rest[0]
     if not rest or "=" in rest[0]:
         return 1, first
-    if _NAME.fullmatch(first):
+    if _NAME.fullmatch(first) and not _is_path(first):
         return 2, f"{_key(first)}={rest[0]}"
     if "=" in first and first.endswith((",", "=")):
         count = 1 + next((n for n, word in enumerate(rest, 1) if not word.endswith(",")), len(rest))
@@ -50,14 +54,21 @@ def _together(words: Sequence[str]) -> tuple[int, str]:
     return 1, first
 
 
+def _is_path(word: str) -> bool:
+    return "=" not in word and not word.endswith(".yaml") and ("/" in word or word.endswith((".safetensors", ".pt")))
+
+
 def _key(word: str) -> str:
     meant = key_meant(word)
     return meant if meant and word.replace("-", "_") != meant and "=" not in meant and " " not in meant else word
 
 
-def _unread(word: str, before: Sequence[str]) -> Problem:
+def _unread(word: str, before: Sequence[str], paths: Sequence[str]) -> Problem:
     """The problem of one word that Hydra cannot read."""
     key, sign, value = word.partition("=")
+    earlier = sum(map(_is_path, before))
+    if earlier < len(paths) and (_is_path(word) or (earlier and not sign and os.path.exists(word))):
+        return Problem(word, "is a path without a key", f"{paths[earlier]}={word}")
     if not sign:
         if match := re.fullmatch(r"([A-Za-z_][\w.]*):\s*(.+)", word):
             return Problem(word, "has a colon instead of =", f"{match[1]}={match[2]}")
