@@ -59,7 +59,7 @@ def warned(words, number=signal.SIGUSR1):
         ((), signal.SIGTERM, "COMPLETING", None, ["show job --oneliner 77"]),
         ((), signal.SIGHUP, "RUNNING", None, []),
         (("slurm.signal=USR2",), signal.SIGUSR1, "RUNNING", None, []),
-        (("slurm.requeue=false",), signal.SIGUSR1, "RUNNING", None, []),
+        (('slurm.requeue="false"',), signal.SIGUSR1, "RUNNING", None, []),
     ],
     ids=["warned", "array", "cancelled", "other signal", "signal not named", "not wanted"],
 )  # fmt: skip
@@ -137,7 +137,7 @@ def test_the_job_script_is_printed_and_nothing_runs(run, tiny, workdir, words, e
 
 
 def test_the_script_without_warnings_asks_for_none(run, tiny):
-    result = run("train", *tiny, "slurm.script=true", "slurm.signal=null", "slurm.requeue=false")
+    result = run("train", *tiny, "slurm.script=true", "slurm.signal=null", 'slurm.requeue="false"')
     assert "--signal" not in result.out
     assert "--requeue" not in result.out
 

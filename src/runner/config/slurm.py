@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from runner.config import signals
+from runner.config.truth import is_true
 
 _PATIENCE_S = 60.0  # for an answer of SLURM
 
@@ -64,7 +65,7 @@ def warned(values: Mapping[str, Any]) -> bool:
     wanted = values.get("slurm") or {}
     named = wanted.get("signal") or []
     names = {f"SIG{name}" for name in ([named] if isinstance(named, str) else named)}
-    return bool(wanted.get("requeue")) and bool(job()) and not names.isdisjoint(signals.heard)
+    return is_true(wanted.get("requeue")) and bool(job()) and not names.isdisjoint(signals.heard)
 
 
 def requeue() -> None:

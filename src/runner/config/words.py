@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from runner.config.errors import Problem, nearest
 from runner.config.synonyms import key_meant
@@ -67,7 +67,7 @@ def _unread(word: str, before: Sequence[str], paths: Sequence[str]) -> Problem:
     """The problem of one word that Hydra cannot read."""
     key, sign, value = word.partition("=")
     earlier = sum(map(_is_path, before))
-    if earlier < len(paths) and (_is_path(word) or (earlier and not sign and os.path.exists(word))):
+    if earlier < len(paths) and (_is_path(word) or (earlier and not sign and Path(word).exists())):
         return Problem(word, "is a path without a key", f"{paths[earlier]}={word}")
     if not sign:
         if match := re.fullmatch(r"([A-Za-z_][\w.]*):\s*(.+)", word):

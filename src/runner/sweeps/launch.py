@@ -21,6 +21,7 @@ from runner.config.merged_once import merged_once
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
+from runner.config.truth import is_true
 from runner.sweeps import on_ray, pool_launcher, script
 from runner.sweeps.ablation import ablated, toggles_off
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
@@ -184,7 +185,7 @@ def launch(
 
 
 def _wants_script(composition: Composition) -> bool:
-    return bool((composition.values.get("slurm") or {}).get("script"))
+    return is_true((composition.values.get("slurm") or {}).get("script"))
 
 
 def _script_of_sweep(

@@ -16,6 +16,7 @@ from runner.config.errors import FAILED, PREEMPTED, ConfigError, Problem, UserEr
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.sources import Sources
 from runner.config.space import Range, ranges_of, text_of
+from runner.config.truth import is_true
 from runner.sweeps.executors import InPool, InProcess
 from runner.sweeps.jobs import validate_jobs
 from runner.sweeps.ledger import NAME, Plan, counted
@@ -122,7 +123,7 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
             monitored=goals == dict([monitor]),
             words=words,
             swept=swept,
-            fail_fast=command.composition.values["fail_fast"],
+            fail_fast=is_true(command.composition.values["fail_fast"]),
             flags=command.flags,
             groups=command.sources.groups(),
         )

@@ -20,6 +20,7 @@ from runner.config.keys import within
 from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
+from runner.config.truth import is_true
 from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Plan, Records, identity, outcome
 from runner.sweeps.pool import PATIENT
 from runner.sweeps.table import command_alone
@@ -40,7 +41,7 @@ def to_continue(root: Path, plan: Plan) -> Path | None:
         UserError: for a folder that holds something else.
         ConfigError: for a sweep of another base config under `sweep_dir=`, with the differences.
     """
-    named, new = plan.values.get("sweep_dir"), _is_true(plan, "new_sweep")
+    named, new = plan.values.get("sweep_dir"), is_true(plan.values.get("new_sweep"))
     if named is not None and (plan.given or new):
         raise UserError(
             "sweep_dir", f"is {named}, and {'hydra.sweep.dir' if plan.given else 'new_sweep'} is given too", "one"
@@ -107,14 +108,9 @@ def begin(folder: Path, plan: Plan) -> None:
     wanted = {
         "retry": plan.values["retry"],
         "retries": int(plan.values["retries"]),
-        "fail_fast": _is_true(plan, "fail_fast"),
+        "fail_fast": is_true(plan.values.get("fail_fast")),
     }
     ledger.append("launch", swept=list(plan.swept), base=plan.base(), jobs=jobs, flags=list(plan.flags), **wanted)
-
-
-def _is_true(plan: Plan, key: str) -> bool:
-    """Whether a key is true; quotes make a text of it, which the types accept."""
-    return str(plan.values.get(key)).lower() == "true"
 
 
 def refuse_held(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from runner.config.keys import key_of
+from runner.config.truth import is_true
 
 _WARNED_S = 120  # between a warning and the end of a job
 _OF_THE_EXECUTOR = ("_target_", "submitit_folder", "max_num_timeout")
@@ -31,7 +32,7 @@ def job_script(verb: str, argv: Sequence[str], values: Mapping[str, Any]) -> str
     warning = next((name for name in ("USR1", "USR2", "TERM") if name in wanted), None)
     options = [f"--job-name={shlex.quote(str(values['name']))}", "--open-mode=append"]
     options += [f"--signal={warning}@{_WARNED_S}"] if warning else []
-    options += ["--requeue"] if values["slurm"]["requeue"] else []
+    options += ["--requeue"] if is_true(values["slurm"]["requeue"]) else []
     command = shlex.join(["srun", sys.executable, "-m", "runner", verb, *words])
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", command])
 
