@@ -68,6 +68,19 @@ def test_the_parts_of_a_step_add_up_to_the_whole(profile: Callable[..., Any]) ->
     assert found["samples_per_s"] == pytest.approx(8 / (whole / 1000), rel=1e-6)
 
 
+def test_a_trace_that_torch_could_not_write_leaves_no_part_and_is_an_error(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, workdir: Path
+) -> None:
+    def on_a_full_disk(self: Any, path: str) -> None:
+        Path(f"{path}.tmp").write_text("{")
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", on_a_full_disk)
+    result = run(*SMALL, "output=mine")
+    assert result.status == 1
+    assert "torch could not write mine/trace.json" in result.err
+    assert not list(workdir.rglob("*.tmp"))
+
+
 def test_the_trace_is_json_with_our_ranges_and_the_table_has_the_operations(profile: Callable[..., Any]) -> None:
     folder = Path(profile("warmup_steps=4")["folder"])
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]

@@ -10,6 +10,7 @@ from typing import Any
 from runner.build.describe import describe
 from runner.config import stored
 from runner.config.app import Composition
+from runner.config.errors import DiskFull
 from runner.config.schema.verbs import Profile
 from runner.config.secrets import mask_words
 from runner.tracking.environment import environment
@@ -59,7 +60,7 @@ def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[O
     written = []
     if measured.profiler is not None:
         trace, table, text = folder / "trace.json", folder / "ops.json", folder / "ops.txt"
-        measured.profiler.export_chrome_trace(str(trace))
+        _write_trace(measured.profiler, trace)
         write_json(table, [dataclasses.asdict(op) for op in ops])
         write_atomically(text, text_of(ops, measured.traced).encode())
         written += [trace, text, table]
@@ -70,3 +71,17 @@ def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[O
     record["environment"] = environment()
     write_json(folder / "profile.json", record)
     return [*written, folder / "config.yaml", folder / "profile.json"]
+
+
+def _write_trace(profiler: Any, path: Path) -> None:
+    """Write a trace; torch says nothing when it cannot, and leaves a part of it under another name.
+
+    Raises:
+        DiskFull: if there is no trace afterwards.
+    """
+    try:
+        profiler.export_chrome_trace(str(path))
+    finally:
+        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+    if not path.is_file():
+        raise DiskFull(f"torch could not write {path}: is the disk full? Free some space, or set output=FOLDER")
