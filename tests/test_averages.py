@@ -126,6 +126,9 @@ def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherw
             assert record["ema_loss"] != record["loss"]
     assert first.summary["best"]["metric"] == "val/ema_accuracy"
     assert second.summary["best"]["metric"] == "val/accuracy"
+    assert "best by" not in first.out
+    assert "best by" in second.out
+    assert "val/accuracy, max" in second.out
     assert (first.summary["test_weights"], second.summary["test_weights"]) == ("ema", "raw")
     # What eval finds on the same split is what the run found with the same weights.
     losses: list[float] = []
