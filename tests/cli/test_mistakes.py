@@ -197,6 +197,17 @@ ROWS = [
         ("train", "~seed"),
         ("seed: cannot be deleted", "allowed: set it to a whole number of at least 0", "from: the override ~seed"),
     ),
+    Mistake(
+        "deleting another value", ("train", "~model.width=3"), ("model.width: is ", "deletes 3", "allowed: ~model.width")
+    ),
+    Mistake(
+        "item that a list does not have",
+        ("train", "transform.train.7.share=1"),
+        ("transform.train.7: is not in the list", "the first one is 0"),
+    ),
+    Mistake(
+        "index in brackets", ("train", "transform.train[0].share=1"), ("allowed: transform.train.0.share=1", "brackets")
+    ),
     Mistake("deleting a key of a section", ("train", "~data.batch_size"), ("data.batch_size: cannot be deleted",)),
     Mistake("--experimental-rerun", ("train", "--experimental-rerun", "x"), ("a pickle", "use ckpt_path= instead")),
     Mistake("--resolve", ("train", "--resolve", "seed=1"), ("--resolve is for what --cfg shows",)),

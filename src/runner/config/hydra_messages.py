@@ -14,6 +14,7 @@ from runner.config.keys import ANY_KEY, closest, flatten
 _KEY = re.compile(r"Interpolation key '(.*)' not found")
 _RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
 _ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
+_OTHER_VALUE = re.compile(r"Could not delete from config\. The value of '(.*)' is (.*) and not (.*)")
 _UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
 _CHOICE = re.compile(r"Invalid value '(.*?)', expected one of \[(.*?)\]")
 _VARIABLE = re.compile(r"Environment variable '(.*)' not found")
@@ -74,6 +75,10 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         return Problem(
             match[1], "cannot be deleted, as it does not exist", "a key that exists", closest(match[1], known)
         )
+    if match := _OTHER_VALUE.search(text):
+        return Problem(match[1], f"is {match[2]}, and the override deletes {match[3]}", f"~{match[1]}")
+    if "list index out of range" in text:
+        return Problem(re.sub(r"\[(\d+)\]", r".\1", key), "is not in the list", "the number of an item, the first one is 0")
     if match := _UNKNOWN.search(text):
         if not key.startswith("hydra."):
             return Problem(key, "is not a key", ANY_KEY, closest(key, known))

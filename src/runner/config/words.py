@@ -79,6 +79,8 @@ def _unread(word: str, before: Sequence[str], paths: Sequence[str]) -> Problem:
         return Problem(word, "is not an override", _SHAPE)
     if key != key.strip() or (value != value.strip() and _NAME.fullmatch(key.strip())):
         return Problem(word, "has spaces around =", f"{key.strip()}={value.strip()}")
+    if _NAME.fullmatch(dotted := re.sub(r"\[(\d+)\]", r".\1", key)) and dotted != key:
+        return Problem(word, "has an index in brackets", f"{dotted}={value}")
     problem = "has a value that cannot be read"
     if value.startswith("="):
         return Problem(word, "has = twice", f"{key}={value.lstrip('=')}")
