@@ -198,7 +198,9 @@ ROWS = [
         ("seed: cannot be deleted", "allowed: set it to a whole number of at least 0", "from: the override ~seed"),
     ),
     Mistake(
-        "deleting another value", ("train", "~model.width=3"), ("model.width: is ", "deletes 3", "allowed: ~model.width")
+        "deleting another value",
+        ("train", "~model.width=3"),
+        ("model.width: is ", "deletes 3", "allowed: ~model.width"),
     ),
     Mistake(
         "item that a list does not have",
@@ -319,6 +321,11 @@ ROWS = [
             "model.widht: is not an argument of",
             "tf32: cannot be 2",
         ),
+    ),
+    Mistake(
+        "folder to trust",
+        ("train", "trust=/etc,mine"),
+        ("trust: '/etc' is no name of a package", "allowed: a name as after import", "from: the override trust="),
     ),
     # Combinations
     Mistake(

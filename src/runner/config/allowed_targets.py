@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from runner.config.errors import UserError
@@ -65,6 +65,17 @@ def packages_in(value: Any) -> list[str]:
     """The packages that a value of `trust`, or of RUNNER_TRUST, names: a list, or text with commas or spaces between them."""
     texts = value if isinstance(value, list) else [value] if value else []
     return [name for text in texts for name in re.split(r"[,;:\s]+", str(text)) if name]
+
+
+def not_packages(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """The fields of a `Problem` for each name that no package can have."""
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            first = name.split(".")[0]
+            allowed = (
+                f"trust=[{first}]" if first.isidentifier() else "a name as after import, such as trust=[my_package]"
+            )
+            yield "trust", f"'{name}' is no name of a package", allowed
 
 
 def refusal(path: str, trust: Iterable[str], section: str = "") -> str:

@@ -78,7 +78,9 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     if match := _OTHER_VALUE.search(text):
         return Problem(match[1], f"is {match[2]}, and the override deletes {match[3]}", f"~{match[1]}")
     if "list index out of range" in text:
-        return Problem(re.sub(r"\[(\d+)\]", r".\1", key), "is not in the list", "the number of an item, the first one is 0")
+        return Problem(
+            re.sub(r"\[(\d+)\]", r".\1", key), "is not in the list", "the number of an item, the first one is 0"
+        )
     if match := _UNKNOWN.search(text):
         if not key.startswith("hydra."):
             return Problem(key, "is not a key", ANY_KEY, closest(key, known))

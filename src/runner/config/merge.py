@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from runner.config import keys, stored
-from runner.config.allowed_targets import IF_TRUSTED, packages_in, refusal, remedy, section_of
+from runner.config.allowed_targets import IF_TRUSTED, not_packages, packages_in, refusal, remedy, section_of
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.schema.train import Train
@@ -116,13 +116,7 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
             message = f"cannot be {number}, as it comes from a file"
             problems.append(Problem(key, message, f"{_MOST}, or {key}=... on the command line"))
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
-    for package in trust:
-        if not all(part.isidentifier() for part in package.split(".")):
-            problems.append(
-                Problem(
-                    "trust", f"'{package}' is no name of a package", f"trust=[{package.split('.')[0]}]", origin="trust"
-                )
-            )
+    problems += [Problem(*wrong, origin="trust") for wrong in not_packages(trust)]
     # The command line allows a target only in the section that names it: a data set is no loss.
     named = {(section_of(key), path) for key, path in targets_in(composed)}
     for key, target in targets_in(values):

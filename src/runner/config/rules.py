@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any, get_origin
 
 from runner.config import keys
+from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem
 from runner.config.freezing import MOMENT, entries
@@ -26,7 +27,7 @@ def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
     rules = (
         _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_ranks, _of_sharding,
-        _of_verbs,
+        _of_verbs, _of_trust,
     )  # fmt: skip
     return [Problem(*broken) for rule in rules for broken in rule(config)]
 
@@ -257,6 +258,11 @@ def _of_sharding(config: Train) -> Broken:
     if str(config.optimizer.get("_target_", "")).endswith("Adafactor"):
         message = "has moments of another shape than the weights, which strategy=fsdp cannot divide"
         yield "optimizer", message, f"another optimizer, {another}"
+
+
+def _of_trust(config: Train) -> Broken:
+    """What is no package to trust."""
+    yield from not_packages(packages_in(config.trust))
 
 
 def _of_verbs(config: Train) -> Broken:
