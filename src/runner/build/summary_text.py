@@ -26,7 +26,11 @@ def summary_text(folder: Path, summary: Mapping[str, Any], overrides: Sequence[s
     lines = [f"{summary.get('status')}, {summary.get('global_step', 0)} steps, {duration(summary.get('wall_s'))}"]
     if summary.get("error"):
         lines += ["", *str(summary["error"]).splitlines()]
-    lines += ["", f"started    {summary.get('started', '-')}", f"command    {again}"]
+    lines += [
+        "",
+        f"started    {str(summary.get('started', '-')).partition('.')[0].replace('T', ' ')} UTC",
+        f"command    {again}",
+    ]
     for name in ("resumed_from", "tags", "notes"):
         if summary.get(name):
             lines.append(f"{name.replace('_', ' '):<11}{summary[name]}")
