@@ -5,6 +5,7 @@ One real run is trained, and copied with other settings, metrics and curves. Som
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -84,12 +85,15 @@ def trained(folder: Path) -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
-def main(folder: str, count: str = "200") -> None:
+def main() -> None:
     """Train one run and copy it."""
-    root = Path(folder)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("count", type=int, nargs="?", default=200)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        make_runs(trained(Path(scratch)), root, int(count))
+        make_runs(trained(Path(scratch)), options.folder, options.count)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
