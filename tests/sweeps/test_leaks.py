@@ -24,7 +24,8 @@ def test_a_job_leaves_nothing_behind_and_what_jobs_share_is_read_once(run, workd
     first, last = found[1], found[-1]
     assert len(found) == 12
     assert last["objects"] - first["objects"] < 600, "a job has about 8,000"
-    assert (last["files"], last["threads"]) == (first["files"], first["threads"])
+    assert last["files"] <= first["files"]
+    assert last["threads"] <= first["threads"]  # a thread of an earlier test may end meanwhile
     assert last["settings"] == first["settings"]
     assert len(reads) == 1
     assert not build.kept_source.in_sweep or run("train", *tiny).status == 0
