@@ -221,6 +221,8 @@ def test_offline_files_of_wandb_have_every_point_once(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     from wandb_files import exit_codes, history
 
+    monkeypatch.setattr("sys.exit", sys.exit)  # wandb replaces both for as long as the process lives
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
     run = tmp_path / "run"
     settings = {"project": None, "entity": None, "mode": "offline"}
     for status, saved in (("preempted", 0), ("failed", 4), ("finished", 8)):

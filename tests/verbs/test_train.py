@@ -134,11 +134,13 @@ def test_user_code_that_calls_exit_fails_the_other_verbs(
     (workdir / "leaving.py").write_text(EXITING, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.delitem(sys.modules, "leaving", raising=False)
-    result = run(
-        "find-lr", *(word for word in SMALL if word != "epochs=2"), "threads=1", "model._target_=leaving.Quitting"
-    )
+    words = [*(word for word in SMALL if word != "epochs=2"), "threads=1", "model._target_=leaving.Quitting"]
+    result = run("find-lr", *words)
     assert result.status == 1, result.err
     assert "leaving.py:15 called exit()" in result.err
+    # Packages replace sys.exit() by a Python function, W&B for instance.
+    monkeypatch.setattr("sys.exit", lambda code=0, leave=sys.exit: leave(code))
+    assert "leaving.py:15 called exit(0)" in run("find-lr", *words).err
 
 
 def test_a_metric_of_a_callback_that_is_not_a_number_is_a_mistake(

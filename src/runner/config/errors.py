@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -131,12 +132,14 @@ def file_error(error: OSError) -> str:
 
 def called_exit(stop: SystemExit) -> str:
     """The sentence for user code that called exit(), or an empty string if this program raised the error itself."""
+    # exit() and quit() are Python functions, and so is a sys.exit() that a package has replaced: they have frames.
+    replaced = getattr(sys.exit, "__code__", None)
     frames = [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(stop.__traceback__)
+        if frame.f_globals.get("__name__") != "_sitebuiltins" and frame.f_code is not replaced
     ]
-    # exit() and quit() are Python functions, so they have their own frame.
-    module, file, line = next(found for found in reversed(frames) if found[0] != "_sitebuiltins")
+    module, file, line = frames[-1]
     if module.partition(".")[0] == __name__.partition(".")[0]:
         return ""
     given = "" if stop.code is None else repr(stop.code)
