@@ -19,7 +19,7 @@ from runner.config.changes import declared
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS
-from runner.verbs.show import Commented, _read, files_of, page_of
+from runner.verbs.show import Commented, _read, files_of, page_of, page_of_verb
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -45,7 +45,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def link_of(page: str) -> str:
-    """A link to a page of the documentation, from a page that is one folder deep: `docs/data.md` as `[data](../data.md)`."""
+    """A link to a page of the documentation, from a page that is one folder deep."""
     path = Path(page).relative_to("docs")
     return f"[{path.stem}](../{path})"
 
@@ -62,7 +62,7 @@ def _row(found: Commented, verb: str) -> list[str]:
     """Key, default and meaning, with the values that the schema admits and what a resumed run may change."""
     annotation = keys.find(SCHEMAS[verb], found.key)
     kind = keys.describe(annotation) if annotation is not None else "any value"
-    page = page_of(found.key) if verb == "train" else f"docs/{verb}.md"
+    page = page_of(found.key) if verb == "train" else page_of_verb(verb)
     notes = [f"values: {cell(kind)}"] if kind != "any value" else []
     if verb == "train":
         notes.append(f"change when resuming: {declared(found.key).value}")
@@ -119,20 +119,20 @@ def all_options() -> str:
 
 def all_verbs() -> str:
     """Every verb, one line each, with a link to its page where it has one."""
-    pages = {"train": "run", "list": "reference/command_line", "show": "reference/command_line"}
+    pages = {"train": "reference/run", "list": "reference/command_line", "show": "reference/command_line"}
     rows = []
     for verb in VERBS.values():
-        page = pages.get(verb.name, verb.name)
+        page = pages.get(verb.name, f"reference/verbs/{verb.name}")
         page = page if (DOCS / f"{page}.md").is_file() else "reference/command_line"
         rows.append([f"[`{verb.name}`](../{page}.md)", cell(verb.help)])
     return table(("verb", "what it does"), rows)
 
 
 def check_findings() -> str:
-    """Every finding of `check`, in the words of the code, with what to do as docs/check.md has it."""
+    """Every finding of `check`, in the words of the code, with what to do as docs/reference/verbs/check.md has it."""
     from runner.verbs.check.table import BUILD, CHECKS
 
-    lines = (DOCS / "check.md").read_text(encoding="utf-8").splitlines()
+    lines = (DOCS / "reference" / "verbs" / "check.md").read_text(encoding="utf-8").splitlines()
     advice = {
         row[1].strip(" `"): row[4].strip() for row in (line.strip("|").split(" | ") for line in lines) if len(row) == 5
     }

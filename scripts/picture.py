@@ -1,4 +1,4 @@
-"""Draw `docs/run.svg`: a real training on digits, as a terminal shows it.
+"""Draw `docs/assets/run.svg`: a real training on digits, as a terminal shows it.
 
 python scripts/picture.py
 """
@@ -19,7 +19,7 @@ from rich.text import Text
 
 WORDS = ["train", "seed=1", "epochs=8"]
 COLUMNS = 104
-TARGET = Path(__file__).resolve().parents[1] / "docs" / "run.svg"
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "assets" / "run.svg"
 
 
 def record(words: list[str]) -> str:

@@ -259,7 +259,7 @@ def test_a_model_needs_no_package_that_only_trained_it(
 
 
 def test_the_code_of_the_page_runs(workdir: Path) -> None:
-    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    page = (DOCS / "howto" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
     names: dict[str, Any] = {}
@@ -271,7 +271,7 @@ def test_the_code_of_the_page_runs(workdir: Path) -> None:
 
 def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    notebook = nbformat.read(DOCS / "first_model.ipynb", as_version=4)
+    notebook = nbformat.read(DOCS / "tutorial" / "first_model.ipynb", as_version=4)
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter's own packages

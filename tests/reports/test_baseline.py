@@ -76,6 +76,16 @@ def test_a_change_for_the_better_is_no_alarm(factors: dict[str, float]) -> None:
     assert "better" in {each.verdict for each in found.measures}
 
 
+def test_a_busy_quarter_of_an_hour_is_no_alarm() -> None:
+    before, now = measured(0), measured(1, step=1.5, startup=2.5)
+    for run in now["settings"][0]["runs"]:
+        run["fastest"] = 12.0
+    now["settings"][0]["runs"][2]["startup"] = 2.2
+    assert compare(before, now, {}).reasons == []
+    before["settings"][0]["runs"][0]["fastest"] = 9.0
+    assert compare(before, now, {}).reasons[0].startswith("time of a step")
+
+
 def test_a_tolerance_allows_a_change() -> None:
     now = measured(1, step=1.5)
     assert compare(measured(0), now, {"step": 1.0}).worse is False

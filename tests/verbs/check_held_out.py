@@ -1,4 +1,4 @@
-"""Faults that were planted after the checks had been written; docs/check.md says how many were found at the first try."""
+"""Faults planted after the checks were written; docs/reference/verbs/check.md has how many were found at the first try."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from runner.verbs._table import VERBS
 from runner.verbs.check.table import CHECKS
 
 QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "verbs" / "check.md"
 
 
 def test_a_default_run_passes_and_every_check_has_a_line(run: Callable[..., Any], workdir: Path) -> None:

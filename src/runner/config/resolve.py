@@ -67,7 +67,7 @@ def _of_torch(node: Mapping[str, Any]) -> list[Problem]:
     given = f" 'scheduler.options={{{options}}}'" if options else ""
     allowed = f"scheduler=torch scheduler.name={kind.__name__}{given}"
     if kind.__module__ != home:
-        allowed = "a class with factor(step): see Custom schedules in docs/optimization.md"
+        allowed = "a class with factor(step): see Custom schedules in docs/reference/optimization.md"
     return [Problem("scheduler._target_", "steps an optimizer, as schedulers of torch do", allowed)]
 
 

@@ -32,7 +32,7 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     """Choose `optimizer.fused` and `optimizer.foreach` if they are null.
 
     Fused kernels if the class has them for this device and these parameters, else foreach on GPUs: on the CPU foreach is no
-    faster, and slower for millions of weights (docs/toggles.md). Custom optimizers keep their own defaults.
+    faster, and slower for millions of weights (docs/reference/toggles.md). Custom optimizers keep their own defaults.
 
     Args:
         node: section `optimizer` of the config.

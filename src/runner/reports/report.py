@@ -183,7 +183,7 @@ def report(
         csv, md, json, html: files to write.
         against: a baseline file, a run or a sweep to compare with.
         save_baseline: file to write a baseline into.
-        tolerance: allowed changes by measure, see docs/report.md.
+        tolerance: allowed changes by measure, see docs/reference/verbs/report.md.
 
     Raises:
         UserError: with what is wrong; or a file cannot be written.

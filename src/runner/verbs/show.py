@@ -13,18 +13,20 @@ from runner.verbs._folders import sources_and_words
 from runner.verbs._table import VERBS
 
 # The page of the documentation for keys that begin so; longer beginnings come first.
+# Pages below docs/, or docs/reference/ if there is no folder.
 PAGES = {
     "data.split": "data", "data": "data", "model": "models", "transform": "transforms", "optimizer": "optimization",
     "scheduler": "optimization", "loss": "optimization", "grad_clip": "optimization", "accumulate": "optimization",
-    "metrics": "optimization", "lr": "find-lr", "task": "tasks", "callbacks": "callbacks", "logger": "logging",
+    "metrics": "optimization", "lr": "reference/verbs/find-lr", "task": "tasks", "callbacks": "callbacks", "logger": "logging",
     "log": "logging", "checkpoint": "checkpoints", "resume": "checkpoints", "ckpt_path": "checkpoints",
-    "averaging": "averaging", "ema": "averaging", "swa": "averaging", "init": "fine-tuning", "init_from": "fine-tuning",
-    "init_mismatch": "fine-tuning", "freeze": "fine-tuning", "unfreeze_at": "fine-tuning", "devices": "scale",
+    "averaging": "averaging", "ema": "averaging", "swa": "averaging", "init": "howto/fine-tuning", "init_from": "howto/fine-tuning",
+    "init_mismatch": "howto/fine-tuning", "freeze": "howto/fine-tuning", "unfreeze_at": "howto/fine-tuning", "devices": "scale",
     "strategy": "scale", "dist": "scale", "fsdp": "scale", "dry_run": "scale", "max_restarts": "scale", "dtype": "scale",
     "sync_batchnorm": "scale", "amp": "toggles", "channels_last": "toggles", "compile": "toggles", "compiler": "toggles",
     "activation_checkpointing": "toggles", "cudnn_benchmark": "toggles", "tf32": "toggles", "matmul_precision": "toggles",
-    "on_oom": "optimization", "on_nonfinite": "debug", "watch": "debug", "detect_anomaly": "debug", "post_mortem": "debug",
-    "limit": "debug", "deterministic": "explanation/reproducibility", "trust": "project/security",
+    "on_oom": "optimization", "on_nonfinite": "howto/debug", "watch": "howto/debug",
+    "detect_anomaly": "howto/debug", "post_mortem": "howto/debug",
+    "limit": "howto/debug", "deterministic": "explanation/reproducibility", "trust": "project/security",
 }  # fmt: skip
 _KEY = re.compile(r"^( *(?:- )*)([A-Za-z_]\w*):(?:\s+(?!#)(.*?))?(?:\s*#\s*(.*))?$")
 
@@ -122,7 +124,7 @@ def _explained(key: str, sources: Sources) -> list[str]:
     of_training = keys.find(SCHEMAS["train"], key) is not None
     if of_training and not inside:
         lines.append(f"  resuming  a change is {declared(key).value}")
-    lines.append(f"  docs      {page_of(key) if of_training else f'docs/{places[0].option}.md'}")
+    lines.append(f"  docs      {page_of(key) if of_training else page_of_verb(places[0].option)}")
     if inside:
         lines.append(f"  keys      {', '.join(dict.fromkeys(inside))}")
     return lines
@@ -132,7 +134,12 @@ def page_of(key: str) -> str:
     """The page of the documentation for a key."""
     longest = sorted(PAGES, key=len, reverse=True)
     page = next((PAGES[begin] for begin in longest if f"{key}.".startswith(f"{begin}.")), "run")
-    return f"docs/{page}.md"
+    return f"docs/{page}.md" if "/" in page else f"docs/reference/{page}.md"
+
+
+def page_of_verb(verb: str) -> str:
+    """The page of the documentation for the keys of a verb."""
+    return f"docs/reference/verbs/{verb}.md"
 
 
 def _commented(sources: Sources) -> Iterator[Commented]:
