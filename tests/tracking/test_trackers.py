@@ -226,7 +226,7 @@ def test_a_database_in_a_file_is_read_back_by_mlflow_itself(tmp_path, monkeypatc
 def test_a_finished_run_is_a_registered_model_with_a_signature(tmp_path, train, monkeypatch):
     pytest.importorskip("sqlalchemy")
     monkeypatch.chdir(tmp_path)
-    found = train("logger=mlflow", "logger.mlflow.register=digits", "logger.mlflow.wait_s=90", "max_steps=3")
+    found = train("logger=mlflow", "logger.mlflow.register=digits", "max_steps=3")
     assert "mlflow: " not in found.err
     trained = load(found.directory)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from runner.config.errors import UserError
 
+_UPLOAD_S = 60  # more to wait for a model, which needs torch and is large
 _PROCESSES: dict[str, FeederProcess] = {}
 
 
@@ -163,7 +164,9 @@ class Tracker:
         """The run has ended, and its summary says how: wait a little until the tracker knows."""
         if self._process is None:
             return
-        run, until = str(self._directory.absolute()), time.monotonic() + self._wait_s
+        uploads = self._settings.get("model") or self._settings.get("register")
+        wait_s = self._wait_s + (_UPLOAD_S if uploads else 0)
+        run, until = str(self._directory.absolute()), time.monotonic() + wait_s
         process, self._process = self._process, None
         process.tell(end=run)
         while run not in process.ended and run not in process.troubles and not process.gone:
@@ -171,7 +174,7 @@ class Tracker:
                 break
             process.hear(min(left, 0.2))
         if run not in process.ended:
-            trouble = process.troubles.get(run) or f"it did not take everything within wait_s={self._wait_s:g}"
+            trouble = process.troubles.get(run) or f"it did not take everything within {wait_s:g} s"
             self._report(trouble)
 
     def _look(self) -> None:
