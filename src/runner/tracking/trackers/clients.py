@@ -207,7 +207,12 @@ class WandBClient:
             self._run.mark_preempting()
         folder = Path(self._run.dir).parent.name
         self._run.finish(exit_code=0 if status == "finished" else 1)
-        return {} if self.live else {"segments": [*self._segments, folder], **self._spool.settle()}
+        if self.live:
+            return {}
+        import wandb
+
+        wandb.teardown()  # finish() returns before the file is written, which takes seconds on a busy machine
+        return {"segments": [*self._segments, folder], **self._spool.settle()}
 
 
 def _allowed(name: str) -> str:
