@@ -95,7 +95,9 @@ def test_a_person_can_use_the_page(page_file: Path, browser: Any) -> None:
         assert page.locator("#confusions td", has_text="9").count() == 1
         assert page.locator("#pictures img").evaluate("each => each.naturalWidth") == 20
         assert page.locator("#failed pre").count() == 8
-        boxes = "texts => texts.map((text) => text.getBoundingClientRect()).map((box) => [box.left, box.right, box.height])"
+        boxes = (
+            "texts => texts.map((text) => text.getBoundingClientRect()).map((box) => [box.left, box.right, box.height])"
+        )
         assert min(height for *_, height in page.eval_on_selector_all("svg text", boxes)) > 11  # pixels
         axes = page.eval_on_selector_all("#parallel text:not(.value)", boxes)
         assert len(axes) == 4
