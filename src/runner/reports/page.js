@@ -216,6 +216,12 @@ const ticks = (low, high, count) => {
   for (let t = Math.ceil(low / unit) * unit; t <= high + unit * 1e-9; t += unit) found.push(+t.toPrecision(12));
   return found;
 };
+const powers = (low, high) => {  // of ten, their double and five times, between logarithms
+  const units = high - low > 3 ? [1] : [1, 2, 5], found = [];
+  for (let k = Math.floor(low); k <= high; k++) for (const unit of units) found.push(Math.log10(unit) + k);
+  const inside = found.filter((t) => t >= low && t <= high);
+  return inside.length > 1 ? inside : ticks(low, high, 6);
+};
 let view = null;
 function draw() {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
@@ -249,7 +255,7 @@ function draw() {
   pen.fillText("optimizer step", (MARGIN.left + width - MARGIN.right) / 2, height - 6);
   pen.save(); pen.translate(12, (height - MARGIN.bottom + MARGIN.top) / 2); pen.rotate(-Math.PI / 2); pen.fillText($("curve").value, 0, 0); pen.restore();
   pen.textAlign = "right";
-  for (const t of ticks(y0, y1, 6)) {
+  for (const t of logarithmic ? powers(y0, y1) : ticks(y0, y1, 6)) {
     const y = logarithmic ? 10 ** t : t;
     pen.strokeStyle = color("--grid"); pen.beginPath(); pen.moveTo(MARGIN.left, Y(y)); pen.lineTo(width - MARGIN.right, Y(y)); pen.stroke();
     pen.fillText(format(+y.toPrecision(3)), MARGIN.left - 6, Y(y) + 4);
