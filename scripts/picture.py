@@ -1,4 +1,4 @@
-"""Draw `docs/assets/run.svg`: a real training on digits, as a terminal shows it.
+"""Draw `docs/assets/run.svg`: a real training on digits, as a terminal shows it while it runs.
 
 python scripts/picture.py
 """
@@ -6,6 +6,7 @@ python scripts/picture.py
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pty
 import re
@@ -17,7 +18,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-WORDS = ["train", "seed=1", "epochs=8"]
+WORDS = ["train", "seed=1", "epochs=12"]
+MOMENT = 0.8  # of the drawings of the bar
 COLUMNS = 104
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "assets" / "run.svg"
 
@@ -44,13 +46,14 @@ def record(words: list[str]) -> str:
 
 
 def screen(output: str) -> str:
-    """The lines that stay when the run has ended: the progress bar, drawn over again and again, is omitted."""
-    lines: list[str] = []
-    for line in output.replace("\r\n", "\n").split("\n"):
-        kept = re.split(r"\r|\x1b\[1A|\x1b\[2K", line)[-1]
-        if kept.strip() and "━" not in kept:
-            lines.append(kept)
-    return "\n".join(lines)
+    """The lines at a moment of the run: those that stay, and the bar with the lines below it."""
+    frames = re.split(r"\r(?=\x1b\[2K)", output.replace("\r\n", "\n"))
+    stay: list[str] = []
+    for frame, following in itertools.pairwise(frames[: int(MOMENT * len(frames))]):
+        drawn = following.count("\x1b[2K")  # lines that are erased before the next drawing
+        lines = re.sub(r"\x1b\[(2K|1A)", "", frame).split("\n")
+        stay, bar = stay + lines[:-drawn], lines[-drawn:]
+    return "\n".join([*stay, *bar, ""])  # the last line of a picture may be cropped
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import inspect
 import json
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 import runner
@@ -114,6 +116,14 @@ def test_a_run_from_python_has_the_bits_of_the_same_run_from_the_command_line(wo
     of_config = train(dataclasses.replace(compose(*WORDS, "epochs=1"), epochs=2, output_root="of_config"))
     assert of_config.summary["weights_sha256"] == known["weights_sha256"]
     assert of_config.directory.is_relative_to("of_config")
+
+
+def test_a_notebook_shows_a_config_as_yaml_with_secrets_masked() -> None:
+    config = compose(*WORDS, "seed=7", "notes='https://me:abcdef123456@example.org'")
+    text = html.unescape(re.sub("</?pre.*?>", "", config._repr_html_()))
+    assert yaml.safe_load(text)["seed"] == 7
+    assert yaml.safe_load(text)["checkpoint"]["async"] is True
+    assert "abcdef123456" not in text
 
 
 def test_a_run_resumes_from_python(workdir: Path) -> None:
@@ -277,3 +287,10 @@ def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> No
         warnings.simplefilter("ignore")  # of Jupyter's own packages
         nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(workdir)}}).execute()
     assert list((workdir / "outputs/digits").glob("*/checkpoints/best.safetensors"))
+    outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    *said, shown = outputs["result = train(config)\nresult"]
+    text = "".join(part.text for part in said)
+    assert "epoch 1/3  step 20/60  [val]  loss " in text
+    assert "[test]  weights of step " in text
+    assert "<th style='text-align:left'>val/accuracy</th>" in shown.data["text/html"]
+    assert "val/accuracy" in outputs['runs("outputs/digits")'][0].data["text/html"]

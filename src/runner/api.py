@@ -10,7 +10,7 @@ import dataclasses
 import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +40,7 @@ from runner.data.sources.image_files import ImageFiles, image_files
 from runner.data.transforms.augment import Pipeline
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
+from runner.reports.report import runs
 from runner.runtime.device import choose_device
 from runner.runtime.precision import choose_precision
 from runner.verbs import eval as eval_verb
@@ -95,15 +96,15 @@ class Preprocess:
 class Trained:
     """A trained model and what is needed to use it."""
 
-    model: nn.Module  # in evaluation mode, on the device; takes what `preprocess` returns
+    model: nn.Module = field(repr=False)  # in evaluation mode, on the device; takes what `preprocess` returns
     classes: tuple[str, ...]  # their names, in the order of the outputs; empty for regression
-    preprocess: Preprocess
-    config: Train  # that it was trained with
+    preprocess: Preprocess = field(repr=False)
+    config: Train = field(repr=False)  # that it was trained with
     path: Path  # the checkpoint
     step: int  # optimizer steps until then
     weights: str  # which ones: raw, or how they were averaged
     metrics: dict[str, float]  # of the validation split at that step
-    task: Task
+    task: Task = field(repr=False)
     device: torch.device
 
     @property
@@ -145,12 +146,15 @@ class Result:
     """A run that has ended."""
 
     directory: Path  # with checkpoints, metrics and logs
-    summary: dict[str, Any]  # the content of `summary.json`
+    summary: dict[str, Any] = field(repr=False)  # the content of `summary.json`
     value: float | None  # best value of the monitored metric
 
     def load(self, *overrides: str) -> Trained:
         """The best model of the run, see `load`."""
         return load(self.directory, *overrides)
+
+    def _repr_html_(self) -> str:
+        return runs(self.directory)[0]._repr_html_()
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> Train:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -94,6 +95,13 @@ def test_a_person_can_use_the_page(page_file: Path, browser: Any) -> None:
         assert page.locator("#confusions td", has_text="9").count() == 1
         assert page.locator("#pictures img").evaluate("each => each.naturalWidth") == 20
         assert page.locator("#failed pre").count() == 8
+        boxes = (
+            "texts => texts.map((text) => text.getBoundingClientRect()).map((box) => [box.left, box.right, box.height])"
+        )
+        assert min(height for *_, height in page.eval_on_selector_all("svg text", boxes)) > 11  # pixels
+        axes = page.eval_on_selector_all("#parallel text:not(.value)", boxes)
+        assert len(axes) == 4
+        assert all(right < left for (_, right, _), (left, *_) in itertools.pairwise(axes))
         assert page.locator("#lineage li").count() >= 4
 
         # A filter answers at once, everywhere

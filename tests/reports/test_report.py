@@ -189,6 +189,7 @@ def test_a_notebook_shows_runs_and_tables(many: Callable[[int], Path]) -> None:
     assert "<th>val/accuracy</th>" in runner.report(many(40))._repr_html_()
     text = found[39]._repr_html_()
     assert "diverged" in text
+    assert "startup (s)" in found[0]._repr_html_()
     assert found[:2].table(seeds="each").folded is False
     assert repr(found) == "<40 runs>"
 

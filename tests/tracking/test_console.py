@@ -11,6 +11,7 @@ import pytest
 
 from runner.tracking import console as console_module
 from runner.tracking.console import Console
+from runner.tracking.formats import clean
 
 ESCAPE = "\x1b"
 
@@ -105,9 +106,9 @@ def test_the_bar_has_room_for_waiting_that_costs_and_lines_have_all_gauges(tmp_p
     bar, *below = stream.getvalue().rpartition("\r")[0].rpartition("\r")[2].split("\n")
     assert ("data wait" in bar) == shown
     assert "MiB" not in bar
-    assert "700 MiB" in "".join(below)
+    assert "memory 700 MiB" in "".join(below)
     assert "mfu" not in bar
-    assert f"data wait {'40%' if shown else '2.0%'}  700 MiB  mfu 31%" in (tmp_path / "run.log").read_text()
+    assert f"data wait {'40%' if shown else '2.0%'}  memory 700 MiB  mfu 31%" in (tmp_path / "run.log").read_text()
 
 
 def test_progress_false_turns_the_bar_off_and_shows_train_metrics_as_lines():
@@ -178,8 +179,31 @@ def test_a_narrow_terminal_still_shows_everything_without_an_error(monkeypatch, 
     stream = FakeTerminal()
     console = Console(None, stream=stream)
     _everything(console)
-    assert "warning: compile=true has no effect" in stream.getvalue()
+    assert "warning: compile=true has no effect" in " ".join(clean(stream.getvalue()).split())
     assert console._terminal is not None
+
+
+def test_a_terminal_breaks_lines_between_metrics_and_words_and_keeps_commands_whole(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream, command = FakeTerminal(), "python -m runner train model=small_cnn epochs=100"
+    console = Console(tmp_path / "run.log", stream=stream)
+    console.metrics("test", {"weights_step": 80.0, "loss": 0.05588, "accuracy": 0.9833}, 160, 8)
+    console.warn(f"a sentence with more words than a line of it has room for\n{command}")
+    console.table("", ["varied", "value"], [["model=small_cnn optimizer.weight_decay=0.01", "0.5"], ["seed=0", "0.25"]])
+    assert [line.rstrip() for line in clean(stream.getvalue()).splitlines()] == [
+        "epoch 8  step 160  [test]",
+        "  weights of step 80  loss 0.05588",
+        "  accuracy 0.9833",
+        "warning: a sentence with more words than",
+        "a line of it has room for",
+        command,
+        "varied                       value",
+        "---------------------------  -----",
+        "model=small_cnn                0.5",
+        "optimizer.weight_decay=0.01",
+        "seed=0                        0.25",
+    ]
+    assert "step 160  [test]  weights of step 80  loss 0.05588  accuracy 0.9833\n" in (tmp_path / "run.log").read_text()
 
 
 def test_prints_and_warnings_of_others_appear_above_the_bar_and_stdout_is_given_back(monkeypatch):

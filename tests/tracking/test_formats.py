@@ -44,7 +44,7 @@ def test_metrics_are_shown_with_their_unit_and_in_reading_order():
 def test_gauges_of_the_machine_are_short_and_come_last():
     assert metric("data_wait", 0.0312) == "data wait 3.1%"
     assert metric("mfu", 0.4) == "mfu 40%"
-    assert metric("peak_memory_mib", 12_345.6) == "12,346 MiB"
+    assert metric("peak_memory_mib", 12_345.6) == "memory 12,346 MiB"
     assert in_order(["mfu", "samples_per_s", "loss", "data_wait"]) == ["loss", "samples_per_s", "mfu", "data_wait"]
 
 

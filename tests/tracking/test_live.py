@@ -39,7 +39,7 @@ def test_the_lines_have_the_epoch_the_loss_the_metric_memory_and_the_last_warnin
     progress = Progress(30, 100, 2, 5, None, "cpu", {"peak_memory_mib": 700.0}, "val/accuracy", 0.5, 0.75, 20)
     first, second, third = texts(live.lines(progress, "utf-8"))
     assert first == "  this epoch  ━━━━━━━━────────  loss █▅▁"
-    assert second == "  val/accuracy 0.5, best 0.75 at step 20  700 MiB"
+    assert second == "  val/accuracy 0.5, best 0.75 at step 20  memory 700 MiB"
     assert third == "  2 warnings: the second"
     assert texts(live.lines(progress, "ascii"))[0] == "  this epoch  ########--------"
     assert LiveLines().lines(Progress(), "utf-8") == []
@@ -70,6 +70,23 @@ def test_ten_thousand_steps_that_are_all_logged_take_less_than_200_kb_in_a_file(
     assert "metrics.jsonl has all of them" in stream.getvalue()
     assert "step 1/10000" in shown[0]
     assert int(shown[-1].partition("step ")[2].partition("/")[0]) > 9_900
+
+
+def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
+    stream = io.StringIO()
+    console = Console(None, stream=stream)
+    console.start(1000, 10, 0)
+    for step in range(1, 31):
+        now[0] += 5.0
+        console.advance(step, 1)
+        if step == 20:
+            console.metrics("train", {"loss": 0.5}, step, 1)
+    assert stream.getvalue().splitlines() == [
+        "epoch 1/10  step 12/1000  eta 1:22:20",
+        "epoch 1/10  step 20/1000  train loss 0.5  eta 1:21:40",
+    ]
 
 
 def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, monkeypatch):

@@ -177,7 +177,7 @@ function table() {
 }
 
 // Learning curves, on a canvas
-const canvas = $("curves"), pen = canvas.getContext("2d"), MARGIN = { left: 62, right: 24, top: 10, bottom: 38 };
+const canvas = $("curves"), pen = canvas.getContext("2d"), MARGIN = { left: 70, right: 24, top: 10, bottom: 38 };
 const MOST_COLORS = hues.length;
 let lines = [], zoom = null, cursor = null, picked = null;
 function at(steps, values, step) {
@@ -216,6 +216,12 @@ const ticks = (low, high, count) => {
   for (let t = Math.ceil(low / unit) * unit; t <= high + unit * 1e-9; t += unit) found.push(+t.toPrecision(12));
   return found;
 };
+const powers = (low, high) => {  // of ten, their double and five times, between logarithms
+  const units = high - low > 3 ? [1] : [1, 2, 5], found = [];
+  for (let k = Math.floor(low); k <= high; k++) for (const unit of units) found.push(Math.log10(unit) + k);
+  const inside = found.filter((t) => t >= low && t <= high);
+  return inside.length > 1 ? inside : ticks(low, high, 6);
+};
 let view = null;
 function draw() {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
@@ -247,8 +253,9 @@ function draw() {
     pen.fillStyle = color("--soft"); pen.fillText(format(t), X(t), height - MARGIN.bottom + 16);
   }
   pen.fillText("optimizer step", (MARGIN.left + width - MARGIN.right) / 2, height - 6);
+  pen.save(); pen.translate(12, (height - MARGIN.bottom + MARGIN.top) / 2); pen.rotate(-Math.PI / 2); pen.fillText($("curve").value, 0, 0); pen.restore();
   pen.textAlign = "right";
-  for (const t of ticks(y0, y1, 6)) {
+  for (const t of logarithmic ? powers(y0, y1) : ticks(y0, y1, 6)) {
     const y = logarithmic ? 10 ** t : t;
     pen.strokeStyle = color("--grid"); pen.beginPath(); pen.moveTo(MARGIN.left, Y(y)); pen.lineTo(width - MARGIN.right, Y(y)); pen.stroke();
     pen.fillText(format(+y.toPrecision(3)), MARGIN.left - 6, Y(y) + 4);
@@ -370,9 +377,11 @@ const mark = (i, node) => {
 function parallel() {
   const axes = [...data.settings.filter((key) => new Set(scored.map((i) => format(runs[i].keys[key]))).size > 1), metric].slice(-10);
   if (!scored.length || axes.length < 2) { $("parallel").replaceChildren(make("p", { class: "note" }, "No key differs between finished runs.")); return; }
-  const width = Math.max(Math.min($("parallel").clientWidth, 1200), 560, axes.length * 110), height = 340, top = 34, bottom = 316, left = 60, right = width - 90;
+  // No name may overlap the next one.
+  const least = 84 + (axes.length - 1) * (8 + 6.3 * Math.max(...axes.map((name) => labelOf(name).length)));
+  const width = Math.max(Math.min($("parallel").clientWidth, 1200), least), height = 340, top = 34, bottom = 316, left = 24, right = width - 60;
   const X = (k) => left + (right - left) * k / (axes.length - 1);
-  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Parallel coordinates of ${axes.join(", ")}` });
+  const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, style: `min-width: ${least}px`, role: "img", "aria-label": `Parallel coordinates of ${axes.join(", ")}` });
   const scales = axes.map((name) => scaleOf(scored.map((i) => valueOf(runs[i], name))));
   const Y = (k, v) => { const place = scales[k].place(v); return place === null ? null : bottom - place * (bottom - top); };
   for (const i of [...scored].sort((a, b) => share(a) - share(b))) {
@@ -421,7 +430,7 @@ function slices() {
 function importances() {
   const found = data.importance, box = $("importance");
   if (found.note) { box.replaceChildren(make("p", { class: "note" }, `Not computed: ${found.note}.`)); return; }
-  const top = Math.max(...found.mean.map((m, k) => m + found.std[k]), 0.01), width = 700, left = 190, right = width - 120;
+  const top = Math.max(...found.mean.map((m, k) => m + found.std[k]), 0.01), width = Math.min(box.clientWidth, 700), left = 12 + Math.min(7 * Math.max(...found.keys.map((key) => key.length)), width / 2), right = width - 90;
   const svg = make("svg", { viewBox: `0 0 ${width} ${found.keys.length * 30 + 8}`, role: "img", style: "max-width:44rem", "aria-label": "Importance of keys" });
   const X = (v) => left + Math.max(0, v) / top * (right - left);
   found.keys.forEach((key, k) => {

@@ -24,6 +24,7 @@ from runner.config.reading import open_regular, read_overrides, read_regular, re
 from runner.config.secrets import mask_text
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import row_of
+from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
@@ -143,10 +144,10 @@ class Run:
         return given[-1] if given else self.config.get(f"{name}.name")
 
     def _repr_html_(self) -> str:
-        rows = {"status": self.status, "error": self.error, "time (s)": self.summary.get("wall_s"), **self.metrics}
+        rows = {"status": self.status, "error": self.error, "time_s": self.summary.get("wall_s"), **self.metrics}
         rows |= {"overrides": " ".join(self.overrides)}
         cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(str(name))}</th>"
+            f"<tr><th style='text-align:left'>{html.escape(label(name))}</th>"
             f"<td style='text-align:left'>{html.escape(f'{value:.4g}' if isinstance(value, float) else str(value))}</td></tr>"
             for name, value in rows.items()
             if value not in (None, "")

@@ -35,9 +35,9 @@ class Display:
         if self._view is not None and began < self._due and not now:
             return self._view
         before, self._view = self._view, look(self._folder)
-        rows = self._console.height
-        if rows is not None:
-            self._console.live(table_of(self._view, max(3, rows - _ROWS_BESIDE)))
+        size = self._console.size
+        if size is not None:
+            self._console.live(table_of(self._view, size[0], max(3, size[1] - _ROWS_BESIDE)))
         else:
             for line in lines_of(before, self._view):
                 self._console.line(line)
@@ -75,7 +75,7 @@ class PoolDisplay:
 
     def __init__(self, folder: Path, console: Console) -> None:
         self._console = console
-        self._display = Display(folder, console) if console.height is not None else None
+        self._display = Display(folder, console) if console.size is not None else None
 
     def tell(self, event: Event | None) -> None:
         """Show an event; None to refresh the table."""

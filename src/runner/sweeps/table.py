@@ -181,7 +181,7 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
         value = number(row.value) if row.metric else "-"
         if len(metrics) > 1 and row.metric:
             value = f"{row.metric} {value}"
-        mark = "<- best" if row.best else ""
+        mark = "<- best" if row.best and len(rows) > 1 else ""
         time = duration(row.wall_s) if row.wall_s is not None else "-"
         cells.append([row.job, " ".join(row.varied), row.status, value, time, mark])
     finished = sum(row.status == "finished" for row in rows)

@@ -15,7 +15,7 @@ from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.reading import read_summary, start_time
 from runner.sweeps.ledger import ENDED, Ledger, Records
 from runner.sweeps.table import JobRow, rows_of, summarise
-from runner.tracking.formats import duration, metric, number
+from runner.tracking.formats import duration, metric, number, wrapped
 from runner.tracking.progress_file import Progress, read_progress
 from runner.tracking.run_directory import works
 
@@ -105,7 +105,7 @@ class View:
 
 
 def look(folder: Path) -> View:
-    """Read the state of a sweep, a run or a folder of runs."""
+    """Read the state of a sweep, a run or a folder of runs; of a folder with nothing but a sweep, that of the sweep."""
     left, waits = None, False
     if holds_run(folder) and not holds_sweep(folder):
         jobs = [_seen(folder, row) for row in rows_of([folder], folder)]
@@ -113,7 +113,11 @@ def look(folder: Path) -> View:
         jobs = [_seen(folder / row.job, row) for row in summarise(folder, write=False)]
         waits, left = works(folder), seconds_left(Ledger(folder).read())
     else:
-        jobs = [_seen(folder / row.job, row) for row in rows_of(_runs(folder), folder)]
+        found = _runs(folder)
+        parents = {path.parent for path in found}
+        if len(parents) == 1 and Ledger(only := parents.pop()).read().launches:
+            return look(only)  # it also knows the jobs that wait
+        jobs = [_seen(folder / row.job, row) for row in rows_of(found, folder)]
     best = next((seen.row for seen in jobs if seen.row.best and len(jobs) > 1), None)
     told = f"{metric(best.metric, best.value)} (job {best.job})" if best is not None and best.metric else ""
     done = not waits and not any(seen.row.status == "running" for seen in jobs)
@@ -159,34 +163,63 @@ def _runs(folder: Path) -> list[Path]:
     return newest[:_MOST_RUNS]
 
 
-def table_of(view: View, rows: int) -> Group:
-    """The headline, and a table of at most `rows` jobs: first those that run, then those that failed, then the newest."""
+def table_of(view: View, width: int, rows: int) -> Group:
+    """The headline, and a table of at most `width` columns and `rows` jobs: those that run, that failed, the newest, the next.
+
+    What does not fit is omitted: the device, the folders of a job but the last two, the time. Then the settings get several
+    lines, before they are omitted, and the time that is left.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    devices = any(seen.progress for seen in view.jobs)
+    place = {id(seen): at if seen.row.status == "pending" else -at for at, seen in enumerate(view.jobs)}
+    order = sorted(view.jobs, key=lambda seen: (_ORDER.index(seen.row.status), place[id(seen)]))
     metrics = {seen.result[0] for seen in view.jobs if seen.result[0]}
     shared = metrics.pop() if len(metrics) == 1 else ""
-    for name in ("job", "settings", "state", "progress", shared or "metric", *(["device"] if devices else []), "time"):
+
+    def chosen(most: int) -> dict[int, dict[str, str | Text]]:
+        ids = {id(seen) for seen in (order if len(order) <= most else order[: max(1, most - 1)])}
+        return {at: _cells(seen, shared) for at, seen in enumerate(view.jobs) if id(seen) in ids}
+
+    cells = chosen(rows)
+    names = ["job", "settings", "state", "progress", shared or "metric", "device", "time", "left"]
+    if not any(seen.progress for seen in view.jobs):
+        names = [name for name in names if name not in ("device", "left")]
+
+    def too_wide(settings: int | None = None) -> int:
+        widths = {name: max(len(name), *(len(row[name]) for row in cells.values())) for name in names}
+        if settings is not None and "settings" in widths:
+            widths["settings"] = settings
+        return sum(widths.values()) + 2 * (len(names) - 1) - width
+
+    longest = max((len(word) for row in cells.values() for word in str(row["settings"]).split()), default=0)
+    for step in ("device", "folders", "time", "settings", "left"):
+        if too_wide(max(longest, 8) if step in ("left", "settings") else None) <= 0:
+            continue
+        if step == "folders":
+            for row in cells.values():
+                row["job"] = "/".join(str(row["job"]).split("/")[-2:])
+        elif step in names:
+            names.remove(step)
+    if "settings" in names and (much := too_wide()) > 0:
+        room = max(len(str(row["settings"])) for row in cells.values()) - much
+        lines = max(len(wrapped(str(row["settings"]), room)) for row in cells.values())
+        kept = chosen(max(2, rows // lines))
+        cells = {at: row for at, row in cells.items() if at in kept}
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in names:
         table.add_column(name, header_style="bold", no_wrap=name != "settings", overflow="fold")
-    if devices:
-        table.add_column("left", header_style="bold", no_wrap=True)
-    newest = {id(seen): -at for at, seen in enumerate(view.jobs)}
-    order = sorted(view.jobs, key=lambda seen: (_ORDER.index(seen.row.status), newest[id(seen)]))
-    chosen = {id(seen) for seen in (view.jobs if len(view.jobs) <= rows else order[: max(1, rows - 1)])}
-    for seen in view.jobs:
-        if id(seen) in chosen:
-            table.add_row(*_cells(seen, devices, shared))
-    if hidden := [seen.row.status for seen in view.jobs if id(seen) not in chosen]:
+    for row in cells.values():
+        table.add_row(*(row[name] for name in names))
+    if hidden := [seen.row.status for at, seen in enumerate(view.jobs) if at not in cells]:
         counts = Counter(hidden)
         told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
-        table.add_row("", Text(f"and {told}", style="dim"))
+        return Group(Text(view.headline, style="bold"), table, Text(f"and {told}", style="dim"))
     return Group(Text(view.headline, style="bold"), table)
 
 
-def _cells(seen: Seen, devices: bool, shared: str) -> list[str | Text]:
+def _cells(seen: Seen, shared: str) -> dict[str, str | Text]:
     from rich.text import Text
 
     row, found, bar = seen.row, seen.progress, Text()
@@ -195,10 +228,16 @@ def _cells(seen: Seen, devices: bool, shared: str) -> list[str | Text]:
         bar.append("━" * filled, "green").append("─" * (_BAR - filled), "dim").append(f" {found.share:4.0%}")
     name, value = seen.result
     result = "" if not name else number(value) if name == shared else metric(name, value)
-    passed = "" if seen.passed_s is None else duration(seen.passed_s)
-    state = Text(row.status, style=_COLOURS.get(row.status, "dim"))
-    cells: list[str | Text] = [row.job, short(row.varied), state, bar, result + (" best" if row.best else "")]
-    return [*cells, found.device if found else "", passed, seen.left] if devices else [*cells, passed]
+    return {
+        "job": row.job,
+        "settings": short(row.varied),
+        "state": Text(row.status, style=_COLOURS.get(row.status, "dim")),
+        "progress": bar,
+        shared or "metric": result + (" best" if row.best else ""),
+        "device": found.device if found else "",
+        "time": "" if seen.passed_s is None else duration(seen.passed_s),
+        "left": seen.left,
+    }
 
 
 def short(words: Sequence[str]) -> str:

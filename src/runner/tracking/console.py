@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import sys
-import textwrap
 import time
 import weakref
 from collections import Counter, deque
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text
 from runner.tracking.appended import AppendedFile
-from runner.tracking.formats import HARDWARE_METRICS, aligned, clean, duration, encodable, in_order, metric
+from runner.tracking.formats import HARDWARE_METRICS, aligned, clean, duration, encodable, in_order, metric, wrapped
 from runner.tracking.live import LiveLines
 from runner.tracking.progress_file import Progress, ProgressFile
 
@@ -31,7 +30,10 @@ _BAR_PERIOD_S = 0.2
 _COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
+_QUIET_S = 60.0  # without a bar; then a line says how far the run is
 _NOTABLE_WAIT = 0.1
+_COMMAND = "python -m runner"
+_BOUND = "\N{NO-BREAK SPACE}"
 _ALL_LINES = 250  # of a split; then fewer, so that 10,000 lines take less than 200 kB
 Line = list[tuple[str, str]]
 """Texts with their styles."""
@@ -57,6 +59,7 @@ class Console:
         self._silent = False
         self._running = False
         self._due = float("inf")
+        self._told_at = perf_counter()
         self._period = _RATE_PERIOD_S
         self._marks: deque[tuple[float, int]] = deque()
         self._progress = Progress()
@@ -96,24 +99,34 @@ class Console:
     def warn(self, text: str) -> None:
         """Show `text` as a warning."""
         self._live.warnings.append(clean(mask_text(text)).partition("\n")[0])
-        self.line(f"warning: {text}", "yellow")
+        self._sentences(f"warning: {text}", "yellow")
 
     def error(self, text: str) -> None:
         """Show `text` as an error."""
-        self.line(f"error: {text}", "bold red")
+        self._sentences(f"error: {text}", "bold red")
+
+    def _sentences(self, text: str, style: str) -> None:
+        """Show lines that a terminal breaks between words, except those with a command, which are copied whole."""
+        lines = mask_text(clean(text)).split("\n")
+        parts = [part for line in lines for part in ([line] if _COMMAND in line else wrapped(line, self._room))]
+        self._emit([[(line, style)] for line in lines], [[(part, style)] for part in parts])
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table; each row has as many cells as there are columns."""
-        head, rule, *body = aligned(columns, [[mask_text(cell) for cell in row] for row in rows])
-        styled = [(head, "bold"), (rule, "dim"), *((line, "") for line in body)]
-        self._emit([[line] for line in ([(clean(title), "bold")] if title else []) + styled])
+        rows = [[mask_text(cell) for cell in row] for row in rows]
+
+        def styled(head: str, rule: str, *body: str) -> list[Line]:
+            lines = [(head, "bold"), (rule, "dim"), *((line, "") for line in body)]
+            return [[line] for line in ([(clean(title), "bold")] if title else []) + lines]
+
+        self._emit(styled(*aligned(columns, rows)), styled(*aligned(columns, rows, self._room)))
 
     # Progress
 
     @property
-    def height(self) -> int | None:
-        """Rows of the terminal; None if there is none."""
-        return None if self._terminal is None or self._silent else self._terminal.height
+    def size(self) -> tuple[int, int] | None:
+        """Columns and rows of the terminal; None if there is none."""
+        return None if self._terminal is None or self._silent else (self._terminal.width, self._terminal.height)
 
     def live(self, shown: RenderableType) -> None:
         """Draw something at the bottom of the terminal instead of what was drawn there before; nothing without a terminal."""
@@ -165,16 +178,19 @@ class Console:
         """Show metrics after `global_step` optimizer steps, those of `train` in the bar if there is one, others on a line."""
         shown = [metric(name, values[name]) for name in in_order(values)]
         shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
-        line = "  ".join([*self._position(global_step, epoch), *shown])
+        shown = [*self._position(global_step, epoch), *shown]
         thin = self._thinned(split)
         if split != "train":
             self._evaluated(split, values, global_step)
             if not thin:
-                self._emit([[(line, "bold cyan")]])
+                bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)  # a name and its value stay together
+                lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
+                self._emit([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
             return
         left = self._seconds_left(global_step)
         if left is not None:
-            line += f"  eta {duration(left)}"
+            shown.append(f"eta {duration(left)}")
+        line = "  ".join(shown)
         self._progress.train = dict(values)
         self._live.add_loss(values.get("loss", math.nan))
         if thin:
@@ -212,6 +228,10 @@ class Console:
             self._on_terminal(lambda terminal: terminal.stop())
 
     @property
+    def _room(self) -> int | None:
+        return None if self._terminal is None else self._terminal.width
+
+    @property
     def _bar_on(self) -> bool:
         return self._running and self._wants_bar and self._terminal is not None and not self._silent
 
@@ -224,6 +244,10 @@ class Console:
         self._write_progress(global_step, epoch)
         if self._bar_on:
             self._draw(global_step, self._position(global_step, epoch)[0])
+        elif now - self._told_at >= _QUIET_S:
+            left = self._seconds_left(global_step)
+            eta = [] if left is None else [f"eta {duration(left)}"]
+            self._emit([[("  ".join([*self._position(global_step, epoch), *eta]), "")]])
         self._due = perf_counter() + self._period
 
     def _write_progress(self, global_step: int, epoch: int) -> None:
@@ -281,6 +305,7 @@ class Console:
 
     def _emit(self, lines: list[Line], on_terminal: list[Line] | None = None) -> None:
         plain = ["".join(text for text, _ in line).rstrip() for line in lines]
+        self._told_at = perf_counter()
         self._write_log(plain)
         if not self._on_terminal(lambda terminal: terminal.lines(on_terminal or lines)):
             self._write_plain(plain)
@@ -351,9 +376,5 @@ def _folded(line: Line, indent: int, room: int) -> list[Line]:
     (label, style), *cells = line
     if len("".join(text for text, _ in cells).rstrip()) <= room:
         return [line]
-    parts = [
-        (part, kind)
-        for text, kind in cells
-        for part in textwrap.wrap(text.strip(), max(room, 1), break_long_words=False, break_on_hyphens=False)
-    ]
+    parts = [(part, kind) for text, kind in cells for part in wrapped(text.strip(), max(room, 1))]
     return [[(" " * indent if at else label, style), part] for at, part in enumerate(parts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
@@ -64,11 +65,11 @@ def duration(seconds: float | None) -> str:
 
 
 def metric(name: str, value: float | None) -> str:
-    """One metric with its name or unit: `loss 0.412`, `12.3k samples/s`, `712 MiB`, `data wait 3%`."""
+    """One metric with its name or unit: `loss 0.412`, `12.3k samples/s`, `memory 712 MiB`, `data wait 3%`."""
     if name.endswith("_per_s"):
         return f"{compact(math.nan if value is None else value)} {label(name)}"
     if name in HARDWARE_METRICS and value is not None:
-        return f"{name.replace('_', ' ')} {percent(value)}" if name in _SHARES else f"{value:,.0f} MiB"
+        return f"{name.replace('_', ' ')} {percent(value)}" if name in _SHARES else f"memory {value:,.0f} MiB"
     if name == WEIGHTS_STEP and value is not None:
         return f"weights of step {value:.0f}"
     return f"{name} {number(value)}"
@@ -125,14 +126,36 @@ def encodable(text: str, encoding: str | None) -> str:
         return text.encode("ascii", "replace").decode("ascii")
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A plain table as lines: two spaces between columns, numbers aligned right, dashes below the headers."""
+def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
+    """`text` in lines of at most `width` characters, broken between words; those after the first begin with `indent`.
+
+    A longer word, such as a path, stays whole. None for any width.
+    """
+    if width is None or len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """A plain table as lines: two spaces between columns, numbers aligned right, dashes below the headers.
+
+    If it is wider than `width` characters, the cells of its widest column are broken between words.
+    """
     cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in rows]
     widths = [max(len(head), *(len(row[i]) for row in cells), 0) for i, head in enumerate(columns)]
     right = [bool(cells) and all(is_number(row[i]) for row in cells) for i in range(len(columns))]
+    if width is not None and (much := sum(widths) + 2 * (len(widths) - 1) - width) > 0:
+        at = widths.index(max(widths))
+        room = max(widths[at] - much, len(columns[at]), *(len(word) for row in cells for word in row[at].split()))
+        cells = [
+            [*([""] * at if below else row[:at]), part, *([] if below else row[at + 1 :])]
+            for row in cells
+            for below, part in enumerate(wrapped(row[at], room) or [""])
+        ]
+        widths[at] = max(len(columns[at]), *(len(row[at]) for row in cells))
 
     def join(parts: Sequence[str]) -> str:
-        padded = (p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, widths, right, strict=True))
+        padded = (p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, widths, right, strict=False))
         return "  ".join(padded).rstrip()
 
     return [join(columns), join(["-" * width for width in widths]), *(join(row) for row in cells)]

@@ -8,6 +8,8 @@ from pathlib import Path
 from runner.config.errors import OK, UserError
 from runner.verbs._folders import split_words
 
+_MOST_ROWS = 20
+
 
 def main(argv: Sequence[str]) -> int:
     """Show what runs in a folder until nothing does any more: `watch DIR`, where DIR is a run, a sweep or a folder of runs.
@@ -40,8 +42,11 @@ def watch(folder: Path) -> int:
     console = Console(None)
     if not found.done:
         follow(folder, console)
-    if holds_sweep(folder):
-        print_table(summarise(folder, write=False), console)
+    view = look(folder)
+    if holds_sweep(view.folder):
+        print_table(summarise(view.folder, write=False), console)
+    elif len(view.jobs) <= _MOST_ROWS:
+        print_table([seen.row for seen in view.jobs], console)
     else:
-        console.line(progress_line(look(folder)))
+        console.line(progress_line(view))
     return OK

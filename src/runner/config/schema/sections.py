@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field
+
+from runner.config.secrets import mask_values
 
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -24,6 +29,13 @@ class Section:
     """What all dataclasses of the config have in common: no other keys, and a name such as 007 is text."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the keys as YAML, secrets masked."""
+        section: Any = self
+        plain = dataclasses.asdict(section, dict_factory=lambda pairs: {key.rstrip("_"): value for key, value in pairs})
+        text = yaml.safe_dump(mask_values(plain), sort_keys=False, default_flow_style=None, width=100)
+        return f"<pre style='font-family: monospace'>{html.escape(text)}</pre>"
 
 
 Node = Annotated[dict[str, Any], HasTarget()]
