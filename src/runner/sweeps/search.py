@@ -211,6 +211,11 @@ class Study:
 def _storage(where: str) -> Any:
     """The storage of a file or URL."""
     if "://" in where:
+        file = Path(where.partition(":///")[2])
+        if where.startswith("sqlite:///") and not file.parent.is_dir():
+            raise UserError(
+                "search.storage", f"cannot be {where}: there is no folder {file.parent}", "a folder that exists"
+            )
         try:
             return optuna.storages.get_storage(where)
         except Exception as error:  # of the database's driver
