@@ -121,7 +121,7 @@ def test_a_run_that_is_written_a_damaged_one_and_a_sweep_are_reported(
     assert [run.status for run in found] == ["finished", "running"]
     assert found.notes == (
         f"{sweep}: 1 of 1 jobs have not started",
-        f"{sweep / '0'}: config.yaml is missing or damaged, so what it says is left out",
+        f"{sweep / '0'}: config.yaml is missing or damaged, so the report lacks what it holds",
     )
     assert found[0].config == {}
     assert found[0].speed == {}
@@ -178,7 +178,7 @@ def test_two_runs_are_compared_down_to_their_weights(run: Callable[..., Any], tr
         (["RUNS", "csv=nowhere/t.csv"], "mkdir -p nowhere"),
         (["RUNS", "csv="], "csv: is empty"),
         (["RUNS", "html=."], "it is a folder"),
-        (["RUNS", "html=a", "csv=./a"], "html is the same file"),
+        (["RUNS", "html=a", "csv=./a"], "csv is the same file"),
         (["RUNS", "save_baseline="], "save_baseline: is empty"),
         (["RUNS", "against="], "against: is empty"),
         (["RUNS", "against=nowhere"], "against: there is no nowhere"),
@@ -186,7 +186,7 @@ def test_two_runs_are_compared_down_to_their_weights(run: Callable[..., Any], tr
         (["RUNS", "tolerance=0.1"], "tolerance.metric"),
         (["RUNS", "epochs=3"], "where='epochs=3'"),
         (["RUNS", "where=seed", "in", "[0,", "1]"], "quotes around it"),
-        (["RUNS", "where=status=finishd"], "where status is finished"),
+        (["RUNS", "where=status=finish"], "where status is finished"),
         (["RUNS", "where=optimizer.lr"], "where optimizer.lr is 0.001 or "),
         (["RUNS", "where=global_step<0"], "where global_step is "),
     ],

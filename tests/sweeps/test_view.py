@@ -226,7 +226,7 @@ def test_watch_takes_a_run_a_sweep_and_a_folder_of_runs(run, sweep, workdir):
         (["watch"], "python -m runner watch"),
         (["watch", "a", "b"], "python -m runner watch"),
         (["watch", "nowhere"], "there is no nowhere"),
-        (["watch", "emtpy"], "did you mean 'empty'?"),
+        (["watch", "emp"], "did you mean 'empty'?"),
         (["watch", "empty"], "there is no run in empty"),
         (["watch", "file"], "file is a file"),
         (["watch", "empty", "--live"], "unknown flag '--live'"),

@@ -200,7 +200,7 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
         if run.status == "finished":
             lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
             lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
-            notes += [f"{run.path}: {name} is missing or damaged, so what it says is left out" for name in lost]
+            notes += [f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost]
     return runs, notes
 
 

@@ -321,13 +321,17 @@ def _at_best(folder: Path) -> dict[str, Any]:
     """What objectives can name: numbers by name, None for one that is not finite."""
     summary = read_summary(folder) or {}
     step = (summary.get("best") or {}).get("global_step")
-    found = dict(summary)
+    found = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / _METRICS).read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             if record.get("split") == "val" and record.get("global_step") == step:
-                found |= {f"val/{name}": value for name, value in record.items()}
-    return {name: value for name, value in found.items() if value is None or isinstance(value, int | float)}
+                found |= {
+                    f"val/{name}": value
+                    for name, value in record.items()
+                    if name not in ("split", "global_step", "epoch")
+                }
+    return found
 
 
 def _with_folder(composition: Composition, folder: Path) -> Composition:
