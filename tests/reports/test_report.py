@@ -119,7 +119,10 @@ def test_a_run_that_is_written_a_damaged_one_and_a_sweep_are_reported(
     (sweep / "sweep.jsonl").write_text(json.dumps(line | {"jobs": {"a": ["seed=7"]}, "fail_fast": False}) + "\n")
     found = runner.runs(sweep)
     assert [run.status for run in found] == ["finished", "running"]
-    assert found.notes == (f"{sweep}: 1 of 1 jobs have not started",)
+    assert found.notes == (
+        f"{sweep}: 1 of 1 jobs have not started",
+        f"{sweep / '0'}: config.yaml is missing or damaged, so the report lacks what it holds",
+    )
     assert found[0].config == {}
     assert found[0].speed == {}
     assert runner.report(sweep).table.rows
@@ -172,7 +175,20 @@ def test_two_runs_are_compared_down_to_their_weights(run: Callable[..., Any], tr
         (["RUNS", "against=RUNS/0/summary.json"], "against"),
         (["RUNS", "against=RUNS", "tolerance.speed=1"], "tolerance.speed"),
         (["RUNS", "against=RUNS", "tolerance.step=fast"], "tolerance.step"),
-        (["RUNS", "csv=nowhere/t.csv"], "nowhere/t.csv"),
+        (["RUNS", "csv=nowhere/t.csv"], "mkdir -p nowhere"),
+        (["RUNS", "csv="], "csv: is empty"),
+        (["RUNS", "html=."], "it is a folder"),
+        (["RUNS", "html=a", "csv=./a"], "csv is the same file"),
+        (["RUNS", "save_baseline="], "save_baseline: is empty"),
+        (["RUNS", "against="], "against: is empty"),
+        (["RUNS", "against=nowhere"], "against: there is no nowhere"),
+        (["RUNS", "tolerance.step=0.1"], "against=PLACE"),
+        (["RUNS", "tolerance=0.1"], "tolerance.metric"),
+        (["RUNS", "epochs=3"], "where='epochs=3'"),
+        (["RUNS", "where=seed", "in", "[0,", "1]"], "quotes around it"),
+        (["RUNS", "where=status=finish"], "where status is finished"),
+        (["RUNS", "where=optimizer.lr"], "where optimizer.lr is 0.001 or "),
+        (["RUNS", "where=global_step<0"], "where global_step is "),
     ],
 )
 def test_mistakes_name_what_is_wrong(
@@ -181,6 +197,47 @@ def test_mistakes_name_what_is_wrong(
     done = run("report", *(word.replace("RUNS", str(many(20))) for word in words))
     assert done.status == 2, done.out
     assert key in done.err
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"places": [3]}, "cannot read 3"),
+        ({"where": 3}, "where: cannot be 3"),
+        ({"csv": 3}, "csv: cannot be 3"),
+        ({"tolerance": 0.1}, "tolerance: cannot be 0.1"),
+        ({"against": "RUNS", "tolerance": {"metric": "x"}}, "tolerance.metric: cannot be x"),
+    ],
+)
+def test_mistakes_in_python_name_the_argument(many: Callable[[int], Path], given: dict[str, Any], key: str) -> None:
+    given = {name: str(many(20)) if value == "RUNS" else value for name, value in given.items()}
+    with pytest.raises(UserError) as caught:
+        runner.report(*given.pop("places", [many(20)]), **given)
+    assert str(caught.value).startswith(key) or key in str(caught.value)
+
+
+def test_python_takes_runs_lists_and_columns_as_text(many: Callable[[int], Path], tmp_path: Path) -> None:
+    found = runner.runs([many(20)])
+    assert len(runner.runs(found)) == len(runner.runs([found[0]], found[1:])) == 20
+    odd = tmp_path / "lr[0.1]"
+    shutil.copytree(many(20) / "0", odd)
+    assert [run.path for run in runner.runs(odd)] == [odd]
+    table = runner.report(many(20), columns="optimizer.lr, started,seed,status,time_s").table
+    assert table.keys == ("optimizer.lr", "started", "seed")
+    assert isinstance(table.rows[0].values["seed"], list)
+    head = table.plain()[0]
+    assert len(head) == len(set(head))
+
+
+def test_a_damaged_summary_is_not_called_missing(many: Callable[[int], Path], tmp_path: Path) -> None:
+    for name, content in (("damaged", "{{"), ("missing", None)):
+        shutil.copytree(many(20) / "0", tmp_path / name)
+        (tmp_path / name / "summary.json").unlink()
+        if content is not None:
+            (tmp_path / name / "summary.json").write_text(content)
+    damaged, missing = runner.runs(tmp_path)
+    assert "damaged" in str(damaged.error)
+    assert missing.error == "it left no summary.json"
 
 
 def test_a_notebook_shows_runs_and_tables(many: Callable[[int], Path]) -> None:

@@ -139,6 +139,14 @@ def test_several_objectives_are_those_at_the_best_evaluation(search):
     assert objectives_at_best(folder / "0", ["val/none"]) is None
 
 
+def test_an_objective_that_no_run_has_ends_the_search_after_its_first_job(search):
+    result, _ = search(*SEARCH, "search.objectives={val/acuracy: max}", "search.trials=3")
+    assert result.status == 2, result.err
+    assert "trial 1: failed" in result.out
+    assert "trial 2" not in result.out
+    assert "search.objectives: names val/acuracy, which no run has; did you mean 'val/accuracy'?" in result.err
+
+
 def test_a_failed_job_is_a_failed_trial_and_fail_fast_asks_for_no_other(search):
     words = ("sweep=optuna", "search.model.width={choice: [0, 4]}", "search.pruner=none", "search.sampler=random")
     result, folder = search(*words, "search.trials=3")
@@ -229,6 +237,7 @@ def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials
         ((LR, "seed=0,1"), "seed", "search.seeds"),
         ((LR, "search.trials=0"), "search.trials", "cannot be 0"),
         ((LR, "search.sampler=tpf"), "search.sampler", "did you mean 'tpe'"),
+        ((LR, "search.storage=sqlite:///nowhere/study.db"), "search.storage", "there is no folder nowhere"),
         ((LR, "search.objectives={val/loss: min, val/accuracy: max}"), "search.pruner", "one objective"),
         ((LR, "search.warm_start=nowhere"), "search.warm_start", "is no folder of a sweep"),
         ((LR, "checkpoint.monitor=val/mine"), "checkpoint.mode", "a search has to know"),

@@ -251,9 +251,32 @@ def test_watch_takes_a_run_a_sweep_and_a_folder_of_runs(run, sweep, workdir):
     assert run("watch", str(sweep)).out == followed.out == run("sweep", str(sweep)).out
 
 
-@pytest.mark.parametrize("words", [(), ("nowhere",), ("empty",), ("a", "b")])
-def test_watch_refuses_what_is_no_run(run, workdir, words):
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["watch"], "python -m runner watch"),
+        (["watch", "a", "b"], "python -m runner watch"),
+        (["watch", "nowhere"], "there is no nowhere"),
+        (["watch", "emp"], "did you mean 'empty'?"),
+        (["watch", "empty"], "there is no run in empty"),
+        (["watch", "file"], "file is a file"),
+        (["watch", "empty", "--live"], "unknown flag '--live'"),
+        (["sweep"], "python -m runner sweep"),
+        (["sweep", "nowhere", "--follow"], "there is no nowhere"),
+        (["sweep", "empty", "--folow"], "did you mean '--follow'?"),
+        (["sweep", "empty"], "python -m runner report empty"),
+        (["sweep", "mine/0"], "mine"),
+        (["sync"], "python -m runner sync"),
+        (["sync", "nowhere"], "there is no nowhere"),
+        (["sync", "empty", "--all"], "unknown flag '--all'"),
+        (["sync", "empty"], "logger=mlflow"),
+    ],
+)
+def test_folders_that_are_none_are_named_with_what_is_right(run, workdir, words, key):
     (workdir / "empty").mkdir()
-    result = run("watch", *words)
+    (workdir / "file").touch()
+    job(workdir / "mine" / "0", ["seed=0"], "finished", value=1.0)
+    result = run(*words)
     assert result.status == 2
-    assert "python -m runner watch" in result.err or "there is no run in empty" in result.err
+    assert result.err.startswith(f"error: {words[0]}: ")
+    assert key in result.err

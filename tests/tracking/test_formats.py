@@ -2,7 +2,18 @@ import math
 
 import pytest
 
-from runner.tracking.formats import aligned, clean, compact, duration, encodable, in_order, label, metric, number
+from runner.tracking.formats import (
+    aligned,
+    clean,
+    compact,
+    duration,
+    encodable,
+    in_order,
+    label,
+    metric,
+    number,
+    plus_minus,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +34,19 @@ def test_large_numbers_get_three_digits_and_a_suffix(value, text):
 
 def test_numbers_have_four_digits_and_missing_ones_are_nan():
     assert [number(x) for x in (0.123456, 3, 1e-7, None, math.nan)] == ["0.1235", "3", "1e-07", "nan", "nan"]
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "text"),
+    [
+        (0.98, 0.0039, "0.98 ± 0.0039"),
+        (3421.0, 293.4, "3421 ± 293"),
+        (0.5, None, "0.5"),
+        (1e9, 2.5e8, "1e+09 ± 2.5e+08"),
+    ],
+)
+def test_a_deviation_has_two_digits_or_all_before_the_point(mean, deviation, text):
+    assert plus_minus(mean, deviation) == text
 
 
 @pytest.mark.parametrize(

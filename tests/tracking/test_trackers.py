@@ -17,6 +17,7 @@ from runner import load
 from runner.config.errors import Problem, UserError
 from runner.tracking.trackers import loggers
 from runner.tracking.trackers.delivery import Delivery
+from runner.tracking.trackers.feeder import sentence_of
 
 mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
 NAMES = {"mlflow": "MLflow", "wandb": "WandB"}
@@ -291,6 +292,20 @@ def test_wrong_values_are_refused(problems: Callable[..., dict[str, Problem]], w
     assert key in problems(*words)
 
 
+def test_what_a_logger_gets_from_the_program_is_not_offered_as_a_setting(problems: Callable[..., dict[str, Problem]]):
+    for name in ("mlflow", "tensorboard"):
+        allowed = problems(f"logger={name}", f"logger.{name}.no=1")[f"logger.{name}.no"].allowed.split(", ")
+        assert not {"warn", "watched"} & {*allowed}
+    assert problems("logger=none", "logger.csv.a=1")["logger.csv"].allowed == "logger=csv, or no key of logger.csv"
+
+
+def test_a_long_trouble_ends_at_a_word_and_a_short_one_without_a_full_stop():
+    long = sentence_of(ValueError("many words " * 50), "here")
+    assert len(long) <= 304
+    assert long.endswith((" many ...", " words ..."))
+    assert sentence_of(ValueError("Log in."), "here") == "here: Log in"
+
+
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_tracker_that_is_not_installed_is_a_sentence_with_the_command(monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
@@ -298,7 +313,9 @@ def test_a_tracker_that_is_not_installed_is_a_sentence_with_the_command(monkeypa
         getattr(loggers, NAMES[name])()
 
 
-@pytest.mark.parametrize("settings", [{"wait_s": -1.0}, {"tracking_uri": "localhost:5000"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"wait_s": -1.0}, {"tracking_uri": "localhost:5000"}, {"tracking_uri": "sqlit:///x.db"}], ids=str
+)
 def test_values_without_a_meaning_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         loggers.MLflow(**settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.checkpoint.file import DamagedCheckpoint, Parts, read
-from runner.config.errors import UserError, nearest
+from runner.config.errors import UserError, nearest_path
 from runner.config.reading import modified, start_time
 
 SUFFIXES = (".safetensors", ".pt")  # of the current format, and of format 1
@@ -126,7 +126,4 @@ def _missing(path: Path, key: str) -> UserError:
         return UserError(key, f"{path} is a device, a pipe or a socket, not a regular file", allowed)
     if path.is_symlink():
         return UserError(key, f"{path} is a link to {path.readlink()}, which does not exist", allowed)
-    close = ""
-    if path.parent.is_dir():
-        close = nearest(path.name, [other.name for other in path.parent.iterdir() if other.exists()])
-    return UserError(key, f"there is no {path}", allowed, str(path.parent / close) if close else "")
+    return UserError(key, f"there is no {path}", allowed, nearest_path(path))

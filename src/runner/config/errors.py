@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from runner.config import user_frames
 from runner.config.secrets import MASK, is_secret, mask_word
@@ -98,6 +99,13 @@ def nearest(word: str, choices: Iterable[str], alike: float = 0.6) -> str:
     by_lower = {choice.lower(): choice for choice in pool}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
     return by_lower[found[0]] if found else ""
+
+
+def nearest_path(path: Path) -> str:
+    """The path in the same folder that is spelled most like a missing one, or an empty string."""
+    names = [other.name for other in path.parent.iterdir() if other.exists()] if path.parent.is_dir() else []
+    close = nearest(path.name, names)
+    return str(path.parent / close) if close else ""
 
 
 def too_many_files(error: BaseException) -> str:

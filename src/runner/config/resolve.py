@@ -80,9 +80,8 @@ def _of_an_option(problem: Problem, composition: Composition) -> Problem:
         return problem
     chosen = composition.group_choices.get(group, "none")
     several = name if chosen in ("none", "default") else f"'[{chosen},{name}]'"
-    return dataclasses.replace(
-        problem, message=f"has keys, but {group}={name} is not selected", allowed=f"{group}={several} too"
-    )
+    allowed = f"{group}={several}, or no key of {problem.key}"
+    return dataclasses.replace(problem, message=f"has keys, but {group}={name} is not selected", allowed=allowed)
 
 
 def _listing_optimizers(problem: Problem) -> Problem:

@@ -77,9 +77,9 @@ def ranges_of(space: Mapping[str, Any]) -> tuple[dict[str, Range], list[Problem]
         try:
             found[key] = _range(given)
         except ValueError as error:
-            settings = [f"search.{name}" for name in keys.hints(Search) if name != "space"]
-            close = "" if isinstance(given, dict) else nearest(f"search.{key}", settings)
-            problems.append(Problem(f"search.{key}", str(error), _FORMS, close))
+            settings = [name for name in keys.hints(Search) if name != "space"]
+            close = "" if isinstance(given, dict) else nearest(key, settings)
+            problems.append(Problem(f"search.{key}", str(error), _FORMS, close and f"search.{close}"))
     return found, problems
 
 

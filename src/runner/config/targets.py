@@ -149,7 +149,9 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
         elif not takes_any and new_key(f"{key}.{name}") is None:  # a renamed key has been reported
-            listed = [*named, *sorted(component.known_extras)]
+            # What the program gives to a logger is no setting.
+            listed = [each for each in named if not (key.startswith("logger.") and each in facts)]
+            listed += sorted(component.known_extras)
             allowed = ", ".join(listed) or "no arguments"
             meant = key_meant(f"{key}.{name}").rpartition(".")[2]
             close = meant if meant in listed else nearest(name, listed)

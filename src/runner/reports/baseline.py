@@ -24,7 +24,7 @@ from runner.reports.reading import Run, find_runs, is_number
 from runner.reports.table import differing_keys, less_is_better, text_of
 from runner.sweeps.table import REPEATS
 from runner.tracking.files import write_json
-from runner.tracking.formats import number
+from runner.tracking.formats import plus_minus
 
 FORMAT = 1
 ALPHA = 0.01
@@ -146,7 +146,7 @@ def read_baseline(place: str | Path) -> dict[str, Any]:
     """
     path = Path(place)
     if not path.is_file():
-        return measure(find_runs([path])[0])
+        return measure(find_runs([path], "against")[0])
     try:
         found = json.loads(read_regular(path, _LARGEST))
         if found["format"] != FORMAT:
@@ -181,7 +181,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     for name, value in tolerance.items():
         if name not in TOLERANCE:
             raise UserError(f"tolerance.{name}", "is no measure", ", ".join(TOLERANCE), nearest(name, TOLERANCE))
-        if not value >= 0:
+        if not isinstance(value, int | float) or not value >= 0:
             raise UserError(f"tolerance.{name}", f"cannot be {value}", "0 or more; inf to allow any change")
     allowed = TOLERANCE | dict(tolerance)
     pairs, notes = _pairs(before["settings"], now["settings"])
@@ -290,7 +290,12 @@ def _judge(
     label = {"loss": "training loss", "step": "time of a step", "startup": "start-up"}.get(name, name)
     texts = (_spread(before) + unit, _spread(now) + unit, told)
     return Measure(
-        setting, label, *texts, f"{limit:g}" if absolute else f"{limit:.0%}" if limit < 1e6 else "any", verdict, p
+        setting,
+        label,
+        *texts,
+        f"{factor * limit:g}" if absolute else f"{factor * limit:.0%}" if limit < 1e6 else "any",
+        verdict,
+        p,
     )
 
 
@@ -340,8 +345,7 @@ def _p(before: list[float], now: list[float], greater: bool) -> float | None:
 
 
 def _spread(values: list[float]) -> str:
-    mean = number(float(statistics.fmean(values)))
-    return f"{mean} ± {statistics.stdev(values):.2g}" if len(values) > 1 else mean
+    return plus_minus(float(statistics.fmean(values)), statistics.stdev(values) if len(values) > 1 else None)
 
 
 def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:

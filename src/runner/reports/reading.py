@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, nearest_path
 from runner.config.keys import OF_THE_SWEEP, at, flatten, key_of
 from runner.config.output_folders import holds_run
 from runner.config.reading import open_regular, read_overrides, read_regular, read_summary
@@ -28,6 +28,7 @@ from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
+_OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
 """Names beside keys and metrics that `where`, `columns` and `sort` know."""
@@ -169,11 +170,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def find_runs(places: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
+def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[Run], list[str]]:
     """The runs in folders and patterns, in order, each once; and what was noticed.
 
     Args:
         places: run directories, folders that hold some at any depth, files in run directories, or glob patterns.
+        key: what an error is about.
 
     Raises:
         UserError: if a place does not exist, or none holds a run.
@@ -183,16 +185,24 @@ def find_runs(places: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     seen: set[Path] = set()
     asked = [str(place) for place in places]
     for place in asked:
-        matched = [Path(name) for name in sorted(glob.glob(place, recursive=True))]  # noqa: PTH207  pathlib's takes no absolute patterns
+        names = [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True))  # noqa: PTH207  pathlib's takes no absolute patterns
+        matched = [Path(name) for name in names]
         if not matched:
-            raise UserError("report", f"there is no {place}", "run directories, folders that hold some, or patterns")
+            allowed = "run directories, folders that hold some, or patterns"
+            raise UserError(key, f"there is no {place}", allowed, nearest_path(Path(place)))
         for path in matched:
             folders = _folders(path, seen, notes)
             found |= dict.fromkeys(folders)
     if not found:
-        raise UserError("report", f"{', '.join(asked)} holds no run", "such as outputs/digits, or 'outputs/**'")
+        raise UserError(key, f"{', '.join(asked)} holds no run", "such as outputs/digits, or 'outputs/**'")
     flags: dict[Path, list[str]] = {}
-    return [_read(folder, flags) for folder in found], notes
+    runs = [_read(folder, flags) for folder in found]
+    for run in runs:
+        if run.status == "finished":
+            lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
+            lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
+            notes += [f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost]
+    return runs, notes
 
 
 def _folders(path: Path, seen: set[Path], notes: list[str]) -> Iterator[Path]:

@@ -19,6 +19,7 @@ from runner.reports.table import Spread, Table, differing_keys, make_table, sele
 from runner.tracking.files import finite, write_atomically, write_json
 
 OUTPUTS = "outputs"
+Place = str | Path | Run | Iterable[str | Path | Run]
 
 
 class Runs(Sequence[Run]):
@@ -143,24 +144,25 @@ class Report:
         return self.table._repr_html_()
 
 
-def runs(*places: str | Path, where: str | None = None) -> Runs:
+def runs(*places: Place, where: str | None = None) -> Runs:
     """Read runs from their folders, also while they run; nothing is written and torch is not imported.
 
     Args:
-        places: run directories, sweeps, folders that hold some at any depth, or glob patterns; `outputs` if there is none.
+        places: run directories, sweeps, folders that hold some at any depth, or glob patterns, runs that were read before,
+            or lists of them; `outputs` if there is none.
         where: a condition, such as `amp=true and test/accuracy>0.99`.
 
     Raises:
         UserError: if a place does not exist or holds no run, or the condition is wrong or holds for none.
     """
-    found, notes = find_runs(places or [OUTPUTS])
+    found, notes = find_runs(_paths(places) or [OUTPUTS])
     return Runs(selected(found, where), notes)
 
 
 def report(
-    *places: str | Path,
+    *places: Place,
     where: str | None = None,
-    columns: Iterable[str] = (),
+    columns: str | Iterable[str] = (),
     sort: str | None = None,
     seeds: Literal["folded", "each"] = "folded",
     diff: bool | None = None,
@@ -176,7 +178,8 @@ def report(
 
     Args:
         places, where: see `runs`.
-        columns: keys and metrics to show; empty for the keys that differ and the monitored metric.
+        columns: keys and metrics to show, in a list or separated by commas; empty for the keys that differ and the
+            monitored metric.
         sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
         seeds: `each` for a row for every repetition.
         diff: whether to compare two runs with each other; None if there are exactly two.
@@ -190,6 +193,13 @@ def report(
     """
     if seeds not in ("folded", "each"):
         raise UserError("seeds", f"cannot be {seeds}", "folded or each")
+    _check_files({"csv": csv, "md": md, "json": json, "html": html, "save_baseline": save_baseline})
+    if against == "":
+        raise UserError("against", "is empty", "a file that save_baseline= wrote, a run, a sweep or a folder")
+    if tolerance is not None and not isinstance(tolerance, Mapping):
+        raise UserError("tolerance", f"cannot be {tolerance!r}", "a dict, such as {'metric': 0.01}")
+    if tolerance and against is None:
+        raise UserError("tolerance", "needs a baseline to compare with", "against=PLACE too")
     found = runs(*places, where=where)
     two = len(found) == 2 and len(places) == 2
     if diff and len(found) != 2:
@@ -217,6 +227,44 @@ def report(
     if save_baseline is not None:
         write_baseline(Path(save_baseline), measure(found))
     return result
+
+
+def _paths(places: Iterable[Any]) -> list[str | Path]:
+    """The paths that are meant by paths, runs and lists of them."""
+    found: list[str | Path] = []
+    for place in places:
+        if isinstance(place, Run):
+            found.append(place.path)
+        elif isinstance(place, str | Path):
+            found.append(place)
+        elif isinstance(place, Iterable):
+            found += _paths(place)
+        else:
+            raise UserError("report", f"cannot read {place!r}", "paths, patterns, runs, or lists of them")
+    return found
+
+
+def _check_files(files: Mapping[str, str | Path | None]) -> None:
+    """Refuse files that cannot be written, before anything is computed."""
+    taken: dict[Path, str] = {}
+    for name, file in files.items():
+        if file is None:
+            continue
+        if not isinstance(file, str | Path) or file == "":
+            raise UserError(name, "is empty" if file == "" else f"cannot be {file!r}", "a file to write")
+        path = Path(file).absolute()
+        if path.is_dir():
+            raise UserError(
+                name, f"cannot be {file}: it is a folder", f"a file, such as {Path(file) / f'report.{name}'}"
+            )
+        if not path.parent.is_dir():
+            folder = Path(file).parent
+            raise UserError(
+                name, f"cannot be {file}: there is no folder {folder}", f"mkdir -p {folder}, or another file"
+            )
+        if path in taken:
+            raise UserError(name, f"cannot be {file}: {taken[path]} is the same file", "a file for each")
+        taken[path] = name
 
 
 def _frame(rows: list[dict[str, Any]]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import math
@@ -17,9 +18,10 @@ from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.reports.reading import MEASURED, SPECIAL, Run, continued_by, is_number
 from runner.reports.where import condition
 from runner.sweeps.table import REPEATS
-from runner.tracking.formats import duration, number
+from runner.tracking.formats import duration, number, plus_minus
 
 _NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", "sweep", *OF_THE_SWEEP)
+_LISTED = 5  # values of a name in an error
 _LESS_IS_BETTER = (
     "loss",
     "error",
@@ -43,7 +45,7 @@ class Spread:
     count: int
 
     def __str__(self) -> str:
-        return number(self.mean) if self.std is None else f"{number(self.mean)} ± {self.std:.2g}"
+        return plus_minus(self.mean, self.std)
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,14 @@ class Table:
     def plain(self) -> tuple[list[str], list[list[Any]]]:
         """Head and lines for CSV: full numbers, mean and deviation in separate columns."""
         head = ["runs" if self.folded else "run", *self.keys]
-        for name in (*self.metrics, "time_s"):
+        numbers = tuple(dict.fromkeys((*self.metrics, "time_s")))
+        for name in numbers:
             head += [name, f"{name} std"] if self.folded else [name]
         lines = []
         for row in self.rows:
             line: list[Any] = [len(row.runs) if self.folded else str(row.runs[0].path)]
             line += [_plain(row.values.get(key)) for key in self.keys]
-            for name in (*self.metrics, "time_s"):
+            for name in numbers:
                 value = row.values.get(name)
                 both = [value.mean, value.std] if isinstance(value, Spread) else [value, None]
                 line += both if self.folded else both[:1]
@@ -123,7 +126,7 @@ class Table:
 
 def make_table(
     runs: Sequence[Run],
-    columns: Iterable[str] = (),
+    columns: str | Iterable[str] = (),
     sort: str | None = None,
     each: bool = False,
 ) -> Table:
@@ -131,14 +134,16 @@ def make_table(
 
     Args:
         runs: the runs.
-        columns: keys and metrics to show; empty for the keys that differ and the monitored metric.
+        columns: keys and metrics to show, in a list or separated by commas; empty for the keys that differ and the
+            monitored metric.
         sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
         each: whether repetitions have a line each.
 
     Raises:
         UserError: if no run has a column.
     """
-    names, asked = names_of(runs), tuple(dict.fromkeys(columns))
+    listed = [name.strip() for name in columns.strip("[]").split(",")] if isinstance(columns, str) else columns
+    names, asked = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
     for key, name in [("columns", name) for name in asked] + [("sort", (sort or "run").lstrip("-"))]:
         if name not in names:
             raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", nearest(name, names))
@@ -151,10 +156,12 @@ def make_table(
     if not asked and metric is not None:
         tested = f"test/{metric.partition('/')[2]}"
         metrics = (metric, *([tested] if tested in known else []))
-    keys = tuple(name for name in asked if name not in known) or (() if asked else tuple(differing))
+    # The first column and the last ones are always there.
+    own = {"status", *(["run"] if each else [])}
+    keys = tuple(name for name in asked if name not in known | own) or (() if asked else tuple(differing))
     settings = [key for key in differing if key not in REPEATS]
-    if not each:
-        keys = tuple(key for key in keys if key not in REPEATS and key not in ("run", "started"))
+    if not each and not asked:
+        keys = tuple(key for key in keys if key not in REPEATS)
     by = sort.lstrip("-") if sort else metric
     wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
     rows = [_row(each_, wanted, known) for each_ in _groups(runs, settings, each)]
@@ -172,10 +179,27 @@ def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
     if not where:
         return list(runs)
     test = condition(where, names_of(runs))
-    found = [run for run in runs if test(run.value)]
+    seen: dict[str, list[Any]] = {}
+
+    def looked_up(run: Run, name: str) -> Any:
+        seen.setdefault(name, []).append(value := run.value(name))
+        return value
+
+    found = [run for run in runs if test(functools.partial(looked_up, run))]
     if not found:
-        raise UserError("where", f"holds for none of the {len(runs)} runs", "a weaker condition")
+        told = "; ".join(f"{name} is {_some_of(values)}" for name, values in seen.items())
+        raise UserError("where", f"holds for none of the {len(runs)} runs, where {told}", "a weaker condition")
     return found
+
+
+def _some_of(values: list[Any]) -> str:
+    """The values that runs have, or where they begin and end."""
+    texts = list(dict.fromkeys("null" if value is None else text_of(value) for value in values))
+    if len(texts) <= _LISTED:
+        return " or ".join(texts)
+    if all(is_number(value) for value in values):
+        return f"{number(min(values))} to {number(max(values))}"
+    return f"{', '.join(texts[:_LISTED])} or one of {len(texts) - _LISTED} others"
 
 
 def names_of(runs: Iterable[Run]) -> set[str]:

@@ -38,6 +38,8 @@ def condition(text: str, names: Collection[str]) -> Callable[[Value], bool]:
     Raises:
         UserError: if it is no such condition, or names something that no run has.
     """
+    if not isinstance(text, str):
+        raise UserError("where", f"cannot be {text!r}", _ALLOWED)
     # Python's grammar has == for a comparison; what is in quotes stays as it is.
     parts = [part if number % 2 else _EQUALS.sub("==", part) for number, part in enumerate(_QUOTED.split(text))]
     try:

@@ -89,8 +89,13 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
         raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
     if settings["pruner"] != "none" and len(settings["objectives"]) > 1:
         raise UserError("search.pruner", f"is {settings['pruner']}, and decides by one objective", "search.pruner=none")
-    from runner.sweeps.search import JOURNAL, StudySpec  # which says what to install, before anything is written
+    from runner.sweeps.search import (
+        JOURNAL,
+        StudySpec,
+        check_storage,
+    )  # which says what to install, before anything is written
 
+    check_storage(settings["storage"])
     _check_ends(command, words, space)
     monitor = command.monitor(command.composition)
     goals = dict(settings["objectives"]) or dict([monitor])

@@ -208,6 +208,17 @@ class Study:
         self.optuna.sampler = _sampler(self.spec, zlib.crc32(f"{self.spec.seed} {index} {position}".encode()))
 
 
+def check_storage(where: str | None) -> None:
+    """Refuse an SQLite file in a folder that does not exist, of which Optuna says something else.
+
+    Raises:
+        UserError: if it is one.
+    """
+    scheme, _, file = (where or "").partition(":///")
+    if scheme == "sqlite" and not (folder := Path(file).parent).is_dir():
+        raise UserError("search.storage", f"cannot be {where}: there is no folder {folder}", f"mkdir -p {folder}")
+
+
 def _storage(where: str) -> Any:
     """The storage of a file or URL."""
     if "://" in where:

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import io
 import math
+import os
 import shlex
 import statistics
 from collections import Counter
@@ -265,7 +266,7 @@ def row_of(folder: Path, overrides: list[str], common: Collection[str] = (), ent
     summary, known = read_summary(folder), entry.sentence if entry is not None else None
     if summary is None:
         return (
-            replace(row, error=known or "it left no summary.json")
+            replace(row, error=known or _without_summary(folder))
             if not works(folder)
             else replace(row, status="running")
         )
@@ -283,6 +284,11 @@ def row_of(folder: Path, overrides: list[str], common: Collection[str] = (), ent
     mode: Literal["max", "min"] = "min" if best.get("mode") == "min" else "max"
     value = _number(best.get("value"))
     return replace(row, metric=str(best["metric"]), mode=mode, value=value, step=None if step is None else int(step))
+
+
+def _without_summary(folder: Path) -> str:
+    there = os.path.lexists(folder / "summary.json")
+    return "its summary.json is damaged, so its result is unknown" if there else "it left no summary.json"
 
 
 def _number(value: Any) -> float | None:

@@ -22,6 +22,7 @@ import optuna
 import yaml
 
 from runner.config.composition import Composition
+from runner.config.errors import UserError, nearest
 from runner.config.keys import at, key_of
 from runner.config.reading import read_overrides, read_summary
 from runner.config.secrets import mask_words
@@ -196,6 +197,7 @@ class Search:
         elif found.status == "finished" and entry is not None:
             if (values := self._objectives(entry.folder, found)) is None:
                 self._fail(trial, "an objective is missing or not finite")
+                self._require_objectives(entry.folder)
                 return
             trial.values.append(values)
             if len(trial.values) < len(self._plan.seeds):
@@ -213,6 +215,19 @@ class Search:
         self._failed = True
         self._study.tell(trial.index, trial.number, None, why=why)
         self._say(f"trial {trial.index + 1}: failed: {why}")
+
+    def _require_objectives(self, folder: Path) -> None:
+        """End the search if a finished job has no number under the name of an objective, as no other one will.
+
+        Raises:
+            UserError: with the names there are.
+        """
+        known = [] if self._plan.monitored else list(_at_best(folder))
+        for name in self._plan.goals:
+            if known and name not in known:
+                raise UserError(
+                    "search.objectives", f"names {name}, which no run has", ", ".join(known), nearest(name, known)
+                )
 
     def _objectives(self, folder: Path, found: Outcome) -> list[float] | None:
         """The values of the objectives of a finished job; None if one is missing or not finite."""
@@ -296,17 +311,27 @@ def objectives_at_best(folder: Path, names: Sequence[str]) -> list[float] | None
 
     A name is that of a metric of the validation split, such as `val/loss`, or of a number in `summary.json`, such as `wall_s`.
     """
+    found = _at_best(folder)
+    values = [found.get(name) for name in names]
+    fine = [float(each) for each in values if isinstance(each, int | float) and math.isfinite(each)]
+    return fine if len(fine) == len(values) else None
+
+
+def _at_best(folder: Path) -> dict[str, Any]:
+    """What objectives can name: numbers by name, None for one that is not finite."""
     summary = read_summary(folder) or {}
     step = (summary.get("best") or {}).get("global_step")
-    found = dict(summary)
+    found = {name: value for name, value in summary.items() if isinstance(value, int | float)}
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / _METRICS).read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             if record.get("split") == "val" and record.get("global_step") == step:
-                found |= {f"val/{name}": value for name, value in record.items()}
-    values = [found.get(name) for name in names]
-    fine = [float(each) for each in values if isinstance(each, int | float) and math.isfinite(each)]
-    return fine if len(fine) == len(values) else None
+                found |= {
+                    f"val/{name}": value
+                    for name, value in record.items()
+                    if name not in ("split", "global_step", "epoch")
+                }
+    return found
 
 
 def _with_folder(composition: Composition, folder: Path) -> Composition:

@@ -118,8 +118,9 @@ def look(folder: Path) -> View:
         if len(parents) == 1 and Ledger(only := parents.pop()).read().launches:
             return look(only)  # it also knows the jobs that wait
         jobs = [_seen(folder / row.job, row) for row in rows_of(found, folder)]
-    best = next((seen.row for seen in jobs if seen.row.best and len(jobs) > 1), None)
-    told = f"{metric(best.metric, best.value)} (job {best.job})" if best is not None and best.metric else ""
+    best = next((seen.row for seen in jobs if seen.row.best), None)
+    told = metric(best.metric, best.value) if best is not None and best.metric and best.value is not None else ""
+    told += f" (job {best.job})" if best is not None and told and len(jobs) > 1 else ""
     done = not waits and not any(seen.row.status == "running" for seen in jobs)
     return View(folder, jobs, told, None if done else left, done)
 

@@ -30,6 +30,13 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
+def plus_minus(mean: float, deviation: float | None) -> str:
+    """A mean with its standard deviation, two digits of it or all before the point; the mean alone for one value."""
+    if deviation is None:
+        return number(mean)
+    return f"{number(mean)} ± {deviation:{'.0f' if 100 <= deviation < 1e5 else '.2g'}}"
+
+
 def amount(count: int, noun: str) -> str:
     """`1 step`, `2,000 steps`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _FILES = ("csv", "md", "json", "html", "save_baseline")
 _OPTIONS = ("where", "columns", "sort", "seeds", "diff", "against", *_FILES)
+_OF_CONDITIONS = ("and", "or", "not", "in", "=", "!=", "<", "<=", ">", ">=")
 _MOST_TENSORS = 20
 
 
@@ -59,12 +60,16 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
         elif key in _OPTIONS and equals:
             options[key] = value
         elif word.startswith("-") or (equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists()):
-            close = nearest(key.lstrip("-"), _OPTIONS)
-            raise UserError("report", f"unknown option '{key}'", ", ".join(f"{name}=" for name in _OPTIONS), close)
+            close = nearest(key.lstrip("-"), [*_OPTIONS, "tolerance.metric"])
+            allowed = ", ".join(f"{name}=" for name in (*_OPTIONS, "tolerance.MEASURE"))
+            allowed += "" if close or word.startswith("-") else f"; or where='{word}' for the runs with this setting"
+            raise UserError("report", f"unknown option '{key}'", allowed, close)
+        elif word in _OF_CONDITIONS and "where" in options and not Path(word).exists():
+            raise UserError(
+                "where", "has spaces, at which the shell splits it", "quotes around it: where='seed in [0, 1]'"
+            )
         else:
             places.append(word)
-    if "columns" in options:
-        options["columns"] = [name.strip() for name in options["columns"].strip("[]").split(",") if name.strip()]
     if "diff" in options:
         if options["diff"] not in ("true", "false"):
             raise UserError("diff", f"cannot be {options['diff']}", "true or false")

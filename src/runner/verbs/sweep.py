@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from runner.config.errors import OK, UserError
-from runner.config.output_folders import holds_sweep
+from runner.config.output_folders import holds_run, holds_sweep
+from runner.verbs._folders import the_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -14,12 +14,14 @@ def main(argv: Sequence[str]) -> int:
 
     With `--follow`, the table is live until nothing runs any more, as with `watch DIR`.
     """
-    words = [word for word in argv if word != "--follow"]
-    folder = Path(words[0]) if len(words) == 1 else None
-    if folder is None or not holds_sweep(folder):
-        problem = f"needs the folder of a sweep, got {' '.join(argv) or 'nothing'}"
-        raise UserError("sweep", problem, "python -m runner sweep outputs/digits/sweeps/2026-11-20_11-45-53")
-    if len(words) < len(argv):
+    folder = the_folder("sweep", argv, "the folder of a sweep", ["--follow"])
+    if not holds_sweep(folder):
+        if holds_run(folder):
+            around = folder.absolute().parent
+            told = f"the sweep {around}" if holds_sweep(around) else f"python -m runner report {folder}"
+            raise UserError("sweep", f"{folder} is the folder of one run", told)
+        raise UserError("sweep", f"{folder} holds no sweep", f"python -m runner report {folder}, for runs at any depth")
+    if "--follow" in argv:
         from runner.verbs.watch import watch
 
         return watch(folder)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from runner.config.errors import FAILED, OK, UserError
 from runner.tracking.trackers.delivery import Delivery, stored_trackers
 from runner.tracking.trackers.feeder import sentence_of
 from runner.verbs._errors import print_error
+from runner.verbs._folders import checked_folder, split_words
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,10 +17,11 @@ def main(argv: Sequence[str]) -> int:
     Points that have arrived are not sent again. The address comes from the run; one with a password, which files do not
     hold, from MLFLOW_TRACKING_URI.
     """
-    if not argv or any(word.startswith("-") or not Path(word).is_dir() for word in argv):
-        wrong = next((word for word in argv if word.startswith("-") or not Path(word).is_dir()), "nothing")
-        raise UserError("sync", f"needs run directories, got {wrong}", "python -m runner sync outputs/digits/<run>")
-    deliveries = [delivery for word in argv for delivery in stored_trackers(Path(word))]
+    words, _ = split_words("sync", argv, {})
+    if not words:
+        raise UserError("sync", "needs run directories, got nothing", "python -m runner sync outputs/digits/<run>")
+    folders = [checked_folder("sync", word, "run directories, sweeps and folders of them") for word in words]
+    deliveries = [delivery for folder in folders for delivery in stored_trackers(folder)]
     return max(map(_sync, deliveries), default=OK)
 
 

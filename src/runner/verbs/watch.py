@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.errors import OK, UserError
-from runner.verbs._folders import split_words
+from runner.verbs._folders import the_folder
+
+_MEANT = "the folder of a run, of a sweep, or of several"
 
 _MOST_ROWS = 20
 
@@ -17,12 +19,7 @@ def main(argv: Sequence[str]) -> int:
     On a terminal this is a live table, elsewhere lines. Ctrl-C ends it, and leaves the runs alone. Everything comes from the
     files, so that the runs may be those of another terminal or of another machine whose folder is mounted here.
     """
-    words, _ = split_words("watch", argv, {})
-    folder = Path(words[0]) if len(words) == 1 else None
-    if folder is None or not folder.is_dir():
-        problem = f"needs the folder of a run, of a sweep, or of several, got {' '.join(argv) or 'nothing'}"
-        raise UserError("watch", problem, "python -m runner watch outputs/digits")
-    return watch(folder)
+    return watch(the_folder("watch", argv, _MEANT))
 
 
 def watch(folder: Path) -> int:
@@ -38,7 +35,7 @@ def watch(folder: Path) -> int:
     from runner.tracking.console import Console
 
     if not (found := look(folder)).jobs:
-        raise UserError("watch", f"there is no run in {folder}", "the folder of a run, of a sweep, or of several")
+        raise UserError("watch", f"there is no run in {folder}", _MEANT)
     console = Console(None)
     if not found.done:
         follow(folder, console)

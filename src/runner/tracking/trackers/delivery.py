@@ -132,13 +132,12 @@ class Delivery:
 
 
 def stored_trackers(folder: Path) -> list[Delivery]:
-    """What was given to trackers by the run in a folder, or by the jobs of a sweep.
+    """What was given to trackers by the runs in a folder, at any depth.
 
     Raises:
-        UserError: nothing.
+        UserError: if there is none.
     """
-    states = [*folder.glob("trackers/*/state.json"), *folder.glob("*/trackers/*/state.json")]
-    found = [(path.parents[2], path.parent.name) for path in sorted(states)]
+    found = [(path.parents[2], path.parent.name) for path in sorted(folder.glob("**/trackers/*/state.json"))]
     if not found:
         raise UserError("sync", f"{folder} has no run with a tracker", "a run of logger=mlflow or logger=wandb")
     return [Delivery(directory, name) for directory, name in found if name in CLIENTS]

@@ -102,7 +102,8 @@ def sentence_of(error: BaseException, address: str) -> str:
         text = (deepest.strerror or str(deepest) or type(deepest).__name__).lower()
     else:
         text = str(first) or type(first).__name__
-    return " ".join(clean(mask_text(f"{address}: {text}")).split())[:_LONGEST]
+    told = " ".join(clean(mask_text(f"{address}: {text}")).split())
+    return f"{told[:_LONGEST].rpartition(' ')[0]} ..." if len(told) > _LONGEST else told.removesuffix(".")
 
 
 def tell(**message: Any) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, nearest
 
 _UPLOAD_S = 60  # more to wait for a model, which needs torch and is large
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "uc", "databricks-uc")
 _PROCESSES: dict[str, FeederProcess] = {}
 
 
@@ -190,6 +191,7 @@ class Tracker:
         if not self._warned:
             self._warned = True
             later = f"what it lacks is sent when it answers, or by: python -m runner sync {self._directory}"
+            trouble = trouble.removeprefix(f"{self.name}: ")
             self._warn(f"{self.name}: {trouble}; the run does not need it, and {later}")
 
 
@@ -227,6 +229,10 @@ class MLflow(Tracker):
             uri = f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"  # sync may be called elsewhere
         elif "://" not in uri and not uri.startswith("databricks"):
             raise ValueError(f"tracking_uri must be an address such as http://localhost:5000, got {uri}")
+        scheme = uri.partition(":")[0].partition("+")[0]
+        # Packages may add others, so only what looks like a slip is refused.
+        if "://" in uri and scheme not in _SCHEMES and (close := nearest(scheme, _SCHEMES, 0.75)):
+            raise ValueError(f"tracking_uri begins with {scheme}:, got {uri}; did you mean {close}:?")
         needs = ["mlflow", *(["sqlalchemy", "alembic"] if uri.startswith("sqlite:") else [])]
         needs += ["pandas"] if model or register else []
         settings = {"experiment": experiment, "artifacts": artifacts, "model": model, "register": register}

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runner.config.errors import UserError, nearest
+from runner.config.errors import UserError, nearest_path
 from runner.data.sources.folders import EXTENSIONS, folders_below, images_below
 from runner.verbs._checkpoint import SPLITS
 
@@ -59,9 +59,7 @@ def _named_by(word: str) -> list[Path]:
     if _PATTERN & set(word):
         matches = set(_matches(path))
         return sorted(match for match in matches if match.suffix.lower() in EXTENSIONS and not match.is_dir())
-    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = nearest(path.name, names)
-    raise UserError("input", f"there is no {path}", INPUTS, str(path.parent / close) if close else "")
+    raise UserError("input", f"there is no {path}", INPUTS, nearest_path(path))
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
