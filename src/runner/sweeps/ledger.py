@@ -23,6 +23,7 @@ from runner.config.keys import flatten, key_of, within
 from runner.config.output_folders import holds_run
 from runner.config.reading import read_regular, read_summary
 from runner.config.secrets import mask_text, mask_values, mask_words
+from runner.tracking.files import writing
 
 if sys.platform != "win32":
     import fcntl
@@ -141,7 +142,11 @@ class Ledger:
             return Records()
 
     def append(self, event: str, **content: Any) -> None:
-        """Append a line, on the disk when this returns."""
+        """Append a line, on the disk when this returns.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         with self._locked() as file:
             self._write(file, event, content)
 
@@ -170,7 +175,8 @@ class Ledger:
         """The file, open, while no other process appends to it."""
         # A folder may come from someone else, and a link in it would lead elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        file = os.open(self.path, flags, 0o644)
+        with writing(self.path):
+            file = os.open(self.path, flags, 0o644)
         try:
             with contextlib.suppress(OSError):  # a file system without locks
                 if sys.platform != "win32":
@@ -183,8 +189,16 @@ class Ledger:
         before = _content(file)
         torn = before and not before.endswith(b"\n")
         line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str)
-        os.write(file, (b"\n" if torn else b"") + line.encode() + b"\n")
-        os.fsync(file)
+        left = (b"\n" if torn else b"") + line.encode() + b"\n"
+        with writing(self.path):
+            try:
+                while left:  # a disk that becomes full takes a part
+                    left = left[os.write(file, left) :]
+                os.fsync(file)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, len(before))
+                raise
 
     def start(self, job: str, words: Sequence[str], wanted: Path) -> Job:
         """Decide what to do with a job, and record that it started if it has to run.

@@ -131,7 +131,12 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     from runner.sweeps.table import print_best, print_table, summarise
     from runner.tracking.console import Console
 
-    failed = print_table(summarise(sweep), console := Console(None), asked)
+    try:
+        rows = summarise(sweep)
+    except UserError as error:
+        print_error(str(error))
+        status, rows = max(status, error.exit_code), summarise(sweep, write=False)
+    failed = print_table(rows, console := Console(None), asked)
     print_best(sweep, console)
     print(sweep)
     return max(status, int(failed))
@@ -175,12 +180,13 @@ def _open_sweep(verb: Verb, plan: Plan) -> Path:
         found = resume.to_continue(root, plan) if verb.keeps_runs else plan.given
         return str(found or claim(root, timestamp()))
 
-    folder = Path(follow.kept("sweep", place) if started_by_launcher() else place())
-    if plan.detach:
-        resume.refuse_held(folder)
-        detached(folder, functools.partial(resume.begin, folder, plan))
-    elif verb.keeps_runs:
-        resume.begin(folder, plan)
+    with resume.one_at_a_time(root, plan):
+        folder = Path(follow.kept("sweep", place) if started_by_launcher() else place())
+        if plan.detach:
+            resume.refuse_held(folder)
+            detached(folder, functools.partial(resume.begin, folder, plan))
+        elif verb.keeps_runs:
+            resume.begin(folder, plan)
     return folder
 
 
