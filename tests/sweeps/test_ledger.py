@@ -187,7 +187,7 @@ def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
     ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
     job = ledger.start("a", ["seed=0"], tmp_path / "0")
     with ledger.path.open("ab") as file:
-        file.write(b'{"event": "finished", "jo')
+        file.write(b'{"event": "launch", "time": 1}\n\x00\n[]\n{"event": "finished", "jo')
     assert ledger.read().jobs["a"].status == "started"
     again = ledger.start("a", ["seed=0"], tmp_path / "7")
     assert (again.folder, again.continues) == (job.folder, True)
@@ -208,8 +208,9 @@ def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
     )  # fmt: skip
     second, _ = sweep(*TWO, "epochs=100000")
     program.send_signal(signal.SIGTERM)
-    program.communicate(timeout=60)
+    out, _ = program.communicate(timeout=60)
     assert program.returncode == 75
+    assert "stopped: the same command continues it" in out
     assert shown.returncode == 0, shown.stderr
     assert [line.split()[:3] for line in shown.stdout.splitlines()[4:6]] == [
         ["0", "seed=0", "running"],

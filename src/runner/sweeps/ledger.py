@@ -30,6 +30,7 @@ if sys.platform != "win32":
 
 NAME = "sweep.jsonl"
 _LARGEST = 2**30  # bytes
+_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry", "fail_fast")
 ENDED = ("finished", "pruned", "failed", "preempted")
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
@@ -157,7 +158,9 @@ class Ledger:
                 found = json.loads(line)
                 event = found["event"]
                 if event in ("launch", "stop"):
-                    records.launches += [found] if event == "launch" else []
+                    if event == "launch":
+                        _ = [found[key] for key in _OF_LAUNCH]
+                        records.launches.append(found)
                     records.stopped = event == "stop"
                     records.retried.clear()
                     continue
