@@ -21,7 +21,7 @@ from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
 from runner.config.truth import is_true
-from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Outcome, Plan, Records, identity, outcome
 from runner.sweeps.pool import PATIENT
 from runner.sweeps.table import command_alone
 from runner.tracking.files import writing
@@ -126,8 +126,11 @@ def begin(folder: Path, plan: Plan) -> None:
         left = "new_sweep=true starts another sweep" if len(done) == len(plan.jobs) else "the others follow"
         if plan.values["retry"] == "all":
             left = "retry=all starts all of them again, in other folders"
-        gone = [known[job].folder.name for job in plan.jobs if job in known and not known[job].folder.is_dir()]
-        left += f"; folders that are gone: {', '.join(gone)}, and their jobs start again" if gone else ""
+        gone = {job: known[job] for job in plan.jobs if job in known and not known[job].folder.is_dir()}
+        for job, entry in gone.items():
+            ledger.append("removed", **Job(ledger, job, entry.overrides, entry.folder).line(Outcome("removed")))
+        names = ", ".join(entry.folder.name for entry in gone.values())
+        left += f"; folders that are gone: {names}, and their jobs start again" if gone else ""
         print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
     jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
     wanted = {
