@@ -70,6 +70,11 @@ class Preprocess:
     def __init__(self, files: ImageFiles, pipeline: Pipeline, device: torch.device) -> None:
         self._files, self._pipeline, self._device = files, pipeline, device
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images that the model takes."""
+        return self._files.shape
+
     def __call__(self, images: Picture | Sequence[Picture]) -> Tensor:
         """Read, resize and normalise images: float (N, C, H, W) on the device of the model.
 

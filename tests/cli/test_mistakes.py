@@ -65,6 +65,7 @@ def an_odd_package(place: Place) -> None:
     text = "from torch import nn\n\n\nclass Odd(nn.Identity):\n    pass\n"
     text += "\n\nclass Wrong:\n    def on_step(self):\n        pass\n"
     text += "\n\nclass Misspelt:\n    def on_stepp(self, loop):\n        pass\n"
+    text += "\n\nclass HalfMisspelt(Misspelt):\n    def on_start(self, loop):\n        pass\n"
     (place.folder / "odd_package.py").write_text(text)
     place.patch.syspath_prepend(place.folder)
 
@@ -303,6 +304,12 @@ ROWS = [
         "callback without methods",
         ("train", "+callbacks.odd._target_=odd_package.Misspelt"),
         ("callbacks.odd._target_: ", "without any method of a callback", "did you mean 'on_step'?", "on_evaluation("),
+        an_odd_package,
+    ),
+    Mistake(
+        "callback with one of its methods misspelt",
+        ("train", "+callbacks.odd._target_=odd_package.HalfMisspelt"),
+        ("callbacks.odd._target_: ", "whose on_stepp is never called", "did you mean 'on_step'?"),
         an_odd_package,
     ),
     Mistake("value for a section", ("train", "limit=3"), ("limit: cannot be 3", "a mapping of train_batches")),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_mlflow import FakeMLflow, fake_mlflow
 
+from runner import load
 from runner.config.errors import Problem, UserError
 from runner.tracking.trackers import loggers
 from runner.tracking.trackers.delivery import Delivery
@@ -164,7 +167,9 @@ def test_a_sweep_has_one_process_for_all_jobs_and_shows_failed_ones_as_failed(ru
     assert first["name"] == f"{result.directory.name}/0"
     assert first["params"]["optimizer.lr"] == "0.001"
     assert (Path(first["artifacts"]) / "summary.json").is_file()
-    assert len(loggers._PROCESSES) == 1
+    [feeder] = loggers._PROCESSES.values()
+    assert os.getpgid(feeder._process.pid) != os.getpgid(0), "Ctrl-C would stop it"
+    assert os.sched_getscheduler(feeder._process.pid) == os.SCHED_IDLE
     assert "mlflow:" not in result.err + result.out
 
 
@@ -215,6 +220,26 @@ def test_a_database_in_a_file_is_read_back_by_mlflow_itself(tmp_path, monkeypatc
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "train/loss")]
     assert steps == [1, 2, 3, 4, 5]
     assert [metric.step for metric in client.get_metric_history(found.info.run_id, "val/loss")] == [9]
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own
+def test_a_finished_run_is_a_registered_model_with_a_signature(tmp_path, train, monkeypatch):
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    found = train("logger=mlflow", "logger.mlflow.register=digits", "max_steps=3")
+    assert "mlflow: " not in found.err
+    trained = load(found.directory)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    model = mlflow.pyfunc.load_model("models:/digits/1")
+    [images] = model.metadata.signature.inputs.inputs
+    assert (images.type, images.shape) == (np.uint8, (-1, -1, -1, 1))
+    pictures = np.random.default_rng(0).integers(0, 256, (4, 11, 9, 1), np.uint8)
+    table = model.predict(pictures)
+    assert [column.name for column in model.metadata.signature.outputs.inputs] == list(table)
+    assert table.to_dict("records") == trained.predict(list(pictures), probabilities=True)
+    assert (found.directory / "checkpoints/best.safetensors").read_bytes() in [
+        path.read_bytes() for path in tmp_path.rglob("artifacts/**/*.safetensors")
+    ]
 
 
 def test_offline_files_of_wandb_have_every_point_once(tmp_path, monkeypatch):

@@ -261,8 +261,13 @@ def test_resuming_with_nothing_left_to_do_says_so_and_can_itself_be_resumed(trai
     assert (again.directory / "checkpoints" / "last.safetensors").is_file()
 
 
-def test_a_size_that_the_data_set_does_not_take_is_a_warning(train: Callable[..., Any]) -> None:
-    assert "data.image_size=16 has no effect" in train("data.image_size=16", "debug=smoke").out
+def test_a_size_that_the_data_set_does_not_take_is_a_warning(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    trained = train("data.image_size=16", "debug=smoke")
+    assert "data.image_size=16 has no effect" in trained.out
+    done = run("predict", f"ckpt_path={trained.directory}", "input=test", "data.image_size=24")
+    assert "data.image_size=24 has no effect" in done.out + done.err
 
 
 def test_the_environment_records_the_command_as_it_was_typed(spawn: Callable[..., Any]) -> None:

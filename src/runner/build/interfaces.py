@@ -41,6 +41,9 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, *attributes
         own = [name for name in dir(found) if not name.startswith("_")]
         close = next((match for name in own if (match := nearest(name, calls, 0.8))), "")
         raise UserError(f"{key}._target_", f"{what} without any method of a callback", f"some of {listed}", close)
+    for name in dir(found) if some else ():
+        if name.startswith(some) and name not in calls and (close := nearest(name, calls, 0.8)):
+            raise UserError(f"{key}._target_", f"{what} whose {name} is never called", f"some of {listed}", close)
     if missing and not some:
         raise UserError(f"{key}._target_", f"{what} without {', '.join(missing)}", f"an object with {listed}")
     for name in given:

@@ -19,6 +19,7 @@ from runner.reports.table import Table, differing_keys, text_of
 from runner.sweeps.table import REPEATS
 from runner.tracking.files import finite
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, amount, label
+from runner.tracking.jsonl import parse
 
 _POINTS = 120  # of a curve
 _PARSED = 2000  # lines of training in a metrics file; of longer ones, every second, third, ... line
@@ -101,8 +102,8 @@ def _curves(run: Run, steps: dict[str, int]) -> dict[str, list[Any]]:
     """For each metric of a split: the number of its list of steps, and its values, averaged over neighbours if there are many."""
     points: dict[str, list[tuple[int, float]]] = {}
     for record in _thinned(run.path / "metrics.jsonl"):
-        split, step = record.get("split"), record.get("global_step")
-        if split not in ("train", "val") or not isinstance(step, int):
+        split, step = record.get("split"), record["global_step"]
+        if split not in ("train", "val"):
             continue
         for name, value in record.items():
             if name not in ("global_step", "epoch", "split") and name not in _NO_CURVES and is_number(value):
@@ -129,11 +130,7 @@ def _thinned(path: Path) -> list[dict[str, Any]]:
             count += 1
             if count % every:
                 continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
+        if (record := parse(line)) is not None:
             found.append(record)
     return found
 

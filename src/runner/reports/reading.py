@@ -24,7 +24,7 @@ from runner.config.reading import open_regular, read_overrides, read_regular, re
 from runner.config.secrets import mask_text
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import row_of
-from runner.tracking.jsonl import read_records
+from runner.tracking.jsonl import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
@@ -299,15 +299,7 @@ def _last_records(path: Path) -> list[dict[str, Any]]:
             lines = file.read(_TAIL).split(b"\n")[int(size > _TAIL) :]
     except OSError:
         return []
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+    return [record for line in lines if (record := parse(line)) is not None]
 
 
 def continued_by(runs: Iterable[Run]) -> dict[Path, Path]:

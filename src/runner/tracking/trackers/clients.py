@@ -123,8 +123,22 @@ class MLflowClient:
             for name in _FILES:
                 if (path := self._spool.directory / name).is_file():
                     self._client.log_artifact(self._id, str(path), name.rpartition("/")[0] or None)
+        kept = {}
+        if status == "finished" and (self._settings.get("model") or self._settings.get("register")):
+            kept = {"model": self._spool.state.get("model") or self._log_model()}
         self._client.set_terminated(self._id, self._STATUS[status])
-        return {}
+        return kept
+
+    def _log_model(self) -> str:
+        """Upload the best checkpoint as a model; returns its address."""
+        from runner.tracking.trackers.mlflow_model import log_model
+
+        best = self._spool.directory / "checkpoints" / "best.safetensors"
+        last = best.with_name("last.safetensors")
+        uri, name = self._settings["tracking_uri"], self._settings.get("register")
+        address = log_model(best if best.exists() else last, uri, self._id, name)
+        self._spool.save(model=address)
+        return address
 
 
 class WandBClient:

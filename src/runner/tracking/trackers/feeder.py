@@ -30,7 +30,6 @@ LINGER_S = 60
 _POLL_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _LONGEST = 300  # characters of a trouble
-_NICE = 15  # training comes first
 
 
 class Feeder:
@@ -122,8 +121,6 @@ def main(name: str) -> None:
     os.dup2(2, 1)  # clients print
     for number in STOPPING:  # a run that is stopped tells its trackers so afterwards
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(_NICE)
     feeder, parent, rest = Feeder(name), os.getppid(), b""
     while True:
         ready, _, _ = select.select([0], [], [], _POLL_S)

@@ -90,6 +90,7 @@ def run(composition: Composition) -> float:
             section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
             listing = dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
             data = splits = stack.enter_context(contextlib.closing(listing.data(device)))
+            report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
             source = _split(resolved, splits, split)
         task, model = resolved.restore_model(data, device)
         threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
