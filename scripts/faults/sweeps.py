@@ -23,20 +23,30 @@ _LAUNCHERS = {
     "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
     "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
     "optuna": (),
+    "optuna_pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
     "submitit_local": ("hydra/launcher=submitit_local",),
 }
+_ALONE = ("basic", "optuna")  # its jobs run in the process of the sweep
+_SWEEP = ("sweep",)
 _GRID = ("--multirun", "epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")
 _SEARCH = (
     *("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}", "search.trials=4", "epochs=3"),
     *("search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss"),
 )
+_LONGER = "epochs=6"  # for jobs side by side, which would be over before a stop comes
+_WORDS = {
+    "basic": _GRID,
+    "optuna": _SEARCH,
+    # Which trial ends first decides what a pruner does, so that only a search without one has results to compare with.
+    "optuna_pool": (*_SEARCH[:3], _LONGER, "search.pruner=none", _SEARCH[-1]),
+}
 
 
 def section(bench: Bench) -> list[Row]:
     """The rows of this section."""
     rows, known = [], dict[tuple[str, ...], dict[str, str]]()
     for launcher in bench.launchers:
-        words = _SEARCH if launcher == "optuna" else _GRID
+        words = _WORDS.get(launcher, (*_GRID, _LONGER))
         words = (*words[:1], *whole(words[1:]))
         if words not in known:
             undisturbed = bench.folder / f"undisturbed_{len(known)}"
@@ -49,37 +59,44 @@ def section(bench: Bench) -> list[Row]:
         alone = live((*own, f"output_root={root}"), root.with_suffix(".log"))
         lasted = time.perf_counter() - began
         assert alone.status == 0, alone.said()[-2000:]
-        victims = "the sweep" if launcher in ("basic", "optuna") else "the sweep, a job or both"
+        victims = "the sweep" if launcher in _ALONE else "the sweep, a job or both"
         row = Row("sweeps", f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of {victims} at random moments")
+        hit = Counter[str]()
         for number in range(bench.counts["sweeps"]):
             root = bench.folder / f"{launcher}_{number}"
-            row.count(_stopped(bench, (*own, f"output_root={root}"), root, lasted, expected, launcher), bench.say)
-        row.note = f"{_TIMES * row.injected} stops"
+            row.count(_stopped(bench, (*own, f"output_root={root}"), root, lasted, expected, launcher, hit), bench.say)
+        row.note = ", ".join(f"{count} {name}" for name, count in sorted(hit.items()))  # others came too late
         rows.append(row)
     return rows
 
 
 def _stopped(
-    bench: Bench, words: tuple[str, ...], root: Path, lasted: float, expected: dict[str, str], launcher: str
+    bench: Bench,
+    words: tuple[str, ...],
+    root: Path,
+    lasted: float,
+    expected: dict[str, str],
+    launcher: str,
+    hit: Counter[str],
 ) -> str:
-    """Stop a sweep and its repetitions, let the last one end, and say what was not as promised."""
+    """Stop a sweep and its repetitions, let the last one end, and say what was not as promised; `hit` counts the victims."""
     log = root.with_suffix(".log")
     for _ in range(_TIMES):
+        victims = _SWEEP if launcher in _ALONE else bench.draw.choice((_SWEEP, ("job",), ("sweep", "job")))
+        number, delay = bench.draw.choice(_STOPS), bench.draw.uniform(0.1, 1) * lasted / 2
         life = begin(words, log)
-        until = time.perf_counter() + bench.draw.uniform(0.1, 1) * lasted / 2
+        while "job" in victims and not _working(root, life.pid) and not life.ended():
+            time.sleep(0.002)  # the delay begins with the first job that works
+        until = time.perf_counter() + delay / (1 if victims == _SWEEP else 2)
         while time.perf_counter() < until and not life.ended():
             time.sleep(0.002)
-        victims = (
-            ("sweep",)
-            if launcher in ("basic", "optuna")
-            else bench.draw.choice((("sweep",), ("job",), ("sweep", "job")))
-        )
-        number = bench.draw.choice(_STOPS)
         if "job" in victims and (jobs := _working(root, life.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(bench.draw.choice(jobs), signal.SIGKILL)
+                hit["of a job"] += 1
         if "sweep" in victims and not life.ended():
             os.kill(life.pid, number)
+            hit[f"of the sweep by {number.name}"] += 1
         if (status := life.wait()) not in (0, 75, 128 + signal.SIGINT, -number, *((1,) if "job" in victims else ())):
             return f"{root}: status {status} after {number.name}: {life.said()[-1500:]}"
         for ledger in root.glob("*/sweeps/*/sweep.jsonl"):

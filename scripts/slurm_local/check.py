@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -253,7 +254,26 @@ def ranks(check: Check) -> None:
         check.promise("and the same SHA-256", job.summary().get("weights_sha256") in hashes)
 
 
-def sweep_preempted(check: Check) -> None:
+def sweep_of_ranks(check: Check) -> None:
+    """An array whose jobs are two tasks each."""
+    words = (*LONG, "epochs=3", "data.num_workers=0", "--multirun", "seed=1,2")
+    launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=1")
+    plain = check.call(*RUNNER, *words, "devices=2", "output_root=devices")
+    array = check.call(*RUNNER, *words, *launcher, "hydra.launcher.tasks_per_node=2", "output_root=tasks")
+    again = check.call(*RUNNER, *words, *launcher, "hydra.launcher.tasks_per_node=2", "output_root=tasks")
+    check.promise(f"2 jobs of 2 tasks: status {array.returncode}", (array.returncode, plain.returncode) == (0, 0))
+    found = {}
+    for root in ("devices", "tasks"):
+        paths = sorted(check.folder.glob(f"{root}/*/sweeps/*/*/summary.json"))
+        found[root] = [json.loads(path.read_text()).get("weights_sha256") for path in paths]
+    check.promise("the same SHA-256 as with devices=2", found["tasks"] == found["devices"] and len(found["tasks"]) == 2)
+    [ledger] = check.folder.glob("tasks/*/sweeps/*/sweep.jsonl")
+    counts = Counter(json.loads(line)["event"] for line in ledger.read_text().splitlines())
+    kept = again.returncode == 0 and (counts["started"], counts["finished"]) == (2, 2)
+    check.promise(f"each job started once, also after the same command again: {dict(counts)}", kept)
+
+
+def sweep_preempted(check: Check, tasks: int = 1) -> None:
     """An array whose jobs are warned: submitit requeues them, and they continue."""
     words = (
         *LONG,
@@ -261,6 +281,7 @@ def sweep_preempted(check: Check) -> None:
         "--multirun",
         "hydra/launcher=submitit_slurm",
         "hydra.launcher.cpus_per_task=1",
+        f"hydra.launcher.tasks_per_node={tasks}",
         "seed=1,2",
     )
     plain = check.call(*RUNNER, *words, "output_root=calm")
@@ -282,8 +303,13 @@ def sweep_preempted(check: Check) -> None:
     events = [json.loads(line)["event"] for line in ledger.read_text().splitlines()]
     counts = {kind: events.count(kind) for kind in ("preempted", "started", "finished")}
     kept = (status, plain.returncode, *counts.values()) == (0, 0, 2, 4, 2)
-    check.promise(f"an array of 2, each warned by USR2: status {status}, {counts}", kept)
+    check.promise(f"an array of 2, {tasks} tasks each, warned by USR2: status {status}, {counts}", kept)
     check.promise("the same SHA-256 as without", found["calm"] == found["warned"] and len(found["calm"]) == 2)
+
+
+def ranks_preempted(check: Check) -> None:
+    """The same with two tasks for each job."""
+    sweep_preempted(check, tasks=2)
 
 
 PARTS = {
@@ -291,7 +317,9 @@ PARTS = {
     "preempted": preempted,
     "other_ends": other_ends,
     "ranks": ranks,
+    "sweep_of_ranks": sweep_of_ranks,
     "sweep_preempted": sweep_preempted,
+    "ranks_preempted": ranks_preempted,
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import signal
@@ -15,6 +17,8 @@ from pathlib import Path
 import pytest
 from forked import ForkedProgram
 
+from runner.config.errors import DiskFull
+from runner.sweeps import table
 from runner.sweeps.ledger import Ledger, Plan, identity, outcome
 
 TWO = ("--multirun", "seed=0,1")
@@ -140,6 +144,7 @@ def test_failed_jobs_are_repeated_or_not_as_retry_says(sweep):
         result, same = sweep(*words, f"retry={retry}")
         assert (result.status, same) == (1, folder)
         assert started(folder)[before:] == folders
+        assert ("retry=all starts all of them again" in result.out) == (retry == "all")
         assert "1 of 2 jobs finished" in result.out
     assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "finished"
 
@@ -182,7 +187,7 @@ def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
     ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
     job = ledger.start("a", ["seed=0"], tmp_path / "0")
     with ledger.path.open("ab") as file:
-        file.write(b'{"event": "finished", "jo')
+        file.write(b'{"event": "launch", "time": 1}\n\x00\n[]\n{"event": "finished", "jo')
     assert ledger.read().jobs["a"].status == "started"
     again = ledger.start("a", ["seed=0"], tmp_path / "7")
     assert (again.folder, again.continues) == (job.folder, True)
@@ -203,8 +208,9 @@ def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
     )  # fmt: skip
     second, _ = sweep(*TWO, "epochs=100000")
     program.send_signal(signal.SIGTERM)
-    program.communicate(timeout=60)
+    out, _ = program.communicate(timeout=60)
     assert program.returncode == 75
+    assert "stopped: the same command continues it" in out
     assert shown.returncode == 0, shown.stderr
     assert [line.split()[:3] for line in shown.stdout.splitlines()[4:6]] == [
         ["0", "seed=0", "running"],
@@ -214,6 +220,87 @@ def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
     assert "sweep_dir: " in second.err
     assert "is being run by process" in second.err
     assert [line["event"] for line in events(found[0].parents[1])] == ["launch", "started", "preempted"]
+
+
+def test_the_same_command_twice_at_once_is_one_sweep(tiny, workdir):
+    programs = [ForkedProgram(["train", *tiny, *TWO, "epochs=30"]) for _ in range(2)]
+    said = [program.communicate(timeout=60)[1] for program in programs]
+    assert sorted(program.returncode for program in programs) == [0, 2], said
+    assert "is being run by process" in "".join(said)
+    assert len(list(workdir.glob("outputs/*/sweeps/*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("lock", "words", "reason", "done"),
+    [
+        (".lock", (), "cannot write FOLDER/.lock", 2),
+        ("1/.lock", (), "cannot write FOLDER/1/.lock", 1),
+        ("1/.lock", ("hydra/launcher=pool",), "its process ended with status 2; log: FOLDER/logs/1.log", 1),
+    ],
+    ids=["sweep", "job", "job in a pool"],
+)
+def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, lock, words, reason, done):
+    if lock != ".lock":
+        (two_jobs / "1" / "summary.json").unlink()
+    (two_jobs / lock).unlink(missing_ok=True)
+    (two_jobs / lock).mkdir()  # a read-only file system is no obstacle to root, who may run the tests
+    result, _ = sweep(*TWO, *words)
+    assert result.status in (1, 2)
+    assert reason.replace("FOLDER", str(two_jobs.relative_to(Path.cwd().resolve()))) in (
+        result.out + result.err
+    ).replace(f"{Path.cwd().resolve()}/", "")
+    assert "is being run by" not in result.err
+    (two_jobs / lock).rmdir()
+    again, _ = sweep(*TWO)
+    assert again.status == 0, again.err
+    assert again.out.count("\nskipped: ") == done
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
+    ledger, write = Ledger(tmp_path), os.write
+    ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
+    before = ledger.path.read_bytes()
+
+    def until_full(file: int, data: bytes) -> int:
+        if len(data) < 30:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[:20])
+
+    monkeypatch.setattr(os, "write", until_full)
+    with pytest.raises(DiskFull, match=r"no space left on the disk that holds .*sweep\.jsonl; free some space"):
+        ledger.start("a", ["seed=0"], tmp_path / "0")
+    assert ledger.path.read_bytes() == before
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
+    assert not ledger.start("a", ["seed=0"], tmp_path / "0").continues
+    assert ledger.read().jobs["a"].status == "started"
+
+
+def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
+    def full(*given: object, **named: object) -> None:
+        raise DiskFull("no space left")
+
+    monkeypatch.setattr(Ledger, "start", full)
+    monkeypatch.setattr(table, "_write", full)
+    result, _ = sweep(*TWO)
+    assert result.status == 1
+    assert result.err.count("error: no space left") == 2
+    assert "job 2 of 2" not in result.out
+    assert "0 of 2 jobs finished" in result.out
+
+
+def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(sweep, two_jobs, capsys):
+    digest = digests(two_jobs)
+    shutil.rmtree(two_jobs / "0")
+    assert [(row.job, row.status) for row in table.summarise(two_jobs, write=False)] == [
+        ("1", "finished"),
+        ("-", "pending"),
+    ]
+    result, _ = sweep(*TWO)
+    assert result.status == 0, result.err
+    assert "1 of 2 jobs have finished already; the others follow; folders that are gone: 0, and" in result.out
+    assert "job 1 of 2: seed=0; 1 finished\n" in result.out
+    assert result.out.count("\nskipped: ") == 1
+    assert digests(two_jobs) == digest
 
 
 def test_the_tables_fold_seeds_and_begin_with_the_best(made_once):

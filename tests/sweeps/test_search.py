@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import time
@@ -214,6 +215,27 @@ def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials
     records = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
     ended = Counter(record["folder"] for record in records if record["event"] in ("finished", "pruned"))
     assert ended == dict.fromkeys("01234", 1)
+
+
+def test_a_killed_trial_in_a_pool_begins_no_other_with_fail_fast_and_the_same_command_continues_it(
+    search, tiny, workdir
+):
+    words = (*SEARCH, "search.trials=2", "epochs=20")
+    _, alone = search(*words, "output_root=alone")
+    program = ForkedProgram(["train", *tiny, *words, "search.jobs=1", "hydra/launcher=pool", "fail_fast=true"])
+    deadline = time.monotonic() + 60
+    while not (found := [path for path in workdir.glob("outputs/*/sweeps/*/0/metrics.jsonl") if path.stat().st_size]):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(int((found[0].parent / ".lock").read_text().split()[1]), signal.SIGKILL)
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 1, err + out
+    assert "trial 1: killed by SIGKILL: perhaps out of memory; the same command continues it" in out
+    assert "trial 2 of 2" not in out
+    result, folder = search(*words, "search.jobs=1", "hydra/launcher=pool")
+    assert result.status == 0, result.err
+    assert folder.resolve() == found[0].parents[1]
+    assert (trials_of(folder), digests(folder)) == (trials_of(alone), digests(alone))
 
 
 @pytest.mark.parametrize(

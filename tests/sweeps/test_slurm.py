@@ -170,7 +170,14 @@ def test_on_a_real_cluster_an_array_runs_and_a_preempted_run_continues(tmp_path)
     cluster = _script("cluster")
     if why := cluster.missing():
         pytest.skip(why)
-    command = [sys.executable, "scripts/slurm_local/check.py", "array", "preempted", "--preemptions=2"]
+    command = [
+        sys.executable,
+        "scripts/slurm_local/check.py",
+        "array",
+        "sweep_of_ranks",
+        "preempted",
+        "--preemptions=2",
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok  ") >= 10

@@ -23,12 +23,14 @@ from runner.config.keys import flatten, key_of, within
 from runner.config.output_folders import holds_run
 from runner.config.reading import read_regular, read_summary
 from runner.config.secrets import mask_text, mask_values, mask_words
+from runner.tracking.files import writing
 
 if sys.platform != "win32":
     import fcntl
 
 NAME = "sweep.jsonl"
 _LARGEST = 2**30  # bytes
+_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry", "fail_fast")
 ENDED = ("finished", "pruned", "failed", "preempted")
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
@@ -141,7 +143,11 @@ class Ledger:
             return Records()
 
     def append(self, event: str, **content: Any) -> None:
-        """Append a line, on the disk when this returns."""
+        """Append a line, on the disk when this returns.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         with self._locked() as file:
             self._write(file, event, content)
 
@@ -152,7 +158,9 @@ class Ledger:
                 found = json.loads(line)
                 event = found["event"]
                 if event in ("launch", "stop"):
-                    records.launches += [found] if event == "launch" else []
+                    if event == "launch":
+                        _ = [found[key] for key in _OF_LAUNCH]
+                        records.launches.append(found)
                     records.stopped = event == "stop"
                     records.retried.clear()
                     continue
@@ -170,7 +178,8 @@ class Ledger:
         """The file, open, while no other process appends to it."""
         # A folder may come from someone else, and a link in it would lead elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        file = os.open(self.path, flags, 0o644)
+        with writing(self.path):
+            file = os.open(self.path, flags, 0o644)
         try:
             with contextlib.suppress(OSError):  # a file system without locks
                 if sys.platform != "win32":
@@ -183,8 +192,16 @@ class Ledger:
         before = _content(file)
         torn = before and not before.endswith(b"\n")
         line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str)
-        os.write(file, (b"\n" if torn else b"") + line.encode() + b"\n")
-        os.fsync(file)
+        left = (b"\n" if torn else b"") + line.encode() + b"\n"
+        with writing(self.path):
+            try:
+                while left:  # a disk that becomes full takes a part
+                    left = left[os.write(file, left) :]
+                os.fsync(file)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, len(before))
+                raise
 
     def start(self, job: str, words: Sequence[str], wanted: Path) -> Job:
         """Decide what to do with a job, and record that it started if it has to run.

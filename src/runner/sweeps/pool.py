@@ -38,6 +38,7 @@ PATIENT = "RUNNER_POOL_JOB"
 _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")  # by nohup and shells
 _SAME_S = 1.0
 _ENDED_S = 10.0
+_UNWRITTEN = 120  # of a Python that could not write what it printed
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,8 @@ def _sentence(status: int) -> str:
     if status in (0, PREEMPTED):
         return ""
     if status > 0:
-        return f"its process ended with status {status}"
+        unwritten = ": its log cannot be written: perhaps the disk is full" if status == _UNWRITTEN else ""
+        return f"its process ended with status {status}{unwritten}"
     name = signal.Signals(-status).name
     reason = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}.get(name, "")
     return f"killed by {name}{reason}"

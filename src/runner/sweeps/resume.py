@@ -21,11 +21,15 @@ from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
 from runner.config.truth import is_true
-from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Outcome, Plan, Records, identity, outcome
 from runner.sweeps.pool import PATIENT
 from runner.sweeps.table import command_alone
+from runner.tracking.files import writing
 from runner.tracking.formats import number
-from runner.tracking.run_directory import hold
+from runner.tracking.run_directory import Occupied, hold
+
+if sys.platform != "win32":
+    import fcntl
 
 _LOOKED_S = 0.5  # between two looks at the lock of another process
 _held: dict[Path, int] = {}
@@ -66,6 +70,23 @@ def to_continue(root: Path, plan: Plan) -> Path | None:
     return max(same)[1] if same else None
 
 
+@contextlib.contextmanager
+def one_at_a_time(root: Path, plan: Plan) -> Iterator[None]:
+    """Let other processes with the same command wait until this one has its folder, so that they find it and get no other."""
+    if plan.given is not None or plan.values.get("sweep_dir") is not None or sys.platform == "win32":
+        yield
+        return
+    with writing(root):
+        root.mkdir(parents=True, exist_ok=True)
+        folder = os.open(root, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 def _sweeps(root: Path) -> Iterator[tuple[Path, Records]]:
     for path in root.glob(f"*/{NAME}"):
         records = Ledger(path.parent).read()
@@ -103,6 +124,13 @@ def begin(folder: Path, plan: Plan) -> None:
     if known and plan.jobs is not None:
         done = [job for job in plan.jobs if job in known and outcome(known[job].folder).status == "finished"]
         left = "new_sweep=true starts another sweep" if len(done) == len(plan.jobs) else "the others follow"
+        if plan.values["retry"] == "all":
+            left = "retry=all starts all of them again, in other folders"
+        gone = {job: known[job] for job in plan.jobs if job in known and not known[job].folder.is_dir()}
+        for job, entry in gone.items():
+            ledger.append("removed", **Job(ledger, job, entry.overrides, entry.folder).line(Outcome("removed")))
+        names = ", ".join(entry.folder.name for entry in gone.values())
+        left += f"; folders that are gone: {names}, and their jobs start again" if gone else ""
         print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
     jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
     wanted = {
@@ -122,7 +150,7 @@ def refuse_held(folder: Path) -> None:
 def _lock(folder: Path) -> int | None:
     try:
         return hold(folder)
-    except UserError as error:
+    except Occupied as error:
         runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"
         raise UserError("sweep_dir", runs, "wait for it, end it with kill, or new_sweep=true for another one") from None
 
@@ -147,16 +175,24 @@ def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
     made = composition.job_dir
     swept = launches[-1]["swept"]
     named = identity(composition.values, composition.overrides, swept)
-    job, lock = _begin(ledger, named, composition.overrides, made)
+    elsewhere = _launched_by != os.getpid() and PATIENT not in os.environ
     try:
-        return _run(job, composition, run, made)
-    finally:
-        if lock is not None:
-            os.close(lock)
+        job, lock = _begin(ledger, named, composition.overrides, made)
+        try:
+            return _run(job, dataclasses.replace(composition, elsewhere=elsewhere), run, made)
+        finally:
+            if lock is not None:
+                os.close(lock)
+    except UserError as error:  # of the ledger: no other job could begin either
+        if elsewhere:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
 
 
 def _run(job: Job, composition: Composition, run: Callable[[Composition], float | None], made: Path) -> float | None:
     """Do with a job what was decided."""
+    elsewhere = composition.elsewhere
     if job.folder.resolve() != made.resolve() or job.skipped or job.pending:
         with contextlib.suppress(OSError):
             made.rmdir()  # Hydra makes a folder before it asks
@@ -167,12 +203,9 @@ def _run(job: Job, composition: Composition, run: Callable[[Composition], float 
     if job.pending is not None:
         print(f"pending: {job.pending}", flush=True)
         return None
-    elsewhere = _launched_by != os.getpid() and PATIENT not in os.environ
     while True:
         try:
-            value = run(
-                dataclasses.replace(composition, job_dir=job.folder, continues=job.continues, elsewhere=elsewhere)
-            )
+            value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues))
         except SystemExit as stop:
             if elsewhere or stop.code == PREEMPTED:
                 job.record()
@@ -217,7 +250,7 @@ def _begin(ledger: Ledger, job: str, words: Sequence[str], made: Path) -> tuple[
             if known is None and not (found.skipped or found.pending):
                 lock = _hold(ledger.read().jobs.get(job))
             return found, lock
-        except UserError as error:
+        except Occupied as error:
             if not told:
                 print(f"waiting: {error}", flush=True)
             told = True

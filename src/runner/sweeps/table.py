@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.reading import read_overrides, read_regular, read_summary
-from runner.sweeps.ledger import ENDED, Entry, Ledger, outcome
+from runner.sweeps.ledger import ENDED, Entry, Ledger, Records, outcome
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, write_json
 from runner.tracking.formats import duration, number
@@ -94,7 +94,7 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
     folders.sort(key=lambda path: (int(path.name) if path.name.isdecimal() else 2**63, path.name))
     overrides = [getattr(entries.get(folder.name), "overrides", None) or _overrides(folder) for folder in folders]
     launch = records.launches[-1] if records.launches else {}
-    pending = [words for job, words in (launch.get("jobs") or {}).items() if job not in records.jobs]
+    pending = [words for job, words in (launch.get("jobs") or {}).items() if not _is_there(records, job)]
     every = [*overrides, *pending]
     counts = Counter(override for found in every for override in set(found))
     common = {override for override, count in counts.items() if count == len(every) and len(every) > 1}
@@ -109,6 +109,10 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
     if write and sweep_dir.is_dir():
         _write(sweep_dir, rows)
     return rows
+
+
+def _is_there(records: Records, job: str) -> bool:
+    return job in records.jobs and records.jobs[job].folder.is_dir()
 
 
 def rows_of(runs: Sequence[Path], base: Path) -> list[JobRow]:

@@ -183,6 +183,7 @@ class Search:
                 f"trial {trial.index + 1}: {killed}; {'it is resumed' if again else 'the same command continues it'}"
             )
             blocked += [trial] if again else []
+            self._failed |= not again
             return
         found = outcome_of(entry) if entry is not None else Outcome("unknown")
         if found.status == "pruned":

@@ -127,7 +127,8 @@ def look(folder: Path) -> View:
 
 def headline_of(records: Records) -> str:
     """How many jobs have ended, and the time that is left, from the ledger alone."""
-    counts = Counter(entry.status for entry in records.jobs.values())
+    again, now = (records.launches or [{}])[-1].get("retry") == "all", len(records.launches) - 1
+    counts = Counter(entry.status for entry in records.jobs.values() if entry.launch == now or not again)
     parts = [f"{counts[status]} {status}" for status in ("finished", "failed") if counts[status]]
     left = seconds_left(records)
     return ", ".join([*parts, *([] if left is None else [f"about {duration(left)} left"])])

@@ -27,6 +27,10 @@ if sys.platform != "win32":
     import fcntl
 
 
+class Occupied(UserError):
+    """Another process writes into a folder."""
+
+
 def timestamp() -> str:
     """The local time in names of directories, such as `2026-11-20_10-31-07`."""
     return time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -105,7 +109,8 @@ def hold(folder: Path) -> int | None:
     """Prevent other processes from writing into a folder until the descriptor is closed; None where there are no locks.
 
     Raises:
-        UserError: if another process has the folder.
+        Occupied: if another process has the folder.
+        UserError: if the lock cannot be written.
     """
     if sys.platform == "win32":
         return None
@@ -118,7 +123,7 @@ def hold(folder: Path) -> int | None:
     except (BlockingIOError, PermissionError):
         owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
-        raise UserError(f"{folder} is being written by {owner}; wait for it, or stop it first") from None
+        raise Occupied(f"{folder} is being written by {owner}; wait for it, or stop it first") from None
     except OSError:  # a file system without locks
         os.close(descriptor)
         return None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner import __version__
 from runner.config import slurm
-from runner.config.errors import OK, USAGE, UserError, called_exit, explain
+from runner.config.errors import OK, PREEMPTED, USAGE, UserError, called_exit, explain
 from runner.config.secrets import mask_text, mask_words
 from runner.verbs._errors import print_error
 from runner.verbs._help import print_help
@@ -97,7 +97,7 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     from runner.tracking import live
 
     schema, asked = SCHEMAS[verb.name], 0
-    opened, showing = list[Path](), contextlib.ExitStack()
+    opened, showing, continued = list[Path](), contextlib.ExitStack(), ""
 
     def announce(number: int, count: int, varied: str) -> None:
         nonlocal asked
@@ -107,7 +107,11 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
         print(f"{live.heading}: {mask_text(varied) or 'as all others'}{f'; {told}' if told else ''}", flush=True)
 
     def open_sweep(plan: Plan) -> Path:
+        nonlocal continued
         opened.append(_open_sweep(verb, plan))
+        named = plan.jobs is None and not plan.searches
+        continued = f"the same command continues it{f', with sweep_dir={opened[-1]}' if named else ''}"
+        continued = continued if plan.given is None else ""
         if verb.keeps_runs:
             showing.enter_context(_shown(opened[-1]))
         return opened[-1]
@@ -131,8 +135,15 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     from runner.sweeps.table import print_best, print_table, summarise
     from runner.tracking.console import Console
 
-    failed = print_table(summarise(sweep), console := Console(None), asked)
+    try:
+        rows = summarise(sweep)
+    except UserError as error:
+        print_error(str(error))
+        status, rows = max(status, error.exit_code), summarise(sweep, write=False)
+    failed = print_table(rows, console := Console(None), asked)
     print_best(sweep, console)
+    if status == PREEMPTED and continued:
+        print(f"stopped: {continued}")
     print(sweep)
     return max(status, int(failed))
 
@@ -175,12 +186,13 @@ def _open_sweep(verb: Verb, plan: Plan) -> Path:
         found = resume.to_continue(root, plan) if verb.keeps_runs else plan.given
         return str(found or claim(root, timestamp()))
 
-    folder = Path(follow.kept("sweep", place) if started_by_launcher() else place())
-    if plan.detach:
-        resume.refuse_held(folder)
-        detached(folder, functools.partial(resume.begin, folder, plan))
-    elif verb.keeps_runs:
-        resume.begin(folder, plan)
+    with resume.one_at_a_time(root, plan):
+        folder = Path(follow.kept("sweep", place) if started_by_launcher() else place())
+        if plan.detach:
+            resume.refuse_held(folder)
+            detached(folder, functools.partial(resume.begin, folder, plan))
+        elif verb.keeps_runs:
+            resume.begin(folder, plan)
     return folder
 
 
