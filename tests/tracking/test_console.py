@@ -119,6 +119,18 @@ def test_progress_false_turns_the_bar_off_and_shows_train_metrics_as_lines():
     assert "train loss 0.412" in stream.getvalue()
 
 
+def test_the_bar_is_not_behind_an_evaluation():
+    stream = FakeTerminal()
+    console = Console(None, stream=stream)
+    console.start(40, 2, 0)
+    console.advance(1, 1)
+    console.advance(20, 1)  # too soon to be drawn
+    assert "20/40" not in stream.getvalue()
+    console.metrics("val", {"loss": 1.0}, 20, 1)
+    assert "20/40" in stream.getvalue().partition("[val]")[0].rpartition("\r")[0]
+    console.stop()
+
+
 def test_the_bar_moves_at_most_five_times_a_second_and_without_a_thread(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])

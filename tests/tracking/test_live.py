@@ -33,7 +33,7 @@ def test_a_curve_has_its_width_and_its_ends(values, width, curve):
 
 def test_the_lines_have_the_epoch_the_loss_the_metric_memory_and_the_last_warning():
     live = LiveLines()
-    for loss in (3.0, float("nan"), 2.0, 1.0):
+    for loss in (100.0, float("nan"), 10.0, 1.0):  # logarithmic
         live.add_loss(loss)
     live.warnings += ["the first", "the second"]
     progress = Progress(30, 100, 2, 5, None, "cpu", {"peak_memory_mib": 700.0}, "val/accuracy", 0.5, 0.75, 20)

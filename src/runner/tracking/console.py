@@ -182,6 +182,8 @@ class Console:
         thin = self._thinned(split)
         if split != "train":
             self._evaluated(split, values, global_step)
+            if self._bar_on:  # steps since the last drawing were too few to move the bar
+                self._tick(global_step, epoch)
             if not thin:
                 bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)  # a name and its value stay together
                 lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]

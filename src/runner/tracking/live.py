@@ -53,7 +53,9 @@ class LiveLines:
             full, empty = ("━", "─") if blocks else ("#", "-")
             first += [("  this epoch  ", ""), (full * filled, "cyan"), (empty * (_EPOCH_BAR - filled), "dim")]
         if blocks and len(self._losses) > 1:
-            first += [("  loss ", ""), (sparkline(self._losses, _CURVE), "magenta")]
+            positive = min(self._losses) > 0  # the first losses are so large that the rest looks flat
+            curve = [math.log(loss) for loss in self._losses] if positive else self._losses
+            first += [("  loss ", ""), (sparkline(curve, _CURVE), "magenta")]
         second = list[str]()
         if progress.last is not None:
             best = progress.best is not None and progress.best_step is not None
