@@ -76,9 +76,12 @@ def one_at_a_time(root: Path, plan: Plan) -> Iterator[None]:
     if plan.given is not None or plan.values.get("sweep_dir") is not None or sys.platform == "win32":
         yield
         return
-    with writing(root):
-        root.mkdir(parents=True, exist_ok=True)
-        folder = os.open(root, os.O_RDONLY)
+    try:
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            folder = os.open(root, os.O_RDONLY)
+    except UserError as error:
+        raise UserError("output_root", str(error)) from error
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(folder, fcntl.LOCK_EX)
