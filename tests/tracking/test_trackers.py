@@ -253,6 +253,9 @@ def test_a_finished_run_is_a_registered_model_with_a_signature(tmp_path, train, 
     assert (found.directory / "checkpoints/best.safetensors").read_bytes() in [
         path.read_bytes() for path in tmp_path.rglob("artifacts/**/*.safetensors")
     ]
+    words = ("logger=mlflow", "logger.mlflow.register=digits", "max_steps=6", f"ckpt_path={found.directory}")
+    train(*words, f"hydra.run.dir={found.directory}")
+    assert mlflow.pyfunc.load_model("models:/digits/2").metadata.run_id == model.metadata.run_id
 
 
 def test_offline_files_of_wandb_have_every_point_once(tmp_path, monkeypatch):

@@ -90,7 +90,8 @@ class Spool:
         if obsolete and (again or config != self.state["config"]):
             fresh = {"uid": uuid.uuid4().hex, "id": None, "sent": {}, "count": 0, "outbox": None, "settled": None}
             fresh["superseded"] = [*self.state["superseded"], self.state["id"]]
-        self.save(settings=mask_values(settings), config=config, ended=None, **fresh)
+        # A model that was uploaded is not that of the steps to come.
+        self.save(settings=mask_values(settings), config=config, ended=None, model=None, **fresh)
         self._forget()
 
     def take(self) -> list[Point]:
