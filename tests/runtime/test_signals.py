@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from runner import cli
+from runner.config.errors import UserError
 from runner.config.signals import STOPPING
 from runner.data.workers import _start_worker
 from runner.runtime.signals import StopSignals
@@ -25,6 +27,23 @@ def test_a_signal_is_noted_by_name_and_the_old_handler_comes_back(name: str) -> 
         assert signals.received == name
         assert signal.getsignal(number) != before
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("error", [None, AttributeError, UserError])
+def test_ctrl_c_ends_the_program_as_interrupted_whatever_it_breaks_off_raises(error, monkeypatch, capsys) -> None:
+    def launch(*_: object) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if error is None:
+                raise
+            raise error("of what was broken off") from None
+        return 0
+
+    monkeypatch.setattr(cli, "launch_verb", launch)
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGINT")])

@@ -188,6 +188,18 @@ def test_trials_side_by_side_end_with_the_bits_of_trials_one_after_the_other(sea
     assert digests(folder) == digests(alone)
 
 
+def test_a_search_waits_for_a_slot_that_an_ended_trial_has_not_left(search, workdir, monkeypatch):
+    # What the trial leaves in its process group occupies its slot for a moment after its end is known.
+    (workdir / "leaving.py").write_text(
+        "import subprocess\n\nclass Child:\n    def on_end(self, loop):\n        subprocess.Popen(['sleep', '60'])\n"
+    )
+    monkeypatch.syspath_prepend(workdir)
+    words = ("search.trials=3", "hydra/launcher=pool", "hydra.launcher.per_device=1")
+    result, folder = search(*SEARCH, *words, "+callbacks.child._target_=leaving.Child")
+    assert result.status == 0, result.err
+    assert [state for state, *_ in trials_of(folder)] == ["COMPLETE"] * 3
+
+
 def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials(search, tiny, workdir):
     words = ("sweep=optuna", LR, *HALVING, "search.trials=5", "epochs=3")
     expected_in = search(*words)[1].rename(workdir / "undisturbed")

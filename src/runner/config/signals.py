@@ -6,6 +6,7 @@ import _weakrefset
 import contextlib
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -23,6 +24,27 @@ early: list[str] = []
 """Those that came before a run listened to them, until it does."""
 _SOON_S = 0.01
 _AGAIN_S = 1.0
+
+
+@contextlib.contextmanager
+def noting_interrupts() -> Iterator[Callable[[], bool]]:
+    """Gives whether Ctrl-C came. Code that it breaks off may raise another error than `KeyboardInterrupt`, as OmegaConf does."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    # Only Python's own handler is replaced: the shell ignores the signal for jobs in the background, and keeps it so.
+    noted = threading.current_thread() is threading.main_thread()
+    noted = noted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if noted:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(came)
+    finally:
+        if noted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

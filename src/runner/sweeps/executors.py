@@ -29,6 +29,10 @@ class Executor(Protocol):
     def free(self) -> int:
         """How many jobs may start now."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal asked it to start no other job."""
+
     def begin(self, job: TrialJob) -> None:
         """Start a job."""
 
@@ -38,6 +42,8 @@ class Executor(Protocol):
 
 class InProcess:
     """Runs one job at a time in this process, when it is waited for."""
+
+    stopped = False  # a signal ends `ended` with SystemExit
 
     def __init__(self, run: Callable[[Composition], Any]) -> None:
         self._run = run
@@ -76,6 +82,11 @@ class InPool:
     def free(self) -> int:
         """How many slots are free."""
         return self.pool.free if self._most is None else min(self.pool.free, self._most - len(self.pool.running))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the pool was asked to stop."""
+        return bool(self.pool.asked)
 
     def begin(self, job: TrialJob) -> None:
         """Start a job in a process of its own."""

@@ -129,8 +129,8 @@ class Search:
                         continue
                     running[job.number] = trial
                     executor.begin(job)
-                if not running:
-                    break
+                if not running and (executor.free > 0 or executor.stopped):
+                    break  # otherwise the last jobs have ended, and their processes have not yet left their slots
                 for ended, killed in executor.ended():
                     self._end(running.pop(ended), blocked, killed)
         finally:
