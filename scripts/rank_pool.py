@@ -88,6 +88,7 @@ class RankPool:
 def _serve(connection: Connection) -> None:
     """Do jobs until the other side is gone."""
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+    multiprocessing.set_start_method(None, force=True)  # as a rank of the launcher does
     with contextlib.suppress(EOFError):
         while True:
             entry, job, rank, size, port, folder, path = connection.recv()

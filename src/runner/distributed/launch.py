@@ -150,6 +150,8 @@ def _rank(
     rank = int(os.environ["RANK"])
     for name, value in environment.items():  # the fork server may be older than what is set now
         os.environ.setdefault(name, value)
+    # Workers start as in a run of one process: by the fork server, each would import torch and copy the data set.
+    multiprocessing.set_start_method(None, force=True)
     with contextlib.suppress(OSError):
         os.setsid()  # a terminal's signals come through the launcher, once
     done = threading.Event()
