@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -92,6 +93,14 @@ def composition_cache() -> Iterator[None]:
     """Hydra merges the shipped files once for all commands of a process that select the same options."""
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def imported_once() -> Iterator[None]:
+    """Whatever starts the fork server of a test process: later ranks and programs find all that they import loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "set_forkserver_preload", lambda names: None)
         yield
 
 

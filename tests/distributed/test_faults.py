@@ -26,6 +26,7 @@ WORDS = (
 )  # fmt: skip
 MINE = """
 import os, signal, time
+from runner.distributed import launch
 from runner.data.sources.synthetic import synthetic
 
 def data(**given):
@@ -40,6 +41,8 @@ class Late:
 class Fault:
     def __init__(self, step=2, signal="SIGSTOP"):
         self.step, self.signal = step, getattr(signal_module, signal)
+        if signal == "SIGSTOP":
+            launch._NOTICED_S = 1  # none is killed that the agent has to find first
 
     def on_step(self, loop):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -74,11 +77,11 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
 
 
 def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+    from torch.multiprocessing.spawn import ProcessContext
 
     # A stopped process ignores SIGTERM, and torch kills it after 30 s.
-    close = MultiprocessContext._close
-    monkeypatch.setattr(MultiprocessContext, "_close", lambda self, death_sig, timeout=30: close(self, death_sig, 1))
+    join = ProcessContext._join_procs_with_timeout
+    monkeypatch.setattr(ProcessContext, "_join_procs_with_timeout", lambda self, timeout: join(self, min(timeout, 1)))
     result = run("train", *WORDS, "devices=2", "dist.timeout_s=5", FAULT, "hydra.run.dir=run")
     assert result.status == 1
     assert "error: rank 1 took no part for dist.timeout_s" in result.err

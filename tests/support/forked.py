@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["runner.verbs.train", "torchmetrics.classification", "torch._dynamo"])
+PRELOAD = ["runner.verbs.train", "torchmetrics.classification", "torch._dynamo"]
+CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 class ForkedProgram:
