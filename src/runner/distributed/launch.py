@@ -80,7 +80,8 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
 
     logs.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_PATIENCE_S)
-    multiprocessing.set_forkserver_preload([entry.__module__])
+    # DistributedDataParallel imports torch's compiler, which takes more than a second, on every rank.
+    multiprocessing.set_forkserver_preload([entry.__module__, "torch._dynamo"])
     failures: dict[int, Any] = {}
     asked, started = "a signal", False
     with tempfile.TemporaryDirectory() as scratch, _quiet():
