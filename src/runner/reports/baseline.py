@@ -19,11 +19,12 @@ from typing import Any
 from runner.config.changes import changes_result
 from runner.config.errors import UserError, nearest
 from runner.config.keys import within
-from runner.config.reading import read_regular
-from runner.reports.reading import Run, find_runs, is_number
-from runner.reports.table import differing_keys, less_is_better, text_of
-from runner.sweeps.table import REPEATS
-from runner.tracking.files import write_json
+from runner.config.reading import is_number, read_regular
+from runner.reports.reading import Run, find_runs
+from runner.reports.table import differing_keys, less_is_better, repetitions, text_of
+from runner.sweeps.rows import FAILED
+from runner.sweeps.table import REPEATS, mean_and_deviation
+from runner.tracking.files import finite
 from runner.tracking.formats import plus_minus
 
 FORMAT = 1
@@ -80,16 +81,12 @@ class Comparison:
 def measure(runs: Sequence[Run]) -> dict[str, Any]:
     """What a baseline file contains: the measures of each setting's repetitions, its config, and the environment."""
     varied = [key for key in differing_keys(runs) if key not in _NOT_SETTINGS]
-    together: dict[str, list[Run]] = {}
-    for run in runs:
-        values = {key: run.value(key) for key in varied}
-        together.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(run)
     settings = []
-    for text, same in together.items():
+    for text, same in repetitions(runs, varied).items():
         config = next((run.config for run in same if run.config), {})
         kept = {key: value for key, value in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)}
         measured = [_of_run(run) for run in same if run.status == "finished"]
-        ended_badly = [run.status for run in same if run.status in ("failed", "died")]
+        ended_badly = [run for run in same if run.status in FAILED]
         settings.append({"varied": json.loads(text), "config": kept, "runs": measured, "failed": len(ended_badly)})
     environment = next((run.environment for run in runs if run.environment), {})
     torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
@@ -127,15 +124,15 @@ def _of_run(run: Run) -> dict[str, Any]:
     return found | {"memory": max(memory, default=None), "startup": run.metrics.get("startup_s")}
 
 
-def write_baseline(path: Path, measured: dict[str, Any]) -> None:
-    """Write a baseline file.
+def baseline_text(measured: dict[str, Any]) -> str:
+    """The content of a baseline file.
 
     Raises:
-        UserError: if no run has finished, or the file cannot be written.
+        UserError: if no run has finished.
     """
     if not any(setting["runs"] for setting in measured["settings"]):
         raise UserError("save_baseline", "needs a run that has finished", "other runs")
-    write_json(path, measured)
+    return json.dumps(finite(measured), indent=2, ensure_ascii=False) + "\n"
 
 
 def read_baseline(place: str | Path) -> dict[str, Any]:
@@ -345,7 +342,7 @@ def _p(before: list[float], now: list[float], greater: bool) -> float | None:
 
 
 def _spread(values: list[float]) -> str:
-    return plus_minus(float(statistics.fmean(values)), statistics.stdev(values) if len(values) > 1 else None)
+    return plus_minus(*mean_and_deviation(values))
 
 
 def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:

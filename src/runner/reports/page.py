@@ -11,11 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from runner.config.reading import open_regular, read_regular
+from runner.config.reading import is_number, open_regular, read_json, read_regular
 from runner.config.secrets import mask_text, mask_values
 from runner.reports.importance import importance
-from runner.reports.reading import Run, continued_by, is_number, read_json
-from runner.reports.table import Table, differing_keys, text_of
+from runner.reports.reading import Run, continued_by
+from runner.reports.table import differing_keys, monitored, text_of
 from runner.sweeps.table import REPEATS
 from runner.tracking.files import finite
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, amount, label
@@ -30,22 +30,21 @@ _PICTURES, _PICTURE_BYTES = 4, 300_000
 _NO_CURVES = {*HARDWARE_METRICS, WEIGHTS_STEP, "samples_per_s"}
 
 
-def page(runs: Sequence[Run], table: Table) -> str:
-    """The page for runs whose table is known."""
+def page(runs: Sequence[Run]) -> str:
+    """The page for runs."""
     here = files("runner.reports")
     text = {name: here.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    content = json.dumps(finite(mask_values(content_of(runs, table))), separators=(",", ":"), default=str)
+    content = json.dumps(finite(mask_values(content_of(runs))), separators=(",", ":"), default=str)
     # In JSON inside HTML, `<` could end the element.
     parts = {"STYLE": text["css"], "SCRIPT": text["js"], "TITLE": amount(len(runs), "run")}
     parts["DATA"] = content.replace("<", "\\u003c")
     return re.sub("%(STYLE|SCRIPT|TITLE|DATA)%", lambda mark: parts[mark[1]], text["html"])
 
 
-def content_of(runs: Sequence[Run], table: Table) -> dict[str, Any]:
+def content_of(runs: Sequence[Run]) -> dict[str, Any]:
     """What the page's script reads."""
     keys = differing_keys(runs)
-    mode = next((run.mode for run in runs if run.monitor == table.metric), "max")
-    metric = next((run.monitor for run in runs if run.monitor in run.metrics), None)
+    metric, mode = monitored(runs)
     order = {run.path: at for at, run in enumerate(runs)}
     steps: dict[str, int] = {}
     continued = continued_by(runs)
@@ -59,6 +58,7 @@ def content_of(runs: Sequence[Run], table: Table) -> dict[str, Any]:
                 "name": run.name,
                 "path": str(run.path),
                 "status": run.status,
+                "lost": run.lost,
                 "error": mask_text(run.error) if run.error else None,
                 "again": run.repeat or None,
                 "time_s": run.value("time_s"),
@@ -72,7 +72,7 @@ def content_of(runs: Sequence[Run], table: Table) -> dict[str, Any]:
         )
     names = dict.fromkeys(name for row in rows for name in row["curves"])
     best_first = sorted(
-        (run for run in runs if metric in run.metrics),
+        (run for run in runs if metric in run.metrics and not run.lost),
         key=lambda run: run.metrics[str(metric)] * (1 if mode == "min" else -1),
     )
     return {

@@ -8,22 +8,18 @@ import html
 import io
 import json
 import math
-import os
 import re
-import shlex
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from runner.config.errors import UserError, nearest_path
-from runner.config.keys import OF_THE_SWEEP, at, flatten, key_of
+from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
-from runner.config.reading import open_regular, read_overrides, read_regular, read_summary
-from runner.config.secrets import mask_text
-from runner.sweeps.ledger import Ledger
-from runner.sweeps.table import row_of
+from runner.config.reading import is_number, open_regular, read_json, read_regular
+from runner.sweeps.rows import WITHOUT_RESULT, Found, JobRow
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
@@ -42,7 +38,7 @@ class Run:
 
     Attributes:
         path: the run directory.
-        status: `finished`, `failed`, `preempted`, `running`, or `died` if it was killed.
+        status: `finished`, `failed`, `pruned`, `preempted`, `running`, or `died` if it was killed.
         error: the sentence of a run that failed or died.
         config: the resolved config by dotted key; empty if the run failed before it was written.
         overrides: of the command line.
@@ -62,6 +58,11 @@ class Run:
     def name(self) -> str:
         """The last two parts of its path."""
         return "/".join(self.path.absolute().parts[-2:])
+
+    @property
+    def lost(self) -> bool:
+        """Whether what it reached is no result, as it failed, died or was pruned."""
+        return self.status in WITHOUT_RESULT
 
     @property
     def monitor(self) -> str | None:
@@ -142,7 +143,7 @@ class Run:
         if (target := self.config.get(f"{name}._target_")) is not None:
             return str(target).rpartition(".")[2]
         given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
-        return given[-1] if given else self.config.get(f"{name}.name")
+        return _typed(given[-1]) if given else self.config.get(f"{name}.name")
 
     def _repr_html_(self) -> str:
         rows = {"status": self.status, "error": self.error, "time_s": self.summary.get("wall_s"), **self.metrics}
@@ -156,18 +157,12 @@ class Run:
         return f"<table><caption>{html.escape(str(self.path))}</caption>{cells}</table>"
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a file is a finite number, and no boolean."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if it cannot be read."""
+def _typed(text: str) -> Any:
+    """The value of an override, as a config has it."""
     try:
-        found = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[Run], list[str]]:
@@ -180,91 +175,40 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
     Raises:
         UserError: if a place does not exist, or none holds a run.
     """
-    notes: list[str] = []
-    found: dict[Path, None] = {}
-    seen: set[Path] = set()
+    found = Found()
     asked = [str(place) for place in places]
     for place in asked:
         names = [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True))  # noqa: PTH207  pathlib's takes no absolute patterns
-        matched = [Path(name) for name in names]
-        if not matched:
+        if not names:
             allowed = "run directories, folders that hold some, or patterns"
             raise UserError(key, f"there is no {place}", allowed, nearest_path(Path(place)))
-        for path in matched:
-            folders = _folders(path, seen, notes)
-            found |= dict.fromkeys(folders)
-    if not found:
+        for path in map(Path, names):
+            if path.is_dir() or holds_run(path.parent):
+                found.add(path if path.is_dir() else path.parent)
+    runs = [_run(row) for row in found.rows if row.status != "pending"]
+    if not runs:
         raise UserError(key, f"{', '.join(asked)} holds no run", "such as outputs/digits, or 'outputs/**'")
-    flags: dict[Path, list[str]] = {}
-    runs = [_read(folder, flags) for folder in found]
     for run in runs:
         if run.status == "finished":
             lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
             lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
-            notes += [f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost]
-    return runs, notes
+            found.notes += [
+                f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost
+            ]
+    return runs, found.notes
 
 
-def _folders(path: Path, seen: set[Path], notes: list[str]) -> Iterator[Path]:
-    """Run directories at or below a path; links to folders are not followed."""
-    if not path.is_dir():
-        path = path.parent
-        if not holds_run(path):
-            return
-    if path in seen:
-        return
-    seen.add(path)
-    if holds_run(path):
-        yield path
-        return
-    superseded: set[str] = set()
-    if (path / "sweep.jsonl").is_file():
-        records = Ledger(path).read()
-        superseded = records.folders - {entry.folder.name for entry in records.jobs.values()}
-        jobs = (records.launches[-1].get("jobs") or {}) if records.launches else {}
-        if pending := [job for job in jobs if job not in records.jobs]:
-            notes.append(f"{path}: {len(pending)} of {len(jobs)} jobs have not started")
-    try:
-        inner = sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
-    except OSError as error:
-        notes.append(f"{path}: {error.strerror}")
-        return
-    for name in sorted(inner, key=lambda name: (len(name) if name.isdecimal() else 0, name)):
-        if not name.startswith(".") and name not in superseded:
-            yield from _folders(path / name, seen, notes)
-
-
-def _read(folder: Path, flags: dict[Path, list[str]]) -> Run:
-    try:
-        overrides = read_overrides(folder)
-    except (OSError, ValueError):
-        overrides = []
-    row, parent = row_of(folder, overrides), folder.absolute().parent
-    if parent not in flags:
-        launches = Ledger(parent).read().launches if (parent / "sweep.jsonl").is_file() else []
-        flags[parent] = list(launches[-1].get("flags") or []) if launches else []
+def _run(row: JobRow) -> Run:
+    best = {"metric": row.metric, "mode": row.mode, "value": row.value}
     return Run(
-        path=folder,
+        path=row.folder,
         status=row.status,
         error=row.error,
-        config=read_config(folder / "config.yaml"),
-        overrides=tuple(overrides),
-        summary=read_summary(folder) or {},
-        repeat=_command(folder, overrides, flags[parent]) if row.failed else "",
+        config=read_config(row.folder / "config.yaml"),
+        overrides=row.overrides,
+        summary=row.summary or ({"best": best} if row.metric else {}),
+        repeat=row.repeat or "",
     )
-
-
-def _command(folder: Path, overrides: list[str], flags: list[str]) -> str:
-    """The command that runs it again, alone."""
-    if not flags:
-        given = at(read_json(folder / "environment.json"), "command")
-        words = [str(word) for word in given] if isinstance(given, list) else []
-        for number, word in enumerate(words):
-            name, _, value = word.partition("=")
-            if name in ("--config-dir", "-cd", "--config-name", "-cn"):
-                flags = [*flags, f"{name}={value or ''.join(words[number + 1 : number + 2])}"]
-    words = [word for word in overrides if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
-    return mask_text(shlex.join(["python", "-m", "runner", "train", *flags, *words]))
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 import textwrap
@@ -166,6 +168,19 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
         return "  ".join(padded).rstrip()
 
     return [join(columns), join(["-" * width for width in widths]), *(join(row) for row in cells)]
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    return text.getvalue()
 
 
 def is_number(text: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import OK, WORSE, UserError, nearest
+from runner.config.secrets import mask_text
 
 if TYPE_CHECKING:
     from runner.reports.report import Report
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     columns=optimizer.lr,test/accuracy        instead of the keys that differ
     sort=test/loss                            smallest first; sort=-test/loss largest first
     seeds=each                                a row for every repetition
-    csv=FILE md=FILE json=FILE html=FILE      write the table, or a page with curves
+    csv=FILE md=FILE json=FILE html=FILE      write the table, or a page with curves; - for standard output
     diff=true                                 two runs: config, environment, metrics, weights
     against=baseline.json|RUN|SWEEP           exit status 4 if something got worse
     tolerance.step=0.1                        allowed change: metric, loss, step, memory, startup
@@ -37,11 +39,15 @@ def main(argv: Sequence[str]) -> int:
     from runner.reports.terminal import Screen
 
     found = report(*places, **options, tolerance=tolerance)
-    screen = Screen()
-    _show(found, screen)
-    for name in _FILES:
-        if name in options:
-            screen.line(f"wrote {options[name]}")
+    if "-" in options.values():
+        for note in found.notes:
+            print(f"warning: {mask_text(note)}", file=sys.stderr)
+    else:
+        screen = Screen()
+        _show(found, screen)
+        for name in _FILES:
+            if name in options:
+                screen.line(f"wrote {options[name]}")
     return WORSE if found.comparison is not None and found.comparison.worse else OK
 
 
