@@ -20,6 +20,7 @@ from runner.config.changes import changes_result
 from runner.config.errors import UserError, nearest
 from runner.config.keys import within
 from runner.config.reading import is_number, read_regular
+from runner.reports.difference import differing
 from runner.reports.reading import Run, find_runs
 from runner.reports.table import differing_keys, less_is_better, repetitions, text_of
 from runner.sweeps.rows import FAILED
@@ -192,8 +193,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             "time and start-up are not compared, because other programs used the machine during one of these runs"
         )
     if not same_machine:
-        was = ", ".join(f"{key} was {before['machine'].get(key)}, now {value}" for key, value in now["machine"].items()
-                        if before["machine"].get(key) != value)  # fmt: skip
+        was = _changes(before["machine"], now["machine"])
         notes.append(f"time, memory and start-up are not compared, because the machine is another: {was}")
     compared = [
         (setting, name, [before_[name], now_[name]])
@@ -347,20 +347,14 @@ def _spread(values: list[float]) -> str:
 
 def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
     """What differs in settings and environment."""
-    keys = dict.fromkeys([*old["config"], *new["config"]])
-    settings = [
-        f"{key} was {_short(old['config'].get(key))}, now {_short(new['config'].get(key))}"
-        for key in keys
-        if old["config"].get(key) != new["config"].get(key)
-    ]
-    code = [
-        f"{name} was {text_of(value)}, now {text_of(now['code'].get(name))}"
-        for name, value in before["code"].items()
-        if value != now["code"].get(name)
-    ]
-    parts = [f"settings that differ: {', '.join(settings)}"] if settings else []
-    parts += [f"environment: {', '.join(code)}"] if code else []
+    settings, code = _changes(old["config"], new["config"]), _changes(before["code"], now["code"])
+    parts = [f"settings that differ: {settings}"] if settings else []
+    parts += [f"environment: {code}"] if code else []
     return "; ".join(parts) or "The settings and versions are the same: the code or the load of the machine changed"
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    return ", ".join(f"{key} was {_short(was)}, now {_short(now)}" for key, was, now in differing(old, new))
 
 
 def _short(value: Any) -> str:

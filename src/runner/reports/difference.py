@@ -51,8 +51,8 @@ def difference(first: Run, second: Run) -> Difference:
     tensors, equal, note = _compare(*checkpoints)
     hashes = [run.summary.get("weights_sha256") for run in (first, second)]
     return Difference(
-        config=_differing(first.config, second.config),
-        environment=[each for each in _differing(*environments) if not each[0].startswith(_NOT_COMPARED)],
+        config=differing(first.config, second.config),
+        environment=[each for each in differing(*environments) if not each[0].startswith(_NOT_COMPARED)],
         metrics=numbers,
         sha256=(hashes[0], hashes[1]),
         checkpoints=checkpoints,
@@ -62,7 +62,8 @@ def difference(first: Run, second: Run) -> Difference:
     )
 
 
-def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The keys that have another value, with both values; None for one that is not there."""
     keys = dict.fromkeys([*first, *second])
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 

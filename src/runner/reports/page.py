@@ -11,10 +11,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from runner.config.reading import is_number, open_regular, read_json, read_regular
+from runner.config.reading import is_number, read_json, read_regular
 from runner.config.secrets import mask_text, mask_values
 from runner.reports.importance import importance
-from runner.reports.reading import Run, continued_by
+from runner.reports.reading import Run, continued_by, lines_of
 from runner.reports.table import differing_keys, monitored, text_of
 from runner.sweeps.table import REPEATS
 from runner.tracking.files import finite
@@ -23,7 +23,6 @@ from runner.tracking.jsonl import parse
 
 _POINTS = 120  # of a curve
 _PARSED = 2000  # lines of training in a metrics file; of longer ones, every second, third, ... line
-_LARGEST = 2**28  # bytes of a metrics file
 _CURVES = 8
 _CONFUSIONS, _CLASSES = 6, 50
 _PICTURES, _PICTURE_BYTES = 4, 300_000
@@ -119,11 +118,7 @@ def _curves(run: Run, steps: dict[str, int]) -> dict[str, list[Any]]:
 
 
 def _thinned(path: Path) -> list[dict[str, Any]]:
-    try:
-        with open_regular(path) as file:
-            lines = file.read(_LARGEST).split(b"\n")[:-1]
-    except OSError:
-        return []
+    lines = lines_of(path)
     every, found, count = max(1, len(lines) // _PARSED), [], 0
     for line in lines:
         if b'"split": "train"' in line:

@@ -24,6 +24,7 @@ from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
+_LARGEST = 2**28  # bytes of a metrics file
 _OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
@@ -100,7 +101,8 @@ class Run:
     @functools.cached_property
     def speed(self) -> dict[str, float]:
         """`samples_per_s` and `step_ms` (medians of the last records of training), `peak_memory_mib` (the largest)."""
-        records = [record for record in _last_records(self.path / "metrics.jsonl") if record.get("split") == "train"]
+        last = map(parse, lines_of(self.path / "metrics.jsonl", _TAIL))
+        records = [record for record in last if record is not None and record.get("split") == "train"]
         rates = [record["samples_per_s"] for record in records if is_number(record.get("samples_per_s"))]
         memory = [record["peak_memory_mib"] for record in records if is_number(record.get("peak_memory_mib"))]
         found = {"peak_memory_mib": max(memory)} if memory else {}
@@ -119,6 +121,13 @@ class Run:
     def records(self) -> list[dict[str, Any]]:
         """Everything in `metrics.jsonl`: dicts with `global_step`, `epoch`, `split` and the metrics."""
         return read_records(self.path / "metrics.jsonl")
+
+    @property
+    def damaged_lines(self) -> int:
+        """How many lines of `metrics.jsonl` are no objects, such as zeros after a power cut; nothing is taken from them."""
+        return sum(
+            not (line.startswith(b"{") and line.endswith(b"}")) for line in lines_of(self.path / "metrics.jsonl")
+        )
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
@@ -245,16 +254,15 @@ def _section(text: str) -> dict[str, Any]:
     return flatten(content) if isinstance(content, dict) else {}
 
 
-def _last_records(path: Path) -> list[dict[str, Any]]:
-    """The last complete lines of a metrics file."""
+def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:
+    """The complete lines in the last bytes of a metrics file; none if it cannot be read."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, io.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            lines = file.read(_TAIL).split(b"\n")[int(size > _TAIL) :]
+            file.seek(max(0, size - last))
+            return file.read(last).split(b"\n")[int(size > last) : -1]
     except OSError:
         return []
-    return [record for line in lines if (record := parse(line)) is not None]
 
 
 def continued_by(runs: Iterable[Run]) -> dict[Path, Path]:

@@ -16,7 +16,7 @@ from runner.reports.difference import Difference, difference
 from runner.reports.reading import Run, find_runs
 from runner.reports.table import Spread, Table, differing_keys, make_table, selected
 from runner.tracking.files import finite, write_atomically
-from runner.tracking.formats import csv_text, markdown_table
+from runner.tracking.formats import amount, csv_text, markdown_table
 
 OUTPUTS = "outputs"
 Place = str | Path | Run | Iterable[str | Path | Run]
@@ -208,10 +208,14 @@ def report(
     comparison = None
     if against is not None:
         comparison = compare(read_baseline(against), measure(found), tolerance or {})
+    damaged = [(run, run.damaged_lines) for run in found] if html or save_baseline or comparison else []
+    notes = [
+        f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, left out" for run, lines in damaged if lines
+    ]
     result = Report(
         found,
         make_table(found, columns, sort, seeds == "each"),
-        found.notes,
+        (*found.notes, *notes),
         difference(found[0], found[1]) if diff or (diff is None and two) else None,
         comparison,
     )

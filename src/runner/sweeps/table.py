@@ -97,9 +97,7 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
         mark = "<- best" if row.best and len(rows) > 1 else ""
         time = duration(row.wall_s) if row.wall_s is not None else "-"
         cells.append([row.job, " ".join(row.varied) or base, row.status, value, time, mark])
-    finished = sum(row.status == "finished" for row in rows)
-    pruned = sum(row.status == "pruned" for row in rows)
-    title = f"{finished} of {max(asked, len(rows))} jobs finished" + (f", {pruned} pruned" if pruned else "")
+    title = finished_of([row.status for row in rows], "job", asked)
     head = metrics[0] if len(metrics) == 1 else "metric"
     console.table(title, ["job", "varied", "status", head, "time", ""], cells)
     spreads, alike = spreads_of(rows), "base" if any(map(_settings, rows)) else "all"
@@ -114,6 +112,12 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
         if row.failed:
             print_failure(console, f"job {row.job}", row.status, row.error, row.log, row.repeat)
     return any(row.failed for row in rows)
+
+
+def finished_of(states: Sequence[str], noun: str, asked: int = 0) -> str:
+    """How many have finished, of those there are or that were asked for."""
+    pruned = f", {states.count('pruned')} pruned" if "pruned" in states else ""
+    return f"{states.count('finished')} of {max(asked, len(states))} {noun}s finished{pruned}"
 
 
 def print_failure(

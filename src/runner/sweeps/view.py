@@ -14,7 +14,7 @@ from runner.config.keys import key_of
 from runner.config.reading import start_time
 from runner.sweeps.ledger import ENDED, Records
 from runner.sweeps.rows import Found, JobRow, rows_in
-from runner.tracking.formats import duration, metric, number, wrapped
+from runner.tracking.formats import STATE_COLOURS, duration, metric, number, wrapped
 from runner.tracking.progress_file import Progress, read_progress
 from runner.tracking.run_directory import works
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _SILENT_S = 60.0
 _BAR = 8
 _ORDER = ("running", "failed", "died", "preempted", "finished", "pruned", "pending")
-_COLOURS = {"running": "cyan", "failed": "bold red", "died": "bold red", "preempted": "yellow", "finished": "green"}
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def _cells(seen: Seen, shared: str, base: str) -> dict[str, str | Text]:
     return {
         "job": row.job,
         "settings": short(row.varied) or base,
-        "state": Text(row.status, style=_COLOURS.get(row.status, "dim")),
+        "state": Text(row.status, style=STATE_COLOURS.get(row.status, "dim")),
         "progress": bar,
         shared or "metric": result + (" best" if row.best else ""),
         "device": found.device if found else "",

@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, TextIO
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text
 from runner.tracking.appended import AppendedFile
-from runner.tracking.formats import HARDWARE_METRICS, aligned, clean, duration, encodable, in_order, metric, wrapped
+from runner.tracking.formats import (
+    HARDWARE_METRICS,
+    aligned,
+    clean,
+    duration,
+    encodable,
+    in_order,
+    metric,
+    with_states,
+    wrapped,
+)
 from runner.tracking.live import LiveLines
 from runner.tracking.progress_file import Progress, ProgressFile
 
@@ -116,8 +126,11 @@ class Console:
         rows = [[mask_text(cell) for cell in row] for row in rows]
 
         def styled(head: str, rule: str, *body: str) -> list[Line]:
-            lines = [(head, "bold"), (rule, "dim"), *((line, "") for line in body)]
-            return [[line] for line in ([(clean(title), "bold")] if title else []) + lines]
+            return [[(clean(title), "bold")]] * bool(title) + [
+                [(head, "bold")],
+                [(rule, "dim")],
+                *map(with_states, body),
+            ]
 
         self._emit(styled(*aligned(columns, rows)), styled(*aligned(columns, rows, self._room)))
 

@@ -15,6 +15,16 @@ HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
 WEIGHTS_STEP = "weights_step"
 """Beside the metrics of the test: the step of the weights that were tested, those of the best checkpoint if there is one."""
 
+STATE_COLOURS = {
+    "running": "cyan",
+    "failed": "bold red",
+    "died": "bold red",
+    "preempted": "yellow",
+    "finished": "green",
+}
+"""Styles of the states of a run, for tables."""
+
+_STATES = re.compile(rf"(?<=  )({'|'.join(STATE_COLOURS)})(?=  |$)")
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
@@ -151,8 +161,8 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     If it is wider than `width` characters, the cells of its widest column are broken between words.
     """
     cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in rows]
-    widths = [max(len(head), *(len(row[i]) for row in cells), 0) for i, head in enumerate(columns)]
-    right = [bool(cells) and all(is_number(row[i]) for row in cells) for i in range(len(columns))]
+    widths = column_widths(columns, cells)
+    right = [{is_number(row[i]) for row in cells if row[i] != "-"} == {True} for i in range(len(columns))]
     if width is not None and (much := sum(widths) + 2 * (len(widths) - 1) - width) > 0:
         at = widths.index(max(widths))
         room = max(widths[at] - much, len(columns[at]), *(len(word) for row in cells for word in row[at].split()))
@@ -168,6 +178,16 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
         return "  ".join(padded).rstrip()
 
     return [join(columns), join(["-" * width for width in widths]), *(join(row) for row in cells)]
+
+
+def column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """How many characters each column of a table needs."""
+    return [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+
+
+def with_states(line: str) -> list[tuple[str, str]]:
+    """The parts of a line of a table with their styles: cells that are states of runs have their colours."""
+    return [(part, STATE_COLOURS.get(part, "")) for part in _STATES.split(line)]
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
