@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,9 +311,7 @@ def _with_fit(measures: list[Measure]) -> list[Measure]:
         return measures
     told = "lower without a better metric: is augmentation or regularisation missing?"
     return [
-        Measure(
-            each.setting, each.measure, each.before, each.now, f"{each.change}, {told}", each.allowed, "worse", each.p
-        )
+        replace(each, change=f"{each.change}, {told}", verdict="worse")
         if each.measure == "training loss" and each.verdict == "better"
         else each
         for each in measures

@@ -16,6 +16,7 @@ from runner.config.secrets import mask_text, mask_values
 from runner.reports.importance import importance
 from runner.reports.reading import Run, continued_by, lines_of
 from runner.reports.table import differing_keys, monitored, text_of
+from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS
 from runner.tracking.files import finite
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, amount, label
@@ -57,7 +58,7 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
                 "name": run.name,
                 "path": str(run.path),
                 "status": run.status,
-                "lost": run.lost,
+                "lost": run.status in WITHOUT_RESULT,
                 "error": mask_text(run.error) if run.error else None,
                 "again": run.repeat or None,
                 "time_s": run.value("time_s"),
@@ -71,7 +72,7 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
         )
     names = dict.fromkeys(name for row in rows for name in row["curves"])
     best_first = sorted(
-        (run for run in runs if metric in run.metrics and not run.lost),
+        (run for run in runs if metric in run.metrics and run.status not in WITHOUT_RESULT),
         key=lambda run: run.metrics[str(metric)] * (1 if mode == "min" else -1),
     )
     return {

@@ -19,7 +19,7 @@ from runner.config.errors import UserError, nearest_path
 from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
 from runner.config.reading import is_number, open_regular, read_json, read_regular
-from runner.sweeps.rows import WITHOUT_RESULT, Found, JobRow
+from runner.sweeps.rows import Found, JobRow
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
@@ -59,11 +59,6 @@ class Run:
     def name(self) -> str:
         """The last two parts of its path."""
         return "/".join(self.path.absolute().parts[-2:])
-
-    @property
-    def lost(self) -> bool:
-        """Whether what it reached is no result, as it failed, died or was pruned."""
-        return self.status in WITHOUT_RESULT
 
     @property
     def monitor(self) -> str | None:
@@ -121,13 +116,6 @@ class Run:
     def records(self) -> list[dict[str, Any]]:
         """Everything in `metrics.jsonl`: dicts with `global_step`, `epoch`, `split` and the metrics."""
         return read_records(self.path / "metrics.jsonl")
-
-    @property
-    def damaged_lines(self) -> int:
-        """How many lines of `metrics.jsonl` are no objects, such as zeros after a power cut; nothing is taken from them."""
-        return sum(
-            not (line.startswith(b"{") and line.endswith(b"}")) for line in lines_of(self.path / "metrics.jsonl")
-        )
 
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
@@ -263,6 +251,12 @@ def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:
             return file.read(last).split(b"\n")[int(size > last) : -1]
     except OSError:
         return []
+
+
+def damaged_lines(run: Run) -> int:
+    """How many lines of `metrics.jsonl` are no objects, such as zeros after a power cut; nothing is taken from them."""
+    lines = lines_of(run.path / "metrics.jsonl")
+    return sum(not (line.startswith(b"{") and line.endswith(b"}")) for line in lines)
 
 
 def continued_by(runs: Iterable[Run]) -> dict[Path, Path]:

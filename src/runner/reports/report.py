@@ -13,7 +13,7 @@ from runner.config.errors import UserError
 from runner.config.secrets import mask_text, mask_values
 from runner.reports.baseline import Comparison, baseline_text, compare, measure, read_baseline
 from runner.reports.difference import Difference, difference
-from runner.reports.reading import Run, find_runs
+from runner.reports.reading import Run, damaged_lines, find_runs
 from runner.reports.table import Spread, Table, differing_keys, make_table, selected
 from runner.tracking.files import finite, write_atomically
 from runner.tracking.formats import amount, csv_text, markdown_table
@@ -135,12 +135,6 @@ class Report:
                 text += ["", f"{run.path} {run.status}: {run.error or 'no reason given'}", "", f"    {run.repeat}"]
         return mask_text("\n".join(text) + "\n")
 
-    def to_html(self) -> str:
-        """The page with curves."""
-        from runner.reports.page import page
-
-        return page(self.runs)
-
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
 
@@ -208,7 +202,7 @@ def report(
     comparison = None
     if against is not None:
         comparison = compare(read_baseline(against), measure(found), tolerance or {})
-    damaged = [(run, run.damaged_lines) for run in found] if html or save_baseline or comparison else []
+    damaged = [(run, damaged_lines(run)) for run in found] if html or save_baseline or comparison else []
     notes = [
         f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, left out" for run, lines in damaged if lines
     ]
@@ -223,7 +217,7 @@ def report(
         (csv, result.to_csv),
         (md, result.to_markdown),
         (json, lambda: json_format.dumps(result.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"),
-        (html, result.to_html),
+        (html, lambda: _page(found)),
         (save_baseline, lambda: baseline_text(measure(found))),
     ]
     for file, text in texts:
@@ -232,6 +226,12 @@ def report(
         elif file is not None:
             write_atomically(Path(file), text().encode())
     return result
+
+
+def _page(found: Sequence[Run]) -> str:
+    from runner.reports.page import page
+
+    return page(found)
 
 
 def _paths(places: Iterable[Any]) -> list[str | Path]:

@@ -16,6 +16,7 @@ from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.reading import is_number
 from runner.reports.reading import MEASURED, SPECIAL, Run, continued_by
 from runner.reports.where import condition
+from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
 
@@ -61,6 +62,11 @@ class Row:
         if len(counts) == 1:
             return self.runs[0].status
         return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+    def is_lost(self) -> bool:
+        """Whether all of its runs failed, died or were pruned, so that what they reached is no result."""
+        return all(run.status in WITHOUT_RESULT for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -159,17 +165,13 @@ def make_table(
     settings = [key for key in differing if key not in REPEATS]
     if not each and not asked:
         keys = tuple(key for key in keys if key not in REPEATS)
-    by = sort.lstrip("-") if sort else metric
+    by = sort.lstrip("-") if sort else metric or ""
     wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
     groups = [[run] for run in runs] if each else list(repetitions(runs, settings).values())
     rows = [_row(group, wanted, known) for group in groups]
-    found = [
-        (row, row.values.get(by) if by else None, by == metric and all(run.lost for run in row.runs)) for row in rows
-    ]
-    found.sort(key=lambda each: _order(each[1]), reverse=sort.startswith("-") if sort else mode == "max")
-    found.sort(key=lambda each: (each[1] is None, each[2]))
-    rows = [row for row, _, _ in found]
-    return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by)
+    rows.sort(key=lambda row: _order(row.values.get(by)), reverse=sort.startswith("-") if sort else mode == "max")
+    rows.sort(key=lambda row: (row.values.get(by) is None, by == metric and row.is_lost()))
+    return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by or None)
 
 
 def monitored(runs: Iterable[Run]) -> tuple[str | None, str]:

@@ -24,7 +24,7 @@ STATE_COLOURS = {
 }
 """Styles of the states of a run, for tables."""
 
-_STATES = re.compile(rf"(?<=  )({'|'.join(STATE_COLOURS)})(?=  |$)")
+_STATES = re.compile(rf"(?<=  )({'|'.join(STATE_COLOURS)})(?=  |$)")  # as cells
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
@@ -185,11 +185,6 @@ def column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     return [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
 
-def with_states(line: str) -> list[tuple[str, str]]:
-    """The parts of a line of a table with their styles: cells that are states of runs have their colours."""
-    return [(part, STATE_COLOURS.get(part, "")) for part in _STATES.split(line)]
-
-
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table as lines of Markdown."""
     lines = [head, ["---"] * len(head), *rows]
@@ -201,6 +196,16 @@ def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([head, *rows])
     return text.getvalue()
+
+
+def table_lines(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[list[tuple[str, str]]]:
+    """The lines of `aligned` below a title, as parts with their styles; states of runs have their colours."""
+    head, rule, *body = aligned(columns, rows, width)
+    above = [[(clean(title), "bold")]] if title else []
+    states = [[(part, STATE_COLOURS.get(part, "")) for part in _STATES.split(line)] for line in body]
+    return [*above, [(head, "bold")], [(rule, "dim")], *states]
 
 
 def is_number(text: str) -> bool:
