@@ -93,8 +93,8 @@ def test_a_job_that_was_killed_before_it_wrote_anything_is_reported_with_its_rea
     assert [run.error for run in found][1:] == [killed["sentence"]] * 2
     assert [run.repeat for run in found][1:] == [f"python -m runner train {' '.join(own)}" for own in words[1:3]]
     assert found.notes == (f"{tmp_path}: 1 of 4 jobs have not started",)
-    [alone] = runner.runs(tmp_path / "2")
-    assert alone.error == killed["sentence"]
+    alone, *others = runner.runs(tmp_path / "2", tmp_path)
+    assert (alone.error, len(others)) == (killed["sentence"], 2)
 
 
 def test_a_planned_job_whose_folder_was_removed_is_pending_in_both(tmp_path: Path) -> None:
@@ -272,4 +272,4 @@ def test_damaged_lines_of_metrics_are_told_where_metrics_are_read(tmp_path: Path
         file.write(b'\0\0\0\nnot json\n{"global_step": 2}\n{"global')  # the last one is being written
     assert runner.report(tmp_path).notes == ()
     notes = runner.report(tmp_path, html=tmp_path / "page.html").notes
-    assert notes == (f"{folder}: metrics.jsonl has 2 damaged lines, left out",)
+    assert notes == (f"{folder}: metrics.jsonl has 2 damaged lines, skipped",)

@@ -204,7 +204,7 @@ def report(
         comparison = compare(read_baseline(against), measure(found), tolerance or {})
     damaged = [(run, damaged_lines(run)) for run in found] if html or save_baseline or comparison else []
     notes = [
-        f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, left out" for run, lines in damaged if lines
+        f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, skipped" for run, lines in damaged if lines
     ]
     result = Report(
         found,

@@ -63,7 +63,6 @@ class Row:
             return self.runs[0].status
         return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
 
-
     def is_lost(self) -> bool:
         """Whether all of its runs failed, died or were pruned, so that what they reached is no result."""
         return all(run.status in WITHOUT_RESULT for run in self.runs)

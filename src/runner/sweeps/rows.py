@@ -13,7 +13,7 @@ from typing import Any, Literal
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
 from runner.config.reading import number_or_none, read_json, read_overrides, read_summary
-from runner.config.secrets import mask_text
+from runner.config.secrets import mask_text, mask_words
 from runner.sweeps.ledger import ENDED, Entry, Ledger, Outcome, Records, outcome
 from runner.tracking.run_directory import works
 
@@ -70,24 +70,23 @@ class Found:
         place = _absolute(folder)
         if place in self._seen:
             return
-        self._seen.add(place)
         if holds_run(folder):
             if place.parent not in self._around:
                 self._around[place.parent] = Ledger(place.parent).read()
             records = self._around[place.parent]
-            entry = next((each for each in records.jobs.values() if each.folder == place), None)
-            self.rows.append(row_of(folder, entry, records.flags))
+            self._add_run(folder, next((each for each in records.jobs.values() if each.folder == place), None), records)
             return
+        self._seen.add(place)
         records = Ledger(folder).read()
         entries = {entry.folder: entry for entry in records.jobs.values()}
         if records.launches:
             self.sweeps[folder] = records
         # The folder of a job that started again in another one does not count.
-        self._seen |= {_absolute(folder / name) for name in records.folders}
+        self._seen |= {_absolute(folder / name) for name in records.folders} - {*map(_absolute, entries)}
         for path in sorted({*self._inside(folder), *entries}, key=_by_number):
             # A search keeps the result of a trial whose folder is gone; any other job starts again.
             if path in entries and (path.is_dir() or (not records.planned and entries[path].status in ENDED)):
-                self.rows.append(row_of(path, entries[path], records.flags))
+                self._add_run(path, entries[path], records)
             elif path not in entries:
                 self.add(path)
         left = [words for job, words in records.planned.items() if not _is_there(records, job)]
@@ -95,17 +94,18 @@ class Found:
         if left:
             self.notes.append(f"{folder}: {len(left)} of {len(records.planned)} jobs have not started")
 
+    def _add_run(self, folder: Path, entry: Entry | None, around: Records) -> None:
+        if (place := _absolute(folder)) not in self._seen:
+            self._seen.add(place)
+            self.rows.append(row_of(folder, entry, around.flags))
+
     def _inside(self, folder: Path) -> list[Path]:
         try:
-            with os.scandir(folder) as entries:
-                return [
-                    folder / entry.name
-                    for entry in entries
-                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-                ]
+            inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
         except OSError as error:
             self.notes += [f"{folder}: {error.strerror}"] if folder.exists() else []
             return []
+        return [path for path in inside if not path.name.startswith(".")]
 
 
 def rows_in(folder: Path, found: Found | None = None) -> list[JobRow]:
@@ -126,7 +126,7 @@ def rows_in(folder: Path, found: Found | None = None) -> list[JobRow]:
             row,
             job="-" if row.status == "pending" else _name(row.folder, folder),
             varied=tuple(word for word in row.overrides if word not in common),
-            mode=row.mode or modes.get(row.metric),  # the ledger, which tells of a folder that is gone, has none
+            mode=row.mode or modes.get(row.metric),  # the ledger has none, if the folder is gone
         )
         for row in rows
     ]
@@ -196,7 +196,7 @@ def _flags_of(folder: Path) -> list[str]:
 
 def _overrides(folder: Path) -> list[str]:
     try:
-        return read_overrides(folder)
+        return mask_words(read_overrides(folder))
     except (OSError, ValueError):
         return []
 
