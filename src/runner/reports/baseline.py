@@ -193,22 +193,14 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             "time and start-up are not compared, because other programs used the machine during one of these runs"
         )
     if not same_machine:
-        was = _changes(before["machine"], now["machine"])
-        notes.append(f"time, memory and start-up are not compared, because the machine is another: {was}")
-    compared = [
-        (setting, name, [before_[name], now_[name]])
-        for setting, old, new in pairs
-        for before_, now_ in [(_samples(old, new), _samples(new, old))]
-        for name in before_
-        if name in now_ and (same_machine or name not in _OF_MACHINE) and not (busy and name in ("step", "startup"))
-    ]
-    measures, reasons = [], []
-    for setting, old, new in pairs:
-        own = [
-            _judge(setting, name, both, allowed, len(compared), old, new)
-            for of, name, both in compared
-            if of == setting
-        ]
+        changed = _changes(before["machine"], now["machine"])
+        notes.append(f"time, memory and start-up are not compared, because the machine is another: {changed}")
+    skipped = _OF_MACHINE if not same_machine else ("step", "startup") if busy else ()
+    samples = [(_samples(old, new), _samples(new, old)) for _, old, new in pairs]
+    shared = [[name for name in was if name in now_ and name not in skipped] for was, now_ in samples]
+    measures, reasons, count = [], [], sum(map(len, shared))
+    for (setting, old, new), (was, now_), names in zip(pairs, samples, shared, strict=True):
+        own = [_judge(setting, name, [was[name], now_[name]], allowed, count, old, new) for name in names]
         own = _with_fit(own)
         measures += own
         bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
@@ -217,7 +209,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         if bad:
             where = f"{setting}: " if setting else ""
             reasons.append(f"{where}{'; '.join(bad)}. {_cause(before, now, old, new)}")
-    if not compared and not reasons:
+    if not count and not reasons:
         raise UserError(
             "against", "has nothing in common with these runs", "runs of the same settings that have finished"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -99,9 +99,8 @@ class View:
     @property
     def headline(self) -> str:
         """How many jobs are in which state, the best one, and the time that is left."""
-        counts = Counter(seen.row.status for seen in self.jobs)
-        parts = [f"{counts['finished']} of {len(self.jobs)} finished"]
-        parts += [f"{counts[status]} {status}" for status in _ORDER if counts[status] and status != "finished"]
+        others = [seen for seen in self.jobs if seen.row.status != "finished"]
+        parts = [f"{len(self.jobs) - len(others)} of {len(self.jobs)} finished", *_counted(others)]
         parts += [f"best {self.best}"] if self.best else []
         parts += [f"about {duration(self.seconds_left)} left"] if self.seconds_left is not None else []
         return ", ".join(parts)
@@ -205,11 +204,15 @@ def table_of(view: View, width: int, rows: int) -> Group:
         table.add_column(name, header_style="bold", no_wrap=name != "settings", overflow="fold")
     for row in cells.values():
         table.add_row(*(row[name] for name in names))
-    if hidden := [seen.row.status for at, seen in enumerate(view.jobs) if at not in cells]:
-        counts = Counter(hidden)
-        told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
-        return Group(Text(view.headline, style="bold"), table, Text(f"and {told}", style="dim"))
-    return Group(Text(view.headline, style="bold"), table)
+    hidden = _counted(seen for at, seen in enumerate(view.jobs) if at not in cells)
+    below = [Text(f"and {', '.join(hidden)}", style="dim")] if hidden else []
+    return Group(Text(view.headline, style="bold"), table, *below)
+
+
+def _counted(jobs: Iterable[Seen]) -> list[str]:
+    """How many jobs are in each state."""
+    counts = Counter(seen.row.status for seen in jobs)
+    return [f"{counts[status]} {status}" for status in _ORDER if counts[status]]
 
 
 def _cells(seen: Seen, shared: str, base: str) -> dict[str, str | Text]:
