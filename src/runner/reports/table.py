@@ -98,7 +98,7 @@ class Table:
                 str(len(row.runs)) if self.folded else row.runs[0].name,
                 *(text_of(row.values.get(key)) for key in (*self.keys, *self.metrics)),
                 row.status,
-                "-" if row.values.get("time_s") is None else duration(_mean(row.values["time_s"])),
+                "-" if row.values["time_s"] is None else duration(row.values["time_s"].mean),
             ]
             for row in self.rows
         ]
@@ -283,10 +283,6 @@ def _order(value: Any) -> tuple[bool, float, str]:
     """Numbers in front of texts, from the smallest to the largest."""
     value = value.mean if isinstance(value, Spread) else value
     return (False, value, "") if is_number(value) else (True, 0.0, str(value))
-
-
-def _mean(value: Any) -> float:
-    return value.mean if isinstance(value, Spread) else float(value)
 
 
 def _plain(value: Any) -> Any:
