@@ -26,7 +26,7 @@ from runner.sweeps.events import Event, period_s, tell
 from runner.sweeps.jobs import varied_words
 from runner.sweeps.ledger import ENDED, Entry, Ledger, Outcome, Records, outcome_of
 from runner.sweeps.pool import Common, Ended, Pool, PoolBroken, Slot, slots_of
-from runner.sweeps.table import command_alone
+from runner.sweeps.rows import command_alone
 from runner.tracking.formats import number as in_words
 
 _MOST = 1024  # slots on a device, threads
