@@ -44,21 +44,17 @@ _WORDS = {
 
 def section(bench: Bench) -> list[Row]:
     """The rows of this section."""
-    rows, known = [], dict[tuple[str, ...], dict[str, str]]()
+    rows, known, times = [], dict[tuple[str, ...], dict[str, str]](), dict[tuple[str, ...], float]()
     for launcher in bench.launchers:
         words = _WORDS.get(launcher, (*_GRID, _LONGER))
         words = (*words[:1], *whole(words[1:]))
         if words not in known:
             undisturbed = bench.folder / f"undisturbed_{len(known)}"
-            first = live((*words, f"output_root={undisturbed}"), undisturbed.with_suffix(".log"))
-            assert first.status == 0, first.said()[-2000:]
+            times[words] = _lasted(words, undisturbed)
             [folder] = undisturbed.glob("*/sweeps/*")
             known[words] = _found(folder)
         own, expected = (*words, *_LAUNCHERS[launcher]), known[words]
-        began, root = time.perf_counter(), bench.folder / f"{launcher}_undisturbed"
-        alone = live((*own, f"output_root={root}"), root.with_suffix(".log"))
-        lasted = time.perf_counter() - began
-        assert alone.status == 0, alone.said()[-2000:]
+        lasted = times.get(own) or _lasted(own, bench.folder / f"{launcher}_undisturbed")
         victims = "the sweep" if launcher in _ALONE else "the sweep, a job or both"
         row = Row("sweeps", f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of {victims} at random moments")
         hit = Counter[str]()
@@ -68,6 +64,14 @@ def section(bench: Bench) -> list[Row]:
         row.note = ", ".join(f"{count} {name}" for name, count in sorted(hit.items()))  # others came too late
         rows.append(row)
     return rows
+
+
+def _lasted(words: tuple[str, ...], root: Path) -> float:
+    """Run a sweep that is left alone below `root`; how many seconds it takes."""
+    began = time.perf_counter()
+    life = live((*words, f"output_root={root}"), root.with_suffix(".log"))
+    assert life.status == 0, life.said()[-2000:]
+    return time.perf_counter() - began
 
 
 def _stopped(
