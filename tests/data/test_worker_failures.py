@@ -176,7 +176,7 @@ def test_workers_that_are_frozen_are_waited_for_as_long_as_configured(frozen_whe
         began = time.monotonic()
         with pytest.raises(DataFailed, match=r"data\.timeout_s: no batch came .* for 1 s"):
             list(batches)
-        assert time.monotonic() - began < 8, "twenty seconds and more without a limit of its own"
+        assert time.monotonic() - began < 15, "twenty seconds and more without a limit of its own"
         assert gone(pids)
 
 
@@ -191,7 +191,7 @@ def test_frozen_workers_do_not_hold_up_the_end(persistent: bool) -> None:
     began = time.monotonic()
     made.close()
     batches.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - began < 8, "five to ten seconds for each worker without a limit for all"
+    assert time.monotonic() - began < 12, "five to ten seconds for each worker without a limit for all"
     assert gone(pids)
 
 

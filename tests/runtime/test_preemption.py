@@ -32,10 +32,11 @@ class Slow:
         time.sleep(self.step_s)
 
 class SlowMetric:
-    def __init__(self, **facts): pass
+    def __init__(self, **facts): self.batches = 0
     def to(self, device): return self
     def update(self, logits, targets):
-        Path("evaluating").touch()
+        self.batches += 1
+        Path("evaluating").write_text(str(self.batches))
         time.sleep(0.3)
     def compute(self):
         import torch
@@ -127,11 +128,10 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resumi
     metric = ("+metrics.slow._target_=slow.SlowMetric", "checkpoint.monitor=loss", "data.split.val=0.3")
     process = start(*metric, "evaluate.batch_size=4")  # 15 batches of 0.3 s
     wait_for(here / "evaluating", process)
-    asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, out + err
-    assert time.monotonic() - asked < 5, "it waited for the evaluation to end"
+    assert int((here / "evaluating").read_text()) < 15, "it waited for the evaluation to end"
     directory = Path(out.strip().splitlines()[-1])
     position = read(directory / "checkpoints" / "last.safetensors")["position"]
     assert (position["epoch"], position["batch"], position["evaluation_due"]) == (1, 0, True)
@@ -148,7 +148,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Any, here: Path) -> Non
     time.sleep(0.3)
     assert process.poll() is None, "the first one waits for the step to end"
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=5)
+    process.communicate(timeout=20)  # its step takes 30 s
     # On a busy machine Python sees both together, and handles the one with the smaller number first.
     assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 

@@ -94,7 +94,7 @@ def test_a_second_signal_ends_the_worker_processes_too() -> None:
     os.close(writing)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGINT
     worker = os.read(reading, 20)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30  # half as long as the worker sleeps
     with os.fdopen(reading, "rb") as pipe:  # the worker holds its other end
         os.set_blocking(pipe.fileno(), False)
         while pipe.read() is None:

@@ -33,7 +33,7 @@ def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path)
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    names = [name for process in processes for name in process.communicate(timeout=20)[0].split()]
+    names = [name for process in processes for name in process.communicate(timeout=120)[0].split()]
     assert len(names) == len(set(names)) == 100
     assert set(names) == {path.name for path in parent.iterdir()}
     assert {"2026-11-20_10-31-07", "2026-11-20_10-31-07_1", "2026-11-20_10-31-07_99"} <= set(names)
