@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ WORDS = (
     "checkpoint.every_steps=3", "log.progress=false",
 )  # fmt: skip
 MINE = """
-import os, pathlib, signal, subprocess, time
+import multiprocessing, os, pathlib, signal, subprocess, time
 
 def parent_of(process):
     return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
@@ -46,6 +47,9 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
 
 class Slow:
+    def on_start(self, loop):
+        pathlib.Path(f"workers_of_rank_{os.environ['RANK']}").write_text(multiprocessing.get_start_method())
+
     def on_step(self, loop):
         time.sleep(0.1)
 """
@@ -138,6 +142,8 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
         assert read(here / "run/checkpoints/last.safetensors")["position"]["global_step"] == step
     resumed = train("ckpt_path=run", "hydra.run.dir=run")
     whole = train(*WORDS, f"devices={size}", slow, "hydra.run.dir=whole")
+    methods = {path.name: path.read_text() for path in here.glob("workers_of_rank_*")}
+    assert methods == {f"workers_of_rank_{rank}": multiprocessing.get_start_method() for rank in range(size)}
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 

@@ -30,7 +30,7 @@ class Agent:
                 ranks.append(ForkedProgram(words))
         self._restarts += 1
         try:
-            return [(rank.wait(90), *rank.communicate()) for rank in ranks]
+            return [(rank.wait(240), *rank.communicate()) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
