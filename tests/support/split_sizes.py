@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,7 @@ from runner.distributed.world import World, joined
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Classification, Regression
 
-# (samples, batch size): four ranks have a batch each more than twice, except of the largest, and then some of them.
-SPLITS = [(size, batch) for batch, longest in ((1, 9), (3, 26), (8, 40)) for size in range(longest + 1)]
+SIZES, BATCHES = range(41), (1, 3, 8)
 _CPU = torch.device("cpu")
 
 
@@ -56,7 +56,7 @@ class Noting:
 
 
 def all_found(world: World | None = None) -> list[dict[str, Any]]:
-    """For each of `SPLITS` the samples that this rank evaluated, and the metrics of each task.
+    """For every size and batch size the samples that this rank evaluated, and the metrics of each task.
 
     The models are divided among the ranks of `world`, if there is one. The metrics do not depend on it, so one task has to do.
     """
@@ -71,7 +71,7 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
         shard(models["classes"], [], world, _CPU)
     metrics = {name: {**task.metrics(_CPU), "fading": Fading()} for name, task in tasks.items()}
     every = []
-    for size, batch in SPLITS:
+    for size, batch in itertools.product(SIZES, BATCHES):
         every.append(found := dict[str, Any]())
         for name, task in tasks.items():
             loader = MemoryLoader(images, targets[name], torch.arange(size), batch, 0, False, _CPU, prepare)
