@@ -174,6 +174,18 @@ def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
     assert "1 of 2 jobs finished" in result.out
 
 
+def test_a_job_that_is_repeated_while_its_first_process_leaves_its_slot(run, tiny, workdir, monkeypatch):
+    (workdir / "dying.py").write_text(
+        "import os, signal, subprocess\nfrom pathlib import Path\n\nclass Once:\n    def on_start(self, loop):\n"
+        "        if not Path('died').exists():\n            Path('died').touch()\n            subprocess.Popen(['sleep', '60'])\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.syspath_prepend(workdir)
+    result = run("train", *tiny, *POOL, "seed=0", "retries=1", "+callbacks.once._target_=dying.Once")
+    assert result.status == 0, result.out + result.err
+    assert [event for event, _ in events(result.directory)] == ["launch", "started", "retried", "started", "finished"]
+
+
 def test_events_are_lines_with_what_people_need_next():
     heard: list[Event] = []
     with listening(heard.append):

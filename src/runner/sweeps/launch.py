@@ -24,8 +24,8 @@ from runner.config.sources import Sources, text_of
 from runner.config.truth import is_true
 from runner.sweeps import on_ray, pool_launcher, script
 from runner.sweeps.ablation import ablated, toggles_off
-from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
-from runner.sweeps.launch_search import Command, launch_search
+from runner.sweeps.jobs import Announce, Command, announced, jobs_of, validate_jobs
+from runner.sweeps.launch_search import launch_search
 from runner.sweeps.launchers import absent, status_of_jobs, sturdy
 from runner.sweeps.ledger import Plan, counted, identity
 
@@ -129,11 +129,28 @@ def launch(
             return compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))[0]
 
         if composition.values["search"]["sampler"] is not None:
-            slots = cfg.hydra.launcher if in_pool else None
-            command = Command(composition, words, schema, sources, composed, also, monitor, task, alone, place)
-            command = dataclasses.replace(command, verb=verb, primary=primary, launcher=launcher, slots=slots)
+            if _wants_script(composition):
+                print(script.job_script(verb, argv, composition.values))
+                return 0, None
+            command = Command(
+                composition,
+                hydra=cfg.hydra,
+                words=words,
+                schema=schema,
+                primary=primary,
+                sources=sources,
+                job=task,
+                compose=composed,
+                also=also,
+                monitor=monitor,
+                flags=alone,
+                given=place,
+            )
             folder, run = launch_search(command, sweep_root)
-            return status_of(run), folder
+            try:
+                return status_of(run), folder
+            finally:
+                _requeue(composition)
         if composition.values["search"]["space"]:
             raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
         params = dict(cfg.hydra.sweeper.get("params") or {})
