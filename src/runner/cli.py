@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.config.errors import FAILED, OK, UserError, file_error, nearest, too_many_files
-from runner.config.signals import noting_interrupts
+from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
@@ -43,32 +43,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     # Importing torch leaves no garbage, and looking for it takes a quarter of the start; a job enables it again.
     gc.disable()
-    with noting_interrupts() as interrupted:
-        try:
+    try:
+        with interruptible():
             if words[0] not in VERBS:
                 allowed = f"{', '.join(VERBS)} (python -m runner --help)"
                 meant = f"train {words[0]}" if "=" in words[0] else _MEANT.get(words[0]) or nearest(words[0], VERBS)
                 raise UserError(f"'{words[0]}' is not a verb", "", allowed, meant)
             return launch_verb(VERBS[words[0]], words[1:])
-        except BrokenPipeError:
-            # The reader closed the pipe (`| head`); without this, Python would complain about it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return OK
-        except (Exception, KeyboardInterrupt) as error:
-            if interrupted() or isinstance(error, KeyboardInterrupt):
-                print("interrupted", file=sys.stderr)
-                return INTERRUPTED
-            if not isinstance(error, OSError | UserError):
-                raise
-            text = str(error) if isinstance(error, UserError) else too_many_files(error) or file_error(error)
-            if not text:
-                raise
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                traceback.print_exc()
-            print_error(text)
-            return error.exit_code if isinstance(error, UserError) else FAILED
-        finally:
-            gc.enable()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader closed the pipe (`| head`); without this, Python would complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (OSError, UserError) as error:
+        text = str(error) if isinstance(error, UserError) else too_many_files(error) or file_error(error)
+        if not text:
+            raise
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        print_error(text)
+        return error.exit_code if isinstance(error, UserError) else FAILED
+    finally:
+        gc.enable()
 
 
 def _help() -> str:

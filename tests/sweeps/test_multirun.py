@@ -230,6 +230,20 @@ def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
     assert not (Path(out.splitlines()[-1].strip()) / "1").exists()
 
 
+def test_ctrl_c_between_two_jobs_ends_a_sweep_with_the_same_table(run, workdir, tiny, monkeypatch):
+    (workdir / "pressed.py").write_text(
+        "import signal\nfrom hydra.experimental.callback import Callback\n\nclass Pressed(Callback):\n"
+        "    def on_job_start(self, config, **_):\n"
+        "        if config.hydra.job.num == 1:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+    )
+    monkeypatch.syspath_prepend(workdir)
+    result = run("train", *tiny, "--multirun", "seed=0,1,2", "+hydra.callbacks.pressed={_target_: pressed.Pressed}")
+    assert (result.status, result.err) == (75, "interrupted\n")
+    assert "1 of 3 jobs finished" in result.out
+    assert "the same command continues it" in result.out
+
+
 def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
     hidden = workdir / "mine" / "model" / "mlp.yaml"
     hidden.parent.mkdir(parents=True)

@@ -22,26 +22,31 @@ heard: list[str] = []
 """Names of the signals that asked this process to stop, since its verb started."""
 early: list[str] = []
 """Those that came before a run listened to them, until it does."""
+_interrupts: list[int] = []
 _SOON_S = 0.01
 _AGAIN_S = 1.0
 
 
 @contextlib.contextmanager
-def noting_interrupts() -> Iterator[Callable[[], bool]]:
-    """Gives whether Ctrl-C came. Code that it breaks off may raise another error than `KeyboardInterrupt`, as OmegaConf does."""
-    came: list[int] = []
+def interruptible() -> Iterator[None]:
+    """After Ctrl-C, raise `KeyboardInterrupt` whatever the code inside raises: OmegaConf, broken off, raises something else."""
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        _interrupts.append(number)
         signal.default_int_handler(number, frame)
 
-    # Only Python's own handler is replaced: the shell ignores the signal for jobs in the background, and keeps it so.
+    # Only Python's own handler is replaced: a shell ignores the signal for jobs in the background, and that stays so.
     noted = threading.current_thread() is threading.main_thread()
     noted = noted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if noted:
+        _interrupts.clear()
         signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: bool(came)
+        yield
+    except Exception as error:
+        if not _interrupts:
+            raise
+        raise KeyboardInterrupt from error
     finally:
         if noted:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,52 +6,15 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 
 from runner.config import overrides
-from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
-from runner.config.sources import Sources
 
 Announce = Callable[[int, int, str], None]
 """Called before each job with its number from 1, the number of jobs, and what it varies."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """The command line of a sweep, and what can be done with it.
-
-    Attributes:
-        composition: its config.
-        hydra: its section `hydra`.
-        words: its overrides, without those about the sweep as a whole.
-        schema: of the verb.
-        primary: name of the primary config.
-        sources: folders of configs.
-        job: runs a job of a composition; its `verb` is that of the command line.
-        compose: the composition of a job with other overrides.
-        also: finds problems in a composition.
-        monitor: metric and direction that a run of a composition watches.
-        flags: see `Plan`.
-        given: see `Plan`.
-    """
-
-    composition: Composition
-    hydra: Any
-    words: Sequence[str]
-    schema: type
-    primary: str
-    sources: Sources
-    job: Any
-    compose: Callable[[list[str]], Composition]
-    also: Callable[[Composition], list[Problem]]
-    monitor: Callable[[Composition], tuple[str, str]]
-    flags: Sequence[str]
-    given: Path | None
 
 
 def completed(words: Sequence[str] = (), value: float | None = None) -> JobReturn:

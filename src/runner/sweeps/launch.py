@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from runner.config import overrides, slurm
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
-from runner.config.keys import OF_THE_SWEEP, all_keys, at, flatten, key_of, within
+from runner.config.keys import OF_THE_SWEEP, all_keys, at, key_of, within
 from runner.config.merged_once import merged_once
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
@@ -24,7 +23,8 @@ from runner.config.sources import Sources, text_of
 from runner.config.truth import is_true
 from runner.sweeps import on_ray, pool_launcher, script
 from runner.sweeps.ablation import ablated, toggles_off
-from runner.sweeps.jobs import Announce, Command, announced, jobs_of, validate_jobs
+from runner.sweeps.command import Command
+from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
 from runner.sweeps.launch_search import launch_search
 from runner.sweeps.launchers import absent, status_of_jobs, sturdy
 from runner.sweeps.ledger import Plan, counted, identity
@@ -83,138 +83,130 @@ def launch(
     verb, primary = primary, (flags.config_name or primary).removesuffix(".yaml")
     with application(task, sources, schema) as app, merged_once() if several else contextlib.nullcontext():
         composition, cfg = compose(app, primary, checked, schema, sources, also)
-        sweeps = _is_sweep(cfg)
-        if not (sweeps or flags.multirun):
-            _refuse_keys_of_sweeps(
-                checked.accepted, "is about a sweep, and this is one run", "--multirun too, or no such key"
-            )
-            if _wants_script(composition):
-                if problems := also(composition):
-                    raise ConfigError(problems)
-                print(script.job_script(verb, argv, composition.values))
-                return 0, None
-            # Composing takes most of the time until a run begins, so it is not done again.
-            app.compose_config = lambda **_: cfg
-            configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
-            try:
-                with _no_empty_folders(Path(cfg.hydra.run.dir)):
-                    return status_of(lambda: app.run(primary, task, checked.accepted)), None
-            finally:
-                _requeue(composition)
-        if wrong := [problem for problem in also(composition) if within(problem.key, OF_THE_SWEEP)]:
-            raise ConfigError(wrong)  # no job has these keys
-        launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
-        if problem := absent(launcher):
-            raise ConfigError([problem])
-        in_pool = launcher == "pool"
-        if in_pool and (wrong := pool_launcher.problems_of(cfg.hydra.launcher, composition.values, verb)):
-            raise ConfigError(wrong)
-        if not keeps_runs:
-            _refuse_keys_of_sweeps(
-                checked.accepted, "is about jobs that train, and this verb keeps no ledger", "no such key"
-            )
-        words = [word for word in checked.accepted if not within(key_of(word), OF_THE_SWEEP)]
-        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
-        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
-            raise ConfigError([problem])
-        alone = [
-            f"--{name.replace('_', '-')}={flag}"
-            for name in ("config_dir", "config_name")
-            if (flag := getattr(flags, name))
-        ]
-        place = Path(given[-1]) if given else None
-
-        def composed(words: list[str]) -> Composition:
-            this = dataclasses.replace(checked, accepted=words)
-            return compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))[0]
-
+        call = Command(
+            *(task, schema, verb, primary, argv, flags, checked, sources),
+            *(also, monitor, app, composition, cfg, keeps_runs),
+        )
+        if not (flags.multirun or _is_sweep(cfg)):
+            return _launch_run(call), None
+        _check_sweep(call, restarted)
         if composition.values["search"]["sampler"] is not None:
-            if _wants_script(composition):
-                print(script.job_script(verb, argv, composition.values))
-                return 0, None
-            command = Command(
-                composition,
-                hydra=cfg.hydra,
-                words=words,
-                schema=schema,
-                primary=primary,
-                sources=sources,
-                job=task,
-                compose=composed,
-                also=also,
-                monitor=monitor,
-                flags=alone,
-                given=place,
-            )
-            folder, run = launch_search(command, sweep_root)
-            try:
-                return status_of(run), folder
-            finally:
-                _requeue(composition)
-        if composition.values["search"]["space"]:
-            raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
-        params = dict(cfg.hydra.sweeper.get("params") or {})
-        swept = sorted({*overrides.swept(words), *params})
-        if same_for_all := [key for key in ("name", "output_root") if key in swept]:
-            why = "names the folder of a sweep, so that its jobs cannot differ in it"
-            raise UserError(same_for_all[0], why, f"one {same_for_all[0]}, and job numbers; or one command for each")
-        jobs: list[list[str]] = []
-        off: dict[str, str] = {}
-        identities: dict[str, list[str]] | None = None
-        if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
-            jobs, identities = jobs_of(words, params), {}
-            if composition.values["ablate"] is not None:
-                off = toggles_off(composition.values, schema)
-                jobs, swept = ablated(jobs, off), sorted({*swept, *off})
+            return _launch_search(call, sweep_root)
+        return _launch_grid(call, sweep_root, announce)
 
-            def problems_of(words: list[str]) -> list[Problem]:
-                job = composed(words)
-                identities[identity(job.values, job.overrides, swept)] = job.overrides
-                return [] if job.values.get("ckpt_path") is not None else also(job)
 
-            validate_jobs(jobs, problems_of)
-        elif common := _of_every_job(cfg, words, also(composition)):
-            raise ConfigError(common)
+def _launch_run(call: Command) -> int:
+    """Run one job; returns its exit status."""
+    call.refuse_keys_of_sweeps("is about a sweep, and this is one run", "--multirun too, or no such key")
+    if _wants_script(call.composition):
+        if problems := call.also(call.composition):
+            raise ConfigError(problems)
+        print(script.job_script(call.verb, call.argv, call.composition.values))
+        return 0
+    cfg, app = call.cfg, call.app
+    # Composing takes most of the time until a run begins, so it is not done again.
+    app.compose_config = lambda **_: cfg
+    configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
+    try:
+        with _no_empty_folders(Path(cfg.hydra.run.dir)):
+            return status_of(lambda: app.run(call.primary, call.task, call.checked.accepted))
+    finally:
+        _requeue(call.composition)
 
-        def base() -> dict[str, Any]:
-            """What the command sets for all jobs; its words if they are no config by themselves."""
-            plain = dataclasses.replace(checked, accepted=[word for word in words if key_of(word) not in swept])
-            on = {f"ablate.{key}": at(composition.values, key) for key in off}
-            with contextlib.suppress(ConfigError):
-                return counted(compose(app, primary, plain, schema, sources, also)[0].values) | on
-            return {"overrides": sorted(mask_words(plain.accepted))}
 
-        if _wants_script(composition):
-            print(_script_of_sweep(cfg, composition, verb, argv, place, len(jobs)))
-            return 0, None
-        detach = in_pool and cfg.hydra.launcher.detach
-        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place, detach))
-        words += [] if given else [f"hydra.sweep.dir='{folder}'"]
-        words += [] if sweeps else ["hydra.mode=MULTIRUN"]
-        pool_launcher.register()
-        on_ray.register()
-        try:
-            with announced(announce, jobs, fixed=bool(off)), sturdy(launcher, folder):
-                status = status_of(lambda: app.multirun(primary, task, words))
-            return status or status_of_jobs(folder), folder
-        finally:
-            _requeue(composition)
+def _check_sweep(call: Command, restarted: bool) -> None:
+    """Refuse what is wrong with a sweep as a whole."""
+    values = call.composition.values
+    if wrong := [problem for problem in call.also(call.composition) if within(problem.key, OF_THE_SWEEP)]:
+        raise ConfigError(wrong)  # no job has these keys
+    if problem := absent(call.chosen("hydra/launcher")):
+        raise ConfigError([problem])
+    if call.in_pool and (wrong := pool_launcher.problems_of(call.cfg.hydra.launcher, values, call.verb)):
+        raise ConfigError(wrong)
+    if not call.keeps_runs:
+        call.refuse_keys_of_sweeps("is about jobs that train, and this verb keeps no ledger", "no such key")
+    continues = restarted or call.composition.resumes
+    if call.place and (problem := why_occupied(call.place, call.words, continues)):
+        raise ConfigError([problem])
+    if values["search"]["space"] and values["search"]["sampler"] is None:
+        raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
+
+
+def _launch_search(call: Command, sweep_root: Callable[[Plan], Path]) -> tuple[int, Path | None]:
+    """Run the trials of a search that are left; returns the exit status and the folder."""
+    if _wants_script(call.composition):
+        print(script.job_script(call.verb, call.argv, call.composition.values))
+        return 0, None
+    folder, run = launch_search(call, sweep_root)
+    try:
+        return status_of(run), folder
+    finally:
+        _requeue(call.composition)
+
+
+def _launch_grid(call: Command, sweep_root: Callable[[Plan], Path], announce: Announce) -> tuple[int, Path | None]:
+    """Run the jobs of a sweeper of Hydra, those that the ledger says are left; returns the exit status and the folder."""
+    composition, cfg, words = call.composition, call.cfg, call.words
+    params = dict(cfg.hydra.sweeper.get("params") or {})
+    swept = sorted({*overrides.swept(words), *params})
+    if same_for_all := [key for key in ("name", "output_root") if key in swept]:
+        why = "names the folder of a sweep, so that its jobs cannot differ in it"
+        raise UserError(same_for_all[0], why, f"one {same_for_all[0]}, and job numbers; or one command for each")
+    jobs: list[list[str]] = []
+    off: dict[str, str] = {}
+    identities: dict[str, list[str]] | None = None
+    if call.chosen("hydra/sweeper") == "basic":
+        jobs, identities = jobs_of(words, params), {}
+        if composition.values["ablate"] is not None:
+            off = toggles_off(composition.values, call.schema)
+            jobs, swept = ablated(jobs, off), sorted({*swept, *off})
+
+        def problems_of(words: list[str]) -> list[Problem]:
+            job = call.composed(words)
+            identities[identity(job.values, job.overrides, swept)] = job.overrides
+            return [] if job.values.get("ckpt_path") is not None else call.also(job)
+
+        validate_jobs(jobs, problems_of)
+    elif common := _of_every_job(cfg, words, call.also(composition)):
+        raise ConfigError(common)
+
+    def base() -> dict[str, Any]:
+        """What the command sets for all jobs; its words if they are no config by themselves."""
+        plain = [word for word in words if key_of(word) not in swept]
+        on = {f"ablate.{key}": at(composition.values, key) for key in off}
+        with contextlib.suppress(ConfigError):
+            return counted(call.composed(plain).values) | on
+        return {"overrides": sorted(mask_words(plain))}
+
+    if _wants_script(composition):
+        print(_script_of_sweep(call, len(jobs)))
+        return 0, None
+    detach = call.in_pool and cfg.hydra.launcher.detach
+    folder = sweep_root(Plan(composition.values, swept, identities, base, call.flags_of_jobs, call.place, detach))
+    of_hydra = [] if call.place else [f"hydra.sweep.dir='{folder}'"]
+    of_hydra += [] if _is_sweep(cfg) else ["hydra.mode=MULTIRUN"]
+    pool_launcher.register()
+    on_ray.register()
+    try:
+        with announced(announce, jobs, fixed=bool(off)), sturdy(call.chosen("hydra/launcher"), folder):
+            status = status_of(lambda: call.app.multirun(call.primary, call.task, [*words, *of_hydra]))
+        return status or status_of_jobs(folder), folder
+    finally:
+        _requeue(composition)
 
 
 def _wants_script(composition: Composition) -> bool:
     return is_true((composition.values.get("slurm") or {}).get("script"))
 
 
-def _script_of_sweep(
-    cfg: DictConfig, composition: Composition, verb: str, argv: Sequence[str], place: Path | None, jobs: int
-) -> str:
+def _script_of_sweep(call: Command, jobs: int) -> str:
     """The script of the array that submitit would submit, or that of a job which runs the whole sweep."""
-    values = composition.values
-    if cfg.hydra.runtime.choices.get("hydra/launcher") != "submitit_slurm":
-        return script.job_script(verb, argv, values)
-    named = place or values.get("sweep_dir")
+    values = call.composition.values
+    if call.chosen("hydra/launcher") != "submitit_slurm":
+        return script.job_script(call.verb, call.argv, values)
+    named = call.place or values.get("sweep_dir")
     folder = Path(named) if named else Path(str(values["output_root"]), str(values["name"]), "sweeps", "DATE_TIME")
-    return script.array_script(cfg, folder, jobs)
+    return script.array_script(call.cfg, folder, jobs)
 
 
 def _requeue(composition: Composition) -> None:
@@ -242,12 +234,6 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
         for word in words
         if word.lstrip("+").startswith("sweep=")
     ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in words)
-
-
-def _refuse_keys_of_sweeps(words: Sequence[str], why: str, allowed: str) -> None:
-    for word in words:
-        if within(key_of(word), OF_THE_SWEEP):
-            raise UserError(key_of(word), why, "sweep=optuna too" if key_of(word).startswith("search.") else allowed)
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:

@@ -14,7 +14,8 @@ from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.space import Range, is_nested, ranges_of, word_of
-from runner.sweeps.jobs import Command, validate_jobs
+from runner.sweeps.command import Command
+from runner.sweeps.jobs import validate_jobs
 from runner.sweeps.ledger import NAME, Plan, counted
 from runner.sweeps.pool_launcher import PoolConfig, pool_of, problems_of
 
@@ -30,10 +31,10 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
         ConfigError: with every problem of the search space, and of the values at its ends.
         UserError: for settings that do not fit together, or if Optuna is not installed.
     """
-    values, verb = command.composition.values, command.job.verb
-    settings, launcher = values["search"], str(command.hydra.runtime.choices.get("hydra/launcher"))
-    if verb.name != "train":
-        raise UserError("sweep", f"is a search, which is for train, and this is {verb.name}", "another sweep")
+    values, launcher = command.composition.values, command.chosen("hydra/launcher")
+    settings = values["search"]
+    if command.verb != "train":
+        raise UserError("sweep", f"is a search, which is for train, and this is {command.verb}", "another sweep")
     if launcher not in ("basic", "pool"):
         raise UserError("hydra/launcher", f"is {launcher}, and a search starts its trials itself", "basic or pool")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -54,20 +55,20 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
 
     check_storage(settings["storage"])
     jobs = settings["jobs"]
-    slots: Any = command.hydra.launcher if launcher == "pool" else None
+    slots: Any = command.cfg.hydra.launcher if command.in_pool else None
     if slots is None and (jobs or 1) > 1:
         slots = PoolConfig(per_device=jobs)
-        if wrong := problems_of(slots, values, verb.name, f"search.jobs={jobs}"):
+        if wrong := problems_of(slots, values, command.verb, f"search.jobs={jobs}"):
             raise ConfigError(wrong)
     _check_ends(command, words, space)
     goals = dict(settings["objectives"]) or dict([command.monitor(command.composition)])
     swept = [*space, *(["seed"] if settings["seeds"] else [])]
 
     def base() -> dict[str, Any]:
-        return counted(command.compose(words).values) | {f"search.{key}": settings[key] for key in _SAME}
+        return counted(command.composed(words).values) | {f"search.{key}": settings[key] for key in _SAME}
 
-    detach = launcher == "pool" and bool(slots.detach)
-    folder = sweep_root(Plan(values, swept, None, base, command.flags, command.given, detach, searches=True))
+    detach = command.in_pool and bool(slots.detach)
+    folder = sweep_root(Plan(values, swept, None, base, command.flags_of_jobs, command.place, detach, searches=True))
     spec = StudySpec(
         storage=str(settings["storage"] or folder / JOURNAL),
         name=str(folder.absolute()) if settings["storage"] else "search",
@@ -85,7 +86,7 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
         if slots is None:
             raise SystemExit(search.run(None))
         sources = [str(each) for each in command.sources.extra]
-        with pool_of(folder, verb, slots, values, most=jobs, primary=command.primary, sources=sources) as pool:
+        with pool_of(folder, command.task, slots, values, most=jobs, primary=command.primary, sources=sources) as pool:
             raise SystemExit(search.run(pool))
 
     return folder, run
@@ -148,7 +149,7 @@ def _check_ends(command: Command, words: Sequence[str], space: dict[str, Range])
     def problems_of(job: list[str]) -> list[Problem]:
         key, value = changed[jobs.index(job)]
         if not known or key in groups or key not in space or is_nested(value):
-            composition = command.compose(job)
+            composition = command.composed(job)
             known.append(composition)
         else:  # composing takes long
             composition = dataclasses.replace(known[0], values=copy.deepcopy(known[0].values))

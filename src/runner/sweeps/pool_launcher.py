@@ -105,11 +105,11 @@ def _devices(given: Any, device: str) -> list[str]:
     return [str(each) for each in listed]
 
 
-def pool_of(folder: Path, verb: Any, launcher: Any, values: Any, most: int | None = None, **common: Any) -> Pool:
+def pool_of(folder: Path, task: Any, launcher: Any, values: Any, most: int | None = None, **common: Any) -> Pool:
     """The pool for the jobs of a sweep; `common` are the other fields of `Common`."""
     slots, environment = slots_for(launcher, values, most)
-    environment = {**verb.environment, **environment}
-    return Pool(slots, Common(folder=folder, verb=verb.name, environment=environment, **common))
+    environment = {**task.verb.environment, **environment}
+    return Pool(slots, Common(folder=folder, verb=task.verb.name, environment=environment, **common))
 
 
 def slots_for(launcher: Any, values: Any, most: int | None = None) -> tuple[list[Slot], dict[str, str]]:
@@ -144,7 +144,7 @@ class PoolLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what Hydra gives."""
-        self._config, self._verb = config, task_function.verb  # type: ignore[attr-defined]
+        self._config, self._task = config, task_function
         self._ledger = Ledger(Path(str(config.hydra.sweep.dir)))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -165,7 +165,7 @@ class PoolLauncher(Launcher):
             "primary": str(hydra.job.config_name),
             "sources": [str(each) for each in folders if each.resolve() != shipped().resolve() and each.is_dir()],
         }
-        with pool_of(self._ledger.folder, self._verb, hydra.launcher, self._config, **common) as pool:
+        with pool_of(self._ledger.folder, self._task, hydra.launcher, self._config, **common) as pool:
             for all_ended in pool.run(lambda: self._start_next(pool), period_s()):
                 for ended in all_ended:
                     self._end(ended, pool.asked)

@@ -29,7 +29,7 @@ from runner.config.reading import read_overrides, read_summary
 from runner.config.secrets import mask_words
 from runner.config.space import Range, is_nested, text_of, word_of
 from runner.config.truth import is_true
-from runner.sweeps.jobs import Command
+from runner.sweeps.command import Command
 from runner.sweeps.launchers import status_of_jobs
 from runner.sweeps.ledger import Entry, Ledger, Outcome, identity, outcome_of
 from runner.sweeps.pool import Pool
@@ -149,7 +149,7 @@ class Search:
             return True
         os.environ.update(environment)
         try:
-            self.command.job(dataclasses.replace(composition, job_dir=self.folder / str(number), run_dir=None))
+            self.command.task(dataclasses.replace(composition, job_dir=self.folder / str(number), run_dir=None))
         finally:
             os.environ.pop(VARIABLE, None)
         self._end(trial)
@@ -159,7 +159,7 @@ class Search:
         """The words and the composition of the job for a trial's next seed."""
         seed, varied = self._seeds[len(trial.values)], self._varied(trial.params)
         words = [*self.words, *varied, *([] if seed is None else [f"seed={seed}"])]
-        composition = self.command.compose(words)
+        composition = self.command.composed(words)
         trial.identity = identity(composition.values, composition.overrides, self._swept)
         if trial.identity not in self._ledger.read().jobs:
             of_seed = f", seed {seed}" if seed is not None else ""
@@ -267,7 +267,7 @@ class Search:
         source = best.user_attrs.get(WARM) or f"trial {numbers.index(best.number) + 1}"
         words = [word for word in self.words if not word.startswith("hydra") and key_of(word) != "sweep"]
         words = mask_words([*words, *self._varied(best.params)])
-        command = shlex.join(["python", "-m", "runner", "train", *self.command.flags, *words])
+        command = shlex.join(["python", "-m", "runner", "train", *self.command.flags_of_jobs, *words])
         head = f"# {name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self.folder}"
         content, groups = dict[str, Any](), self.command.sources.groups()
         for key, value in best.params.items():

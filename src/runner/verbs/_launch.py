@@ -21,6 +21,7 @@ from runner import __version__
 from runner.config import slurm
 from runner.config.errors import OK, PREEMPTED, USAGE, UserError, called_exit, explain
 from runner.config.secrets import mask_text, mask_words
+from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._help import print_help
 from runner.verbs._table import VERBS, Verb
@@ -117,19 +118,25 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
         return opened[-1]
 
     live.heading = ""
-    with showing:
-        status, sweep = launch(
-            job_of(verb.name),
-            schema,
-            verb.name,
-            verb.expand_shorthand(argv),
-            also=lambda composition: problems_in(composition.values, composition, schema)[1],
-            sweep_root=open_sweep,
-            monitor=_monitor,
-            restarted=restarted,
-            announce=announce,
-            keeps_runs=verb.keeps_runs,
-        )
+    try:
+        with showing, interruptible():
+            status, sweep = launch(
+                job_of(verb.name),
+                schema,
+                verb.name,
+                verb.expand_shorthand(argv),
+                also=lambda composition: problems_in(composition.values, composition, schema)[1],
+                sweep_root=open_sweep,
+                monitor=_monitor,
+                restarted=restarted,
+                announce=announce,
+                keeps_runs=verb.keeps_runs,
+            )
+    except KeyboardInterrupt:  # between two jobs: a job that runs saves, and ends with status 75
+        if not (verb.keeps_runs and opened and Ledger(opened[-1]).read().jobs):
+            raise
+        print("interrupted", file=sys.stderr)
+        status, sweep = PREEMPTED, opened[-1]
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started
     from runner.sweeps.table import print_best, print_table, summarise
