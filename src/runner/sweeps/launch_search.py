@@ -47,11 +47,7 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
         raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
     if settings["pruner"] != "none" and len(settings["objectives"]) > 1:
         raise UserError("search.pruner", f"is {settings['pruner']}, and decides by one objective", "search.pruner=none")
-    from runner.sweeps.study import (  # which says what to install, before anything is written
-        JOURNAL,
-        StudySpec,
-        check_storage,
-    )
+    from runner.sweeps.study import JOURNAL, StudySpec, check_storage  # which says what to install before it is needed
 
     check_storage(settings["storage"])
     jobs = settings["jobs"]
@@ -139,23 +135,22 @@ def _check_ends(command: Command, words: Sequence[str], space: dict[str, Range])
     Raises:
         ConfigError: with every problem.
     """
-
     first = {key: values.ends[0] for key, values in space.items()}
     groups = command.sources.groups()
-    changed = [("", None), *((key, value) for key, values in space.items() for value in values.ends[1:])]
-    jobs = [[*words, *(word_of(*each) for each in (first | {key: value}).items() if each[0])] for key, value in changed]
+    changed = [{}, *({key: value} for key, values in space.items() for value in values.ends[1:])]
+    jobs = [[*words, *(word_of(*each) for each in (first | other).items())] for other in changed]
     known: list[Composition] = []
 
     def problems_of(job: list[str]) -> list[Problem]:
-        key, value = changed[jobs.index(job)]
-        if not known or key in groups or key not in space or is_nested(value):
-            composition = command.composed(job)
-            known.append(composition)
+        other = changed[jobs.index(job)]
+        if not known or any(key in groups or is_nested(value) for key, value in other.items()):
+            known.append(composition := command.composed(job))
         else:  # composing takes long
             composition = dataclasses.replace(known[0], values=copy.deepcopy(known[0].values))
-            *path, last = key.split(".")
-            section: Any = at(composition.values, ".".join(path)) if path else composition.values
-            section[last] = value
+            for key, value in other.items():
+                path, _, last = key.rpartition(".")
+                section: Any = at(composition.values, path) if path else composition.values
+                section[last] = value
         return [] if composition.values.get("ckpt_path") is not None else command.also(composition)
 
     try:

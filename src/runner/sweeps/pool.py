@@ -94,13 +94,12 @@ class _Process:
     ended: bool = False
 
 
-def slots_of(devices: Sequence[str], per_device: int, environment: Mapping[str, str] | None = None) -> list[Slot]:
+def slots_of(devices: Sequence[str], per_device: int) -> list[Slot]:
     """Slots for jobs.
 
     Args:
         devices: numbers of GPUs among those that this process sees, or `cpu`.
         per_device: how many jobs share one.
-        environment: variables for all of them.
     """
     visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     slots = list[Slot]()
@@ -108,7 +107,7 @@ def slots_of(devices: Sequence[str], per_device: int, environment: Mapping[str, 
         for device in devices:
             own = "" if device == "cpu" else visible[int(device)] if visible else device
             name = f"CPU {len(slots)}" if device == "cpu" else f"GPU {device}"
-            slots.append(Slot(name, {**(environment or {}), "CUDA_VISIBLE_DEVICES": own}))
+            slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
     return slots
 
 
@@ -187,7 +186,7 @@ class Pool:
         slot = self._free.pop(0)
         self._started += 1
         self._processes[self._started] = _Process(number, slot)
-        log = self.log_of(number)
+        log = self.common.folder.absolute() / LOGS / f"{number}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         own = {**slot.environment, **(environment or {}), PATIENT: "1"}
         folder = str(self.common.folder).replace("\\", "\\\\").replace("'", "\\'")
@@ -197,10 +196,6 @@ class Pool:
         if self.asked:  # while the server was being started
             self._tell({"signal": signal.SIGTERM})
         return slot
-
-    def log_of(self, number: int) -> Path:
-        """The file that gets what a job prints."""
-        return self.common.folder.absolute() / LOGS / f"{number}.log"
 
     def _ended(self, timeout: float | None) -> list[Ended]:
         """Wait until the server says something; the jobs that have ended, which may be none.
@@ -249,7 +244,7 @@ class Pool:
         if self._server is None:
             self._serve()
             self._tell({**asdict(self.common), "number": None, "folder": str(self.common.folder), "path": sys.path})
-        with contextlib.suppress(OSError):  # the server is gone, and `wait` says so
+        with contextlib.suppress(OSError):  # the server is gone, and `run` says so
             os.write(self._requests, json.dumps(request).encode() + b"\n")
 
     def _serve(self) -> None:

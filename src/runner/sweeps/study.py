@@ -88,8 +88,7 @@ class Study:
     def __init__(self, spec: StudySpec) -> None:
         self.spec = spec
         self.storage = _storage(spec.storage)
-        ways = optuna.study.StudyDirection
-        wanted = [ways.MAXIMIZE if direction == "max" else ways.MINIMIZE for direction in spec.directions]
+        wanted = [optuna.study.StudyDirection[f"{direction}imize".upper()] for direction in spec.directions]
         self.optuna = optuna.create_study(
             storage=self.storage, study_name=spec.name, directions=wanted, load_if_exists=True, pruner=_pruner(spec)
         )

@@ -14,6 +14,7 @@ import math
 import os
 import shlex
 import statistics
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from runner.sweeps.table import BEST
 from runner.tracking.files import write_atomically
 from runner.tracking.formats import number as shown
 
+_say = functools.partial(print, flush=True)
 _METRICS = "metrics.jsonl"
 _FEWEST = 5  # trials from which importances are computed
 
@@ -288,7 +290,8 @@ class Search:
         """How much of the objective's variance each key explains; empty if too few trials have ended to say."""
         if len(self.space) < 2 or ended < _FEWEST:
             return {}
-        with contextlib.suppress(ImportError, RuntimeError, ValueError):
+        with warnings.catch_warnings(), contextlib.suppress(ImportError, RuntimeError, ValueError):
+            warnings.simplefilter("ignore", UserWarning)  # of trials that are all alike
             return dict(optuna.importance.get_param_importances(self._study.optuna))
         return {}
 
@@ -319,10 +322,6 @@ def _at_best(folder: Path) -> dict[str, Any]:
                     if name not in ("split", "global_step", "epoch")
                 }
     return found
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _value_of(key: str, values: Range, config: Any, words: Mapping[str, str]) -> Any:
