@@ -175,7 +175,7 @@ def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
 
 
 def test_a_job_that_is_repeated_while_its_first_process_leaves_its_slot_keeps_its_own(tmp_path, monkeypatch):
-    pool, asked = Pool([Slot("a"), Slot("b"), Slot("c")], Common(tmp_path)), []
+    pool, asked = Pool([Slot("a"), Slot("b"), Slot("c")], Common(tmp_path)), list[dict]()
     monkeypatch.setattr(pool, "_tell", asked.append)
     assert [pool.start(number, []).name for number in (0, 1)] == ["a", "b"]
     assert pool._take({"process": asked[0]["process"], "status": -9}).sentence.startswith("killed by SIGKILL")
