@@ -158,6 +158,14 @@ def test_a_pattern_stands_for_the_options_of_a_group(word, accepted):
     assert overrides.check_overrides([word], Train, Sources(), True).problems == []
 
 
+@pytest.mark.parametrize("word", ["logger=[none,csv]", "callbacks=[default,none]"])
+def test_none_with_others_contradicts_itself(word):
+    [problem] = overrides.check_overrides([word], Train, Sources(), False).problems
+    assert problem.key == word.partition("=")[0]
+    assert "none and others" in problem.message
+    assert overrides.check_overrides(["logger=none,csv"], Train, Sources(), True).problems == []
+
+
 @pytest.mark.parametrize(
     ("word", "reason"),
     [

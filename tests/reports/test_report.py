@@ -158,6 +158,32 @@ def test_two_runs_are_compared_down_to_their_weights(run: Callable[..., Any], tr
     assert same.difference is None
 
 
+def test_weights_that_numpy_has_no_numbers_for_are_compared_and_damaged_ones_told(
+    many: Callable[[int], Path], tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    runs = [shutil.copytree(many(20) / str(number), tmp_path / str(number)) for number in range(2)]
+    model = json.dumps({name: {"$tensor": name} for name in ("a", "b", "c")})
+    for number, folder in enumerate(runs):
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        tensors = {"a": torch.tensor([1.0, 2.0 + number]), "b": torch.zeros(1), "c": torch.full((2 + number,), 3.0)}
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        save_file(tensors, folder / "checkpoints" / "last.safetensors", {"model": model})
+    found = runner.report(*runs).difference
+    assert found is not None
+    assert [(each.name, each.note) for each in found.tensors] == [
+        ("c", "[2] and [3]"),
+        ("a", "0.5 of the largest weight"),
+    ]
+    assert (found.tensors[1].largest, found.tensors_equal) == (1.0, 1)
+    (runs[1] / "checkpoints" / "last.safetensors").write_bytes(b"damaged")
+    found = runner.report(*runs).difference
+    assert found is not None
+    assert found.note.startswith("the weights cannot be compared")
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [

@@ -111,6 +111,9 @@ def _checked_group(override: Override, word: str, options: list[str], sources: S
     for name in names:
         if name not in options and name not in ("null", "") and not name.startswith("_"):
             return _no_option(key, name, options, sources)
+    if "none" in names and len(names) > 1 and not override.is_sweep_override():
+        others = ",".join(name for name in names if name != "none")
+        return Problem(key, "cannot be none and others at once", f"{key}=none, or {key}=[{others}]")
     if names == ["null"]:
         return f"~{key}"  # Hydra takes null in files only
     if isinstance(override.value(), int | float):

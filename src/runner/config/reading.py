@@ -7,7 +7,7 @@ import os
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
 _LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
@@ -49,13 +49,32 @@ def read_regular(path: Path, largest: int = _LARGEST) -> bytes:
     return content
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a file is a finite number, and no boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def number_or_none(value: Any) -> float | None:
+    """A finite number of a file, or None for anything else."""
+    return value if is_number(value) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if it cannot be read."""
+    return _object(path) or {}
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The content of `folder/summary.json`, or None if there is none that can be read."""
+    return _object(folder / "summary.json")
+
+
+def _object(path: Path) -> dict[str, Any] | None:
     try:
-        summary = json.loads(read_regular(folder / "summary.json"))
+        found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return summary if isinstance(summary, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def read_overrides(folder: Path) -> list[str]:

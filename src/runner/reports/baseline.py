@@ -12,18 +12,20 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runner.config.changes import changes_result
 from runner.config.errors import UserError, nearest
 from runner.config.keys import within
-from runner.config.reading import read_regular
-from runner.reports.reading import Run, find_runs, is_number
-from runner.reports.table import differing_keys, less_is_better, text_of
-from runner.sweeps.table import REPEATS
-from runner.tracking.files import write_json
+from runner.config.reading import is_number, read_regular
+from runner.reports.difference import differing
+from runner.reports.reading import Run, find_runs
+from runner.reports.table import differing_keys, less_is_better, repetitions, text_of
+from runner.sweeps.rows import FAILED
+from runner.sweeps.table import REPEATS, mean_and_deviation
+from runner.tracking.files import finite
 from runner.tracking.formats import plus_minus
 
 FORMAT = 1
@@ -80,16 +82,12 @@ class Comparison:
 def measure(runs: Sequence[Run]) -> dict[str, Any]:
     """What a baseline file contains: the measures of each setting's repetitions, its config, and the environment."""
     varied = [key for key in differing_keys(runs) if key not in _NOT_SETTINGS]
-    together: dict[str, list[Run]] = {}
-    for run in runs:
-        values = {key: run.value(key) for key in varied}
-        together.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(run)
     settings = []
-    for text, same in together.items():
+    for text, same in repetitions(runs, varied).items():
         config = next((run.config for run in same if run.config), {})
         kept = {key: value for key, value in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)}
         measured = [_of_run(run) for run in same if run.status == "finished"]
-        ended_badly = [run.status for run in same if run.status in ("failed", "died")]
+        ended_badly = [run for run in same if run.status in FAILED]
         settings.append({"varied": json.loads(text), "config": kept, "runs": measured, "failed": len(ended_badly)})
     environment = next((run.environment for run in runs if run.environment), {})
     torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
@@ -127,15 +125,15 @@ def _of_run(run: Run) -> dict[str, Any]:
     return found | {"memory": max(memory, default=None), "startup": run.metrics.get("startup_s")}
 
 
-def write_baseline(path: Path, measured: dict[str, Any]) -> None:
-    """Write a baseline file.
+def baseline_text(measured: dict[str, Any]) -> str:
+    """The content of a baseline file.
 
     Raises:
-        UserError: if no run has finished, or the file cannot be written.
+        UserError: if no run has finished.
     """
     if not any(setting["runs"] for setting in measured["settings"]):
         raise UserError("save_baseline", "needs a run that has finished", "other runs")
-    write_json(path, measured)
+    return json.dumps(finite(measured), indent=2, ensure_ascii=False) + "\n"
 
 
 def read_baseline(place: str | Path) -> dict[str, Any]:
@@ -195,23 +193,14 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             "time and start-up are not compared, because other programs used the machine during one of these runs"
         )
     if not same_machine:
-        was = ", ".join(f"{key} was {before['machine'].get(key)}, now {value}" for key, value in now["machine"].items()
-                        if before["machine"].get(key) != value)  # fmt: skip
-        notes.append(f"time, memory and start-up are not compared, because the machine is another: {was}")
-    compared = [
-        (setting, name, [before_[name], now_[name]])
-        for setting, old, new in pairs
-        for before_, now_ in [(_samples(old, new), _samples(new, old))]
-        for name in before_
-        if name in now_ and (same_machine or name not in _OF_MACHINE) and not (busy and name in ("step", "startup"))
-    ]
-    measures, reasons = [], []
-    for setting, old, new in pairs:
-        own = [
-            _judge(setting, name, both, allowed, len(compared), old, new)
-            for of, name, both in compared
-            if of == setting
-        ]
+        changed = _changes(before["machine"], now["machine"])
+        notes.append(f"time, memory and start-up are not compared, because the machine is another: {changed}")
+    skipped = _OF_MACHINE if not same_machine else ("step", "startup") if busy else ()
+    samples = [(_samples(old, new), _samples(new, old)) for _, old, new in pairs]
+    shared = [[name for name in was if name in now_ and name not in skipped] for was, now_ in samples]
+    measures, reasons, count = [], [], sum(map(len, shared))
+    for (setting, old, new), (was, now_), names in zip(pairs, samples, shared, strict=True):
+        own = [_judge(setting, name, [was[name], now_[name]], allowed, count, old, new) for name in names]
         own = _with_fit(own)
         measures += own
         bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
@@ -220,7 +209,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         if bad:
             where = f"{setting}: " if setting else ""
             reasons.append(f"{where}{'; '.join(bad)}. {_cause(before, now, old, new)}")
-    if not compared and not reasons:
+    if not count and not reasons:
         raise UserError(
             "against", "has nothing in common with these runs", "runs of the same settings that have finished"
         )
@@ -314,9 +303,7 @@ def _with_fit(measures: list[Measure]) -> list[Measure]:
         return measures
     told = "lower without a better metric: is augmentation or regularisation missing?"
     return [
-        Measure(
-            each.setting, each.measure, each.before, each.now, f"{each.change}, {told}", each.allowed, "worse", each.p
-        )
+        replace(each, change=f"{each.change}, {told}", verdict="worse")
         if each.measure == "training loss" and each.verdict == "better"
         else each
         for each in measures
@@ -345,25 +332,19 @@ def _p(before: list[float], now: list[float], greater: bool) -> float | None:
 
 
 def _spread(values: list[float]) -> str:
-    return plus_minus(float(statistics.fmean(values)), statistics.stdev(values) if len(values) > 1 else None)
+    return plus_minus(*mean_and_deviation(values))
 
 
 def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
     """What differs in settings and environment."""
-    keys = dict.fromkeys([*old["config"], *new["config"]])
-    settings = [
-        f"{key} was {_short(old['config'].get(key))}, now {_short(new['config'].get(key))}"
-        for key in keys
-        if old["config"].get(key) != new["config"].get(key)
-    ]
-    code = [
-        f"{name} was {text_of(value)}, now {text_of(now['code'].get(name))}"
-        for name, value in before["code"].items()
-        if value != now["code"].get(name)
-    ]
-    parts = [f"settings that differ: {', '.join(settings)}"] if settings else []
-    parts += [f"environment: {', '.join(code)}"] if code else []
+    settings, code = _changes(old["config"], new["config"]), _changes(before["code"], now["code"])
+    parts = [f"settings that differ: {settings}"] if settings else []
+    parts += [f"environment: {code}"] if code else []
     return "; ".join(parts) or "The settings and versions are the same: the code or the load of the machine changed"
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    return ", ".join(f"{key} was {_short(was)}, now {_short(now)}" for key, was, now in differing(old, new))
 
 
 def _short(value: Any) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.config.keys import flatten
-from runner.config.reading import open_regular
 from runner.reports.reading import MEASURED, Run
 
 _NOT_COMPARED = ("command", "repeating", "variables.SLURM_JOB_ID")
-_LARGEST_HEADER = 2**27  # bytes
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def difference(first: Run, second: Run) -> Difference:
     tensors, equal, note = _compare(*checkpoints)
     hashes = [run.summary.get("weights_sha256") for run in (first, second)]
     return Difference(
-        config=_differing(first.config, second.config),
-        environment=[each for each in _differing(*environments) if not each[0].startswith(_NOT_COMPARED)],
+        config=differing(first.config, second.config),
+        environment=[each for each in differing(*environments) if not each[0].startswith(_NOT_COMPARED)],
         metrics=numbers,
         sha256=(hashes[0], hashes[1]),
         checkpoints=checkpoints,
@@ -62,7 +62,8 @@ def difference(first: Run, second: Run) -> Difference:
     )
 
 
-def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The keys that have another value, with both values; None for one that is not there."""
     keys = dict.fromkeys([*first, *second])
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
@@ -80,55 +81,44 @@ def _compare(first: Path | None, second: Path | None) -> tuple[list[TensorDiffer
         has = "has a last.safetensors" if first is second else "has no last.safetensors"
         return [], 0, f"{which} {has}, so no weights were compared"
     import numpy as np
+    from safetensors import SafetensorError
 
     try:
-        names = [_weights_in(path) for path in (first, second)]
+        one, other = _weights_in(first), _weights_in(second)
         found: list[TensorDifference] = []
         equal = 0
-        for name in dict.fromkeys([*names[0], *names[1]]):
-            if name not in names[0] or name not in names[1]:
-                which = "second" if name not in names[0] else "first"
+        for name in dict.fromkeys([*one, *other]):
+            if name not in one or name not in other:
+                which = "second" if name not in one else "first"
                 found.append(TensorDifference(name, math.nan, f"only in the {which}"))
                 continue
-            one, other = _tensor(first, names[0][name]), _tensor(second, names[1][name])
-            if one.shape != other.shape:
-                found.append(TensorDifference(name, math.nan, f"{list(one.shape)} and {list(other.shape)}"))
-            elif np.array_equal(one, other, equal_nan=True):
+            before, after = one[name](), other[name]()
+            if before.shape != after.shape:
+                found.append(TensorDifference(name, math.nan, f"{list(before.shape)} and {list(after.shape)}"))
+            elif np.array_equal(before, after, equal_nan=True):
                 equal += 1
             else:
-                largest = float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64))))
-                relative = largest / max(float(np.max(np.abs(one))), 1e-30)
+                largest = float(np.max(np.abs(before.astype(np.float64) - after.astype(np.float64))))
+                relative = largest / max(float(np.max(np.abs(before))), 1e-30)
                 found.append(TensorDifference(name, largest, f"{relative:.2g} of the largest weight"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         return [], 0, f"the weights cannot be compared: {error}"
     found.sort(key=lambda each: (not math.isnan(each.largest), -each.largest if each.largest == each.largest else 0))
     return found, equal, ""
 
 
-def _weights_in(path: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of the model in a checkpoint: for each name, its dtype, shape and place in the file."""
-    with open_regular(path) as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size < _LARGEST_HEADER:
-            raise ValueError(f"{path} is no safetensors file")
-        header = json.loads(file.read(size))
-    model = json.loads(header.get("__metadata__", {}).get("model", "{}"))
-    tensors = {
-        name: found["$tensor"] for name, found in model.items() if isinstance(found, dict) and "$tensor" in found
-    }
-    return {name: header[tensor] | {"start": 8 + size} for name, tensor in tensors.items()}
+def _weights_in(path: Path) -> dict[str, Callable[[], Any]]:
+    """What reads each tensor of the model in a checkpoint as a NumPy array, by its name."""
+    from safetensors import safe_open
 
+    file: Any = safe_open(path, framework="numpy")
+    model = json.loads((file.metadata() or {}).get("model", "{}"))
+    names = {name: found["$tensor"] for name, found in model.items() if isinstance(found, dict) and "$tensor" in found}
 
-def _tensor(path: Path, found: dict[str, Any]) -> Any:
-    """A tensor as a NumPy array; bfloat16 as float32, which holds it exactly."""
-    import numpy as np
+    def read(name: str) -> Any:
+        if not file.get_slice(name).get_dtype().startswith(("BF", "F8")):
+            return file.get_tensor(name)
+        in_torch: Any = safe_open(path, framework="pt")  # NumPy has no such numbers
+        return in_torch.get_tensor(name).float().numpy()
 
-    kinds = {
-        "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
-        "U8": "u1", "BOOL": "u1",
-    }  # fmt: skip
-    begin, end = found["data_offsets"]
-    with open_regular(path) as file:
-        file.seek(found["start"] + begin)
-        content = np.frombuffer(file.read(end - begin), dtype=kinds[found["dtype"]]).reshape(found["shape"])
-    return (content.astype("<u4") << 16).view("<f4") if found["dtype"] == "BF16" else content
+    return {name: functools.partial(read, stored) for name, stored in names.items()}

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from runner.reports.reading import Run, is_number
+from runner.config.reading import is_number
+from runner.reports.reading import Run
 
 _FEWEST_RUNS = 12
 _FOLDS = 5

@@ -118,8 +118,11 @@ function group() {
     found.get(run.setting).runs.push(i);
   });
   groups = [...found.values()];
-  for (const each of groups) each.value = over(each, metric);
-  groups.sort((a, b) => (b.value ? best * b.value.mean : -Infinity) - (a.value ? best * a.value.mean : -Infinity) || 0);
+  for (const each of groups) {
+    each.value = over(each, metric);
+    each.score = each.value && !each.runs.every((i) => runs[i].lost) ? best * each.value.mean : -Infinity;
+  }
+  groups.sort((a, b) => b.score - a.score || 0);
 }
 // What a run reached before it failed is no result, unless there is no other.
 function over(each, name) {
@@ -156,7 +159,7 @@ function table() {
     return name === metric ? each.value : over(each, name);
   };
   const plain = (v) => v !== null && typeof v === "object" ? v.mean : v;
-  const sorted = groups.map((each) => [each, plain(cell(each, order.by))]);
+  const sorted = groups.map((each) => [each, order.by === metric && each.score === -Infinity ? null : plain(cell(each, order.by))]);
   sorted.sort(([, a], [, b]) => {
     if (a === null || a === undefined || b === null || b === undefined) return (a === null || a === undefined) - (b === null || b === undefined);
     const way = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));

@@ -11,11 +11,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from runner.config.reading import open_regular, read_regular
+from runner.config.reading import is_number, read_json, read_regular
 from runner.config.secrets import mask_text, mask_values
 from runner.reports.importance import importance
-from runner.reports.reading import Run, continued_by, is_number, read_json
-from runner.reports.table import Table, differing_keys, text_of
+from runner.reports.reading import Run, continued_by, lines_of
+from runner.reports.table import differing_keys, monitored, text_of
+from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS
 from runner.tracking.files import finite
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, amount, label
@@ -23,29 +24,27 @@ from runner.tracking.jsonl import parse
 
 _POINTS = 120  # of a curve
 _PARSED = 2000  # lines of training in a metrics file; of longer ones, every second, third, ... line
-_LARGEST = 2**28  # bytes of a metrics file
 _CURVES = 8
 _CONFUSIONS, _CLASSES = 6, 50
 _PICTURES, _PICTURE_BYTES = 4, 300_000
 _NO_CURVES = {*HARDWARE_METRICS, WEIGHTS_STEP, "samples_per_s"}
 
 
-def page(runs: Sequence[Run], table: Table) -> str:
-    """The page for runs whose table is known."""
+def page(runs: Sequence[Run]) -> str:
+    """The page for runs."""
     here = files("runner.reports")
     text = {name: here.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    content = json.dumps(finite(mask_values(content_of(runs, table))), separators=(",", ":"), default=str)
+    content = json.dumps(finite(mask_values(content_of(runs))), separators=(",", ":"), default=str)
     # In JSON inside HTML, `<` could end the element.
     parts = {"STYLE": text["css"], "SCRIPT": text["js"], "TITLE": amount(len(runs), "run")}
     parts["DATA"] = content.replace("<", "\\u003c")
     return re.sub("%(STYLE|SCRIPT|TITLE|DATA)%", lambda mark: parts[mark[1]], text["html"])
 
 
-def content_of(runs: Sequence[Run], table: Table) -> dict[str, Any]:
+def content_of(runs: Sequence[Run]) -> dict[str, Any]:
     """What the page's script reads."""
     keys = differing_keys(runs)
-    mode = next((run.mode for run in runs if run.monitor == table.metric), "max")
-    metric = next((run.monitor for run in runs if run.monitor in run.metrics), None)
+    metric, mode = monitored(runs)
     order = {run.path: at for at, run in enumerate(runs)}
     steps: dict[str, int] = {}
     continued = continued_by(runs)
@@ -59,6 +58,7 @@ def content_of(runs: Sequence[Run], table: Table) -> dict[str, Any]:
                 "name": run.name,
                 "path": str(run.path),
                 "status": run.status,
+                "lost": run.status in WITHOUT_RESULT,
                 "error": mask_text(run.error) if run.error else None,
                 "again": run.repeat or None,
                 "time_s": run.value("time_s"),
@@ -72,7 +72,7 @@ def content_of(runs: Sequence[Run], table: Table) -> dict[str, Any]:
         )
     names = dict.fromkeys(name for row in rows for name in row["curves"])
     best_first = sorted(
-        (run for run in runs if metric in run.metrics),
+        (run for run in runs if metric in run.metrics and run.status not in WITHOUT_RESULT),
         key=lambda run: run.metrics[str(metric)] * (1 if mode == "min" else -1),
     )
     return {
@@ -119,11 +119,7 @@ def _curves(run: Run, steps: dict[str, int]) -> dict[str, list[Any]]:
 
 
 def _thinned(path: Path) -> list[dict[str, Any]]:
-    try:
-        with open_regular(path) as file:
-            lines = file.read(_LARGEST).split(b"\n")[:-1]
-    except OSError:
-        return []
+    lines = lines_of(path)
     every, found, count = max(1, len(lines) // _PARSED), [], 0
     for line in lines:
         if b'"split": "train"' in line:

@@ -8,26 +8,23 @@ import html
 import io
 import json
 import math
-import os
 import re
-import shlex
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from runner.config.errors import UserError, nearest_path
-from runner.config.keys import OF_THE_SWEEP, at, flatten, key_of
+from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
-from runner.config.reading import open_regular, read_overrides, read_regular, read_summary
-from runner.config.secrets import mask_text
-from runner.sweeps.ledger import Ledger
-from runner.sweeps.table import row_of
+from runner.config.reading import is_number, open_regular, read_json, read_regular
+from runner.sweeps.rows import Found, JobRow
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
+_LARGEST = 2**28  # bytes of a metrics file
 _OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
@@ -42,7 +39,7 @@ class Run:
 
     Attributes:
         path: the run directory.
-        status: `finished`, `failed`, `preempted`, `running`, or `died` if it was killed.
+        status: `finished`, `failed`, `pruned`, `preempted`, `running`, or `died` if it was killed.
         error: the sentence of a run that failed or died.
         config: the resolved config by dotted key; empty if the run failed before it was written.
         overrides: of the command line.
@@ -99,7 +96,8 @@ class Run:
     @functools.cached_property
     def speed(self) -> dict[str, float]:
         """`samples_per_s` and `step_ms` (medians of the last records of training), `peak_memory_mib` (the largest)."""
-        records = [record for record in _last_records(self.path / "metrics.jsonl") if record.get("split") == "train"]
+        last = map(parse, lines_of(self.path / "metrics.jsonl", _TAIL))
+        records = [record for record in last if record is not None and record.get("split") == "train"]
         rates = [record["samples_per_s"] for record in records if is_number(record.get("samples_per_s"))]
         memory = [record["peak_memory_mib"] for record in records if is_number(record.get("peak_memory_mib"))]
         found = {"peak_memory_mib": max(memory)} if memory else {}
@@ -142,7 +140,7 @@ class Run:
         if (target := self.config.get(f"{name}._target_")) is not None:
             return str(target).rpartition(".")[2]
         given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
-        return given[-1] if given else self.config.get(f"{name}.name")
+        return _typed(given[-1]) if given else self.config.get(f"{name}.name")
 
     def _repr_html_(self) -> str:
         rows = {"status": self.status, "error": self.error, "time_s": self.summary.get("wall_s"), **self.metrics}
@@ -156,18 +154,12 @@ class Run:
         return f"<table><caption>{html.escape(str(self.path))}</caption>{cells}</table>"
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a file is a finite number, and no boolean."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if it cannot be read."""
+def _typed(text: str) -> Any:
+    """The value of an override, as a config has it."""
     try:
-        found = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[Run], list[str]]:
@@ -180,91 +172,40 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
     Raises:
         UserError: if a place does not exist, or none holds a run.
     """
-    notes: list[str] = []
-    found: dict[Path, None] = {}
-    seen: set[Path] = set()
+    found = Found()
     asked = [str(place) for place in places]
     for place in asked:
         names = [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True))  # noqa: PTH207  pathlib's takes no absolute patterns
-        matched = [Path(name) for name in names]
-        if not matched:
+        if not names:
             allowed = "run directories, folders that hold some, or patterns"
             raise UserError(key, f"there is no {place}", allowed, nearest_path(Path(place)))
-        for path in matched:
-            folders = _folders(path, seen, notes)
-            found |= dict.fromkeys(folders)
-    if not found:
+        for path in map(Path, names):
+            if path.is_dir() or holds_run(path.parent):
+                found.add(path if path.is_dir() else path.parent)
+    runs = [_run(row) for row in found.rows if row.status != "pending"]
+    if not runs:
         raise UserError(key, f"{', '.join(asked)} holds no run", "such as outputs/digits, or 'outputs/**'")
-    flags: dict[Path, list[str]] = {}
-    runs = [_read(folder, flags) for folder in found]
     for run in runs:
         if run.status == "finished":
             lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
             lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
-            notes += [f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost]
-    return runs, notes
+            found.notes += [
+                f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost
+            ]
+    return runs, found.notes
 
 
-def _folders(path: Path, seen: set[Path], notes: list[str]) -> Iterator[Path]:
-    """Run directories at or below a path; links to folders are not followed."""
-    if not path.is_dir():
-        path = path.parent
-        if not holds_run(path):
-            return
-    if path in seen:
-        return
-    seen.add(path)
-    if holds_run(path):
-        yield path
-        return
-    superseded: set[str] = set()
-    if (path / "sweep.jsonl").is_file():
-        records = Ledger(path).read()
-        superseded = records.folders - {entry.folder.name for entry in records.jobs.values()}
-        jobs = (records.launches[-1].get("jobs") or {}) if records.launches else {}
-        if pending := [job for job in jobs if job not in records.jobs]:
-            notes.append(f"{path}: {len(pending)} of {len(jobs)} jobs have not started")
-    try:
-        inner = sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
-    except OSError as error:
-        notes.append(f"{path}: {error.strerror}")
-        return
-    for name in sorted(inner, key=lambda name: (len(name) if name.isdecimal() else 0, name)):
-        if not name.startswith(".") and name not in superseded:
-            yield from _folders(path / name, seen, notes)
-
-
-def _read(folder: Path, flags: dict[Path, list[str]]) -> Run:
-    try:
-        overrides = read_overrides(folder)
-    except (OSError, ValueError):
-        overrides = []
-    row, parent = row_of(folder, overrides), folder.absolute().parent
-    if parent not in flags:
-        launches = Ledger(parent).read().launches if (parent / "sweep.jsonl").is_file() else []
-        flags[parent] = list(launches[-1].get("flags") or []) if launches else []
+def _run(row: JobRow) -> Run:
+    best = {"metric": row.metric, "mode": row.mode, "value": row.value}
     return Run(
-        path=folder,
+        path=row.folder,
         status=row.status,
         error=row.error,
-        config=read_config(folder / "config.yaml"),
-        overrides=tuple(overrides),
-        summary=read_summary(folder) or {},
-        repeat=_command(folder, overrides, flags[parent]) if row.failed else "",
+        config=read_config(row.folder / "config.yaml"),
+        overrides=row.overrides,
+        summary=row.summary or ({"best": best} if row.metric else {}),
+        repeat=row.repeat or "",
     )
-
-
-def _command(folder: Path, overrides: list[str], flags: list[str]) -> str:
-    """The command that runs it again, alone."""
-    if not flags:
-        given = at(read_json(folder / "environment.json"), "command")
-        words = [str(word) for word in given] if isinstance(given, list) else []
-        for number, word in enumerate(words):
-            name, _, value = word.partition("=")
-            if name in ("--config-dir", "-cd", "--config-name", "-cn"):
-                flags = [*flags, f"{name}={value or ''.join(words[number + 1 : number + 2])}"]
-    words = [word for word in overrides if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
-    return mask_text(shlex.join(["python", "-m", "runner", "train", *flags, *words]))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -301,16 +242,21 @@ def _section(text: str) -> dict[str, Any]:
     return flatten(content) if isinstance(content, dict) else {}
 
 
-def _last_records(path: Path) -> list[dict[str, Any]]:
-    """The last complete lines of a metrics file."""
+def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:
+    """The complete lines in the last bytes of a metrics file; none if it cannot be read."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, io.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            lines = file.read(_TAIL).split(b"\n")[int(size > _TAIL) :]
+            file.seek(max(0, size - last))
+            return file.read(last).split(b"\n")[int(size > last) : -1]
     except OSError:
         return []
-    return [record for line in lines if (record := parse(line)) is not None]
+
+
+def damaged_lines(run: Run) -> int:
+    """How many lines of `metrics.jsonl` are no objects, such as zeros after a power cut; nothing is taken from them."""
+    lines = lines_of(run.path / "metrics.jsonl")
+    return sum(not (line.startswith(b"{") and line.endswith(b"}")) for line in lines)
 
 
 def continued_by(runs: Iterable[Run]) -> dict[Path, Path]:

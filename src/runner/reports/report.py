@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import csv as csv_format
-import io
 import json as json_format
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text, mask_values
-from runner.reports.baseline import Comparison, compare, measure, read_baseline, write_baseline
+from runner.reports.baseline import Comparison, baseline_text, compare, measure, read_baseline
 from runner.reports.difference import Difference, difference
-from runner.reports.reading import Run, find_runs
+from runner.reports.reading import Run, damaged_lines, find_runs
 from runner.reports.table import Spread, Table, differing_keys, make_table, selected
-from runner.tracking.files import finite, write_atomically, write_json
+from runner.tracking.files import finite, write_atomically
+from runner.tracking.formats import amount, csv_text, markdown_table
 
 OUTPUTS = "outputs"
 Place = str | Path | Run | Iterable[str | Path | Run]
@@ -125,16 +125,11 @@ class Report:
 
     def to_csv(self) -> str:
         """The table as CSV, with full numbers."""
-        head, lines = self.table.plain()
-        text = io.StringIO()
-        csv_format.writer(text, lineterminator="\n").writerows([head, *lines])
-        return mask_text(text.getvalue())
+        return mask_text(csv_text(*self.table.plain()))
 
     def to_markdown(self) -> str:
         """The table as Markdown, and the failed runs with the command that repeats each."""
-        head = self.table.head
-        lines = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in self.table.cells()]
-        text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+        text = markdown_table(self.table.head, self.table.cells())
         for run in self.runs:
             if run.repeat:
                 text += ["", f"{run.path} {run.status}: {run.error or 'no reason given'}", "", f"    {run.repeat}"]
@@ -183,9 +178,9 @@ def report(
         sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
         seeds: `each` for a row for every repetition.
         diff: whether to compare two runs with each other; None if there are exactly two.
-        csv, md, json, html: files to write.
+        csv, md, json, html: files to write; one of them may be `-`, standard output.
         against: a baseline file, a run or a sweep to compare with.
-        save_baseline: file to write a baseline into.
+        save_baseline: file to write a baseline into; `-` is standard output.
         tolerance: allowed changes by measure, see docs/reference/verbs/report.md.
 
     Raises:
@@ -207,26 +202,36 @@ def report(
     comparison = None
     if against is not None:
         comparison = compare(read_baseline(against), measure(found), tolerance or {})
+    damaged = [(run, damaged_lines(run)) for run in found] if html or save_baseline or comparison else []
+    notes = [
+        f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, skipped" for run, lines in damaged if lines
+    ]
     result = Report(
         found,
         make_table(found, columns, sort, seeds == "each"),
-        found.notes,
+        (*found.notes, *notes),
         difference(found[0], found[1]) if diff or (diff is None and two) else None,
         comparison,
     )
-    if csv is not None:
-        write_atomically(Path(csv), result.to_csv().encode())
-    if md is not None:
-        write_atomically(Path(md), result.to_markdown().encode())
-    if json is not None:
-        write_json(Path(json), json_format.loads(json_format.dumps(result.to_json(), default=str)))
-    if html is not None:
-        from runner.reports.page import page
-
-        write_atomically(Path(html), page(result.runs, result.table).encode())
-    if save_baseline is not None:
-        write_baseline(Path(save_baseline), measure(found))
+    texts: list[tuple[str | Path | None, Callable[[], str]]] = [
+        (csv, result.to_csv),
+        (md, result.to_markdown),
+        (json, lambda: json_format.dumps(result.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"),
+        (html, lambda: _page(found)),
+        (save_baseline, lambda: baseline_text(measure(found))),
+    ]
+    for file, text in texts:
+        if file == "-":
+            sys.stdout.write(text())
+        elif file is not None:
+            write_atomically(Path(file), text().encode())
     return result
+
+
+def _page(found: Sequence[Run]) -> str:
+    from runner.reports.page import page
+
+    return page(found)
 
 
 def _paths(places: Iterable[Any]) -> list[str | Path]:
@@ -253,11 +258,13 @@ def _check_files(files: Mapping[str, str | Path | None]) -> None:
         if not isinstance(file, str | Path) or file == "":
             raise UserError(name, "is empty" if file == "" else f"cannot be {file!r}", "a file to write")
         path = Path(file).absolute()
-        if path.is_dir():
+        if file == "-":
+            pass
+        elif path.is_dir():
             raise UserError(
                 name, f"cannot be {file}: it is a folder", f"a file, such as {Path(file) / f'report.{name}'}"
             )
-        if not path.parent.is_dir():
+        elif not path.parent.is_dir():
             folder = Path(file).parent
             raise UserError(
                 name, f"cannot be {file}: there is no folder {folder}", f"mkdir -p {folder}, or another file"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import html
 import json
-import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +13,11 @@ from typing import Any
 from runner.config.changes import changes_result
 from runner.config.errors import UserError, nearest
 from runner.config.keys import OF_THE_SWEEP, key_of, within
-from runner.reports.reading import MEASURED, SPECIAL, Run, continued_by, is_number
+from runner.config.reading import is_number
+from runner.reports.reading import MEASURED, SPECIAL, Run, continued_by
 from runner.reports.where import condition
-from runner.sweeps.table import REPEATS
+from runner.sweeps.rows import WITHOUT_RESULT
+from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
 
 _NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", "sweep", *OF_THE_SWEEP)
@@ -63,6 +63,10 @@ class Row:
             return self.runs[0].status
         return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
 
+    def is_lost(self) -> bool:
+        """Whether all of its runs failed, died or were pruned, so that what they reached is no result."""
+        return all(run.status in WITHOUT_RESULT for run in self.runs)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -94,7 +98,7 @@ class Table:
                 str(len(row.runs)) if self.folded else row.runs[0].name,
                 *(text_of(row.values.get(key)) for key in (*self.keys, *self.metrics)),
                 row.status,
-                "-" if row.values.get("time_s") is None else duration(_mean(row.values["time_s"])),
+                "-" if row.values["time_s"] is None else duration(row.values["time_s"].mean),
             ]
             for row in self.rows
         ]
@@ -147,9 +151,7 @@ def make_table(
     for key, name in [("columns", name) for name in asked] + [("sort", (sort or "run").lstrip("-"))]:
         if name not in names:
             raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", nearest(name, names))
-    monitored = Counter(run.monitor for run in runs if run.monitor in run.metrics).most_common(1)
-    metric, mode = (str(monitored[0][0]), "max") if monitored else (None, "max")
-    mode = next((run.mode for run in runs if run.monitor == metric and run.status != "running"), mode)
+    metric, mode = monitored(runs)
     differing = differing_keys(runs)
     known = {name for run in runs for name in run.metrics} | set(MEASURED) | {"time_s"}
     metrics = tuple(name for name in asked if name in known)
@@ -162,12 +164,19 @@ def make_table(
     settings = [key for key in differing if key not in REPEATS]
     if not each and not asked:
         keys = tuple(key for key in keys if key not in REPEATS)
-    by = sort.lstrip("-") if sort else metric
+    by = sort.lstrip("-") if sort else metric or ""
     wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
-    rows = [_row(each_, wanted, known) for each_ in _groups(runs, settings, each)]
-    largest = sort.startswith("-") if sort else mode == "max"
-    rows.sort(key=lambda row: _order(row.values.get(by) if by else None, largest))
-    return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by)
+    groups = [[run] for run in runs] if each else list(repetitions(runs, settings).values())
+    rows = [_row(group, wanted, known) for group in groups]
+    rows.sort(key=lambda row: _order(row.values.get(by)), reverse=sort.startswith("-") if sort else mode == "max")
+    rows.sort(key=lambda row: (row.values.get(by) is None, by == metric and row.is_lost()))
+    return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by or None)
+
+
+def monitored(runs: Iterable[Run]) -> tuple[str | None, str]:
+    """The metric that most of the runs monitor, None if none has one, and whether the `max` or the `min` of it is best."""
+    found = Counter((run.monitor, run.mode) for run in runs if run.monitor in run.metrics)
+    return found.most_common(1)[0][0] if found else (None, "max")
 
 
 def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
@@ -216,21 +225,20 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
 
     A key that a preset sets along with others, such as `model.width` of `model=small_cnn`, is not listed beside the preset.
     """
-    shown: dict[str, list[str]] = {}
-    presets: list[list[str]] = []
-
-    def varied(key: str) -> list[str] | None:
-        found = [json.dumps(run.value(key), sort_keys=True, default=str) for run in runs]
-        return found if len(set(found)) > 1 else None
-
+    shown: dict[str, list[str | None]] = {}
+    presets: list[list[str | None]] = []
     every = dict.fromkeys(key for run in runs for key in run.config)
+    words = [{key_of(word) for word in run.overrides} for run in runs]
     given = dict.fromkeys(key_of(word) for run in runs for word in run.overrides)
     for name in [*given, *sorted(every, key=lambda key: not key.endswith("._target_"))]:
         key = name.removesuffix("._target_")
         if key in shown or within(key, _NEVER) or not (name in given or changes_result(name)):
             continue
-        values = varied(key)
-        if not values or (name not in given and any(_follows(values, preset) for preset in presets)):
+        # Of a run without a config, nothing is known but its overrides.
+        values = [
+            _text(run.value(key)) if run.config or key in own else None for run, own in zip(runs, words, strict=True)
+        ]
+        if len({*values} - {None}) < 2 or (name not in given and any(_follows(values, preset) for preset in presets)):
             continue
         shown[key] = values
         if key not in every:
@@ -238,21 +246,23 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     return list(shown)
 
 
-def _follows(values: list[str], other: list[str]) -> bool:
-    return len(set(zip(other, values, strict=True))) == len(set(other))
+def _follows(values: list[str | None], other: list[str | None]) -> bool:
+    pairs = {pair for pair in zip(other, values, strict=True) if None not in pair}
+    return len(pairs) == len({one for one, _ in pairs})
 
 
-def _groups(runs: Sequence[Run], settings: Sequence[str], each: bool) -> list[list[Run]]:
-    """Runs that differ only in seed or fold; one that was continued in another directory counts there."""
-    if each:
-        return [[run] for run in runs]
+def repetitions(runs: Sequence[Run], settings: Sequence[str]) -> dict[str, list[Run]]:
+    """Runs by their settings as JSON; one that was continued in another directory counts there."""
     continued = continued_by(runs)
     together: dict[str, list[Run]] = {}
     for run in runs:
         if run.path not in continued:
-            content = [run.value(key) for key in settings]
-            together.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(run)
-    return list(together.values())
+            together.setdefault(_text({key: run.value(key) for key in settings}), []).append(run)
+    return together
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _row(runs: list[Run], wanted: Iterable[str], metrics: set[str]) -> Row:
@@ -262,30 +272,17 @@ def _row(runs: list[Run], wanted: Iterable[str], metrics: set[str]) -> Row:
             # What a run reached before it failed is no result, unless there is no other.
             finished = [run for run in runs if run.status == "finished"] or runs
             numbers = [value for run in finished if is_number(value := run.value(name))]
-            values[name] = spread(numbers) if numbers else None
+            values[name] = Spread(*mean_and_deviation(numbers), len(numbers)) if numbers else None
         else:
-            found = [run.value(name) for run in runs]
-            different = list({json.dumps(value, sort_keys=True, default=str): value for value in found}.values())
+            different = list({_text(value): value for value in (run.value(name) for run in runs)}.values())
             values[name] = different[0] if len(different) == 1 else different
     return Row(tuple(runs), values)
 
 
-def spread(numbers: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation."""
-    deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
-    return Spread(statistics.fmean(numbers), deviation, len(numbers))
-
-
-def _order(value: Any, largest: bool) -> tuple[int, float, str]:
-    if isinstance(value, Spread):
-        value = value.mean
-    if is_number(value) and math.isfinite(value):
-        return 0, -value if largest else value, ""
-    return (2, 0.0, "") if value is None else (1, 0.0, str(value))
-
-
-def _mean(value: Any) -> float:
-    return value.mean if isinstance(value, Spread) else float(value)
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Numbers in front of texts, from the smallest to the largest."""
+    value = value.mean if isinstance(value, Spread) else value
+    return (False, value, "") if is_number(value) else (True, 0.0, str(value))
 
 
 def _plain(value: Any) -> Any:

@@ -3,85 +3,97 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
-
-from runner.config.secrets import mask_text
-from runner.reports.reading import Run
-from runner.reports.table import Table
-from runner.tracking.formats import clean, encodable, is_number
+from runner.reports.report import Report
+from runner.reports.table import text_of
+from runner.sweeps.table import finished_of, print_failure
+from runner.tracking.console import Console
+from runner.tracking.formats import clean, column_widths
 
 _WIDEST_CELL = 40
-_WIDE = 1000
-_STYLES = {"failed": "red", "died": "red", "running": "cyan", "preempted": "yellow"}
+_MOST_NAMES, _MOST_TENSORS = 5, 20
 
 
-class Screen:
-    """Standard output: a terminal with its width and colours, or plain text of any width."""
-
-    def __init__(self) -> None:
-        on_terminal = sys.stdout.isatty()
-        self.narrow = on_terminal or "COLUMNS" in os.environ
-        self._console = Console(
-            file=sys.stdout, width=None if self.narrow else _WIDE, highlight=False, markup=False, soft_wrap=True
-        )
-        self.width = self._console.width
-
-    def line(self, text: str = "", style: str = "") -> None:
-        """Show a line; secrets are masked."""
-        text = encodable(mask_text(clean(text)), getattr(sys.stdout, "encoding", None))
-        self._console.print(Text(text, style), soft_wrap=True)
-
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()) -> list[str]:
-        """Show a table; columns that the terminal has no room for are skipped, and their names returned.
-
-        Columns are skipped from the right, then those named in `last` in that order; the first one always stays.
-        """
-        cells = [[encodable(mask_text(_short(clean(cell))), _encoding()) for cell in row] for row in rows]
-        shown = list(range(len(head)))
-        widths = [max(cell_len(name), *(cell_len(row[at]) for row in cells), 0) for at, name in enumerate(head)]
-        order = sorted(shown[1:], key=lambda at: (last.index(head[at]) if head[at] in last else -1, -at))
-        while self.narrow and len(shown) > 1 and sum(widths[at] + 2 for at in shown) > self.width and order:
-            shown.remove(order.pop(0))
-        table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-        for at in shown:
-            right = bool(cells) and all(is_number(row[at]) or row[at] == "-" for row in cells)
-            table.add_column(
-                Text(encodable(head[at], _encoding())), justify="right" if right else "left", no_wrap=True,
-                overflow="ellipsis",
-            )  # fmt: skip
-        for row in cells:
-            table.add_row(*(Text(row[at], _STYLES.get(row[at], "")) for at in shown))
-        self._console.print(table, soft_wrap=False)
-        return [name for at, name in enumerate(head) if at not in shown]
+def show(found: Report, console: Console) -> None:
+    """Show the table, notes, the failed runs with the command that repeats each, the difference and the comparison."""
+    table, runs = found.table, found.runs
+    title = finished_of([run.status for run in runs], "run")
+    skipped = _columns(console, title, table.head, table.cells(), [*reversed(table.keys), *table.metrics[:1]])
+    if skipped:
+        many = f"{', '.join(skipped[:_MOST_NAMES])}{' ...' if len(skipped) > _MOST_NAMES else ''}"
+        console.line(f"no room for {many}; choose columns with columns=, or write csv=FILE", "yellow")
+    for note in found.notes:
+        console.line(note, "yellow")
+    for run in runs:
+        if run.repeat:
+            print_failure(console, str(run.path), run.status, run.error, str(run.path / "run.log"), run.repeat)
+    if found.difference is not None:
+        _show_difference(found, console)
+    if found.comparison is not None:
+        _show_comparison(found, console)
 
 
-def _encoding() -> str | None:
-    return getattr(sys.stdout, "encoding", None)
+def _show_difference(found: Report, console: Console) -> None:
+    both = found.difference
+    assert both is not None
+    names = [run.name for run in found.runs]
+    for title, rows in (("config", both.config), ("environment", both.environment), ("metrics", both.metrics)):
+        cells = [[name, text_of(one), text_of(other)] for name, one, other in rows]
+        console.line("")
+        if cells:
+            _columns(console, title, ["", *names], cells)
+        else:
+            console.line(f"{title}: no difference", "bold")
+    console.line("")
+    one, other = both.sha256
+    console.line("weights" if one != other or one is None else "weights: the same bits", "bold")
+    for name, digest in zip(names, both.sha256, strict=True):
+        console.line(f"SHA-256 {digest or 'unknown'}  {name}")
+    if both.note:
+        console.line(both.note)
+    if both.tensors:
+        cells = [[each.name, f"{each.largest:.4g}", each.note] for each in both.tensors[:_MOST_TENSORS]]
+        _columns(console, "", ["tensor", "largest difference", ""], cells)
+        more = len(both.tensors) - _MOST_TENSORS
+        console.line(f"{f'{more} more tensors differ, ' if more > 0 else ''}{both.tensors_equal} tensors are equal")
+
+
+def _show_comparison(found: Report, console: Console) -> None:
+    comparison = found.comparison
+    assert comparison is not None
+    console.line("")
+    console.line(comparison.title, "bold red" if comparison.worse else "bold green")
+    cells = [
+        [each.setting, each.measure, each.before, each.now, each.change, each.allowed, each.verdict]
+        for each in comparison.measures
+    ]
+    head = ["setting", "measure", "baseline", "now", "change", "allowed", "verdict"]
+    _columns(console, "", head, cells, ["verdict"])
+    for line in comparison.notes:
+        console.line(line, "yellow")
+    for line in comparison.reasons:
+        console.line(f"worse: {line}", "bold red")
+
+
+def _columns(
+    console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()
+) -> list[str]:
+    """Show a table; columns that there is no room for are skipped, and their names returned.
+
+    Columns are skipped from the right, then those named in `last` in that order; the first one always stays.
+    """
+    cells = [[_short(clean(cell)) for cell in row] for row in rows]
+    shown, widths = list(range(len(head))), column_widths(head, cells)
+    size = console.size
+    room = size[0] if size is not None else int(os.environ.get("COLUMNS") or 0)
+    order = sorted(shown[1:], key=lambda at: (last.index(head[at]) if head[at] in last else -1, -at))
+    while room and order and sum(widths[at] + 2 for at in shown) > room:
+        shown.remove(order.pop(0))
+    console.table(title, [head[at] for at in shown], [[row[at] for at in shown] for row in cells])
+    return [name for at, name in enumerate(head) if at not in shown]
 
 
 def _short(cell: str) -> str:
     cell = " ".join(cell.split())
     return cell if len(cell) <= _WIDEST_CELL else f"{cell[: _WIDEST_CELL // 2]}...{cell[3 - _WIDEST_CELL // 2 :]}"
-
-
-def show_table(screen: Screen, table: Table, runs: Sequence[Run], notes: Sequence[str]) -> None:
-    """Show the table, notes, and the failed runs with the command that repeats each."""
-    finished = sum(run.status == "finished" for run in runs)
-    screen.line(f"{finished} of {len(runs)} runs finished", "bold")
-    skipped = screen.table(table.head, table.cells(), last=[*reversed(table.keys), *table.metrics[:1]])
-    if skipped:
-        many = f"{', '.join(skipped[:5])}{' ...' if len(skipped) > 5 else ''}"
-        screen.line(f"no room for {many}; choose columns with columns=, or write csv=FILE", "yellow")
-    for note in notes:
-        screen.line(note, "yellow")
-    for run in runs:
-        if run.repeat:
-            screen.line(f"error: {run.path} {run.status}: {run.error or 'no reason given'}", "bold red")
-            for name, text in (("log", str(run.path / "run.log")), ("again", run.repeat)):
-                screen.line(f"    {name}: {text}")

@@ -51,11 +51,10 @@ def status_of_jobs(folder: Path) -> int:
     now, known = len(records.launches) - 1, records.jobs
     if records.stopped or any(job.status == "preempted" and job.launch == now for job in known.values()):
         return PREEMPTED
-    planned = (records.launches[now]["jobs"] if records.launches else None) or {}
-    others = [job for job in planned if job not in known or known[job].launch < now]
+    others = [job for job in records.planned if job not in known or known[job].launch < now]
     left = [job for job in others if ledger.settled(job) is None]
     if left and not records.failed_now:
-        print(f"{len(left)} of {len(planned)} jobs have not begun; the same command continues", flush=True)
+        print(f"{len(left)} of {len(records.planned)} jobs have not begun; the same command continues", flush=True)
     return FAILED if left else OK
 
 

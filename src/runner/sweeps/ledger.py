@@ -21,7 +21,7 @@ from typing import Any
 from runner.config.changes import changes_result
 from runner.config.keys import flatten, key_of, within
 from runner.config.output_folders import holds_run
-from runner.config.reading import read_regular, read_summary
+from runner.config.reading import number_or_none, read_regular, read_summary
 from runner.config.secrets import mask_text, mask_values, mask_words
 from runner.tracking.files import writing
 
@@ -108,6 +108,8 @@ class Entry:
     status: str
     launch: int
     sentence: str | None = None
+    metric: str | None = None
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,16 @@ class Records:
     stopped: bool = False  # whether a signal stopped the last launch
     retried: Counter[str] = field(default_factory=Counter)
     """How often each job was repeated at once in the last launch."""
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags of the last command, as far as one job alone needs them."""
+        return list(self.launches[-1].get("flags") or []) if self.launches else []
+
+    @property
+    def planned(self) -> dict[str, list[str]]:
+        """The overrides of each job of the last launch by identity; empty if a sweeper chooses them later."""
+        return (self.launches[-1]["jobs"] or {}) if self.launches else {}
 
     @property
     def failed_now(self) -> Entry | None:
@@ -180,7 +192,8 @@ class Ledger:
                     records.retried.clear()
                     continue
                 name, overrides = str(found["folder"]), [str(word) for word in found["overrides"]]
-                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1, found.get("sentence"))
+                told = found.get("sentence"), found.get("metric"), number_or_none(found.get("value"))
+                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1, *told)
                 records.jobs[str(found["job"])] = entry
                 records.retried[str(found["job"])] += event == "retried"
                 records.folders.add(name)
@@ -370,7 +383,6 @@ def outcome_of(entry: Entry) -> Outcome:
 def _objective(summary: dict[str, Any]) -> tuple[str | None, float | None]:
     best, last = summary.get("best"), summary.get("last")
     if isinstance(best, dict) and best.get("metric") is not None:
-        value = best.get("value")
-        return str(best["metric"]), value if isinstance(value, int | float) and abs(value) < 2**63 else None
+        return str(best["metric"]), number_or_none(best.get("value"))
     monitor = str(summary.get("monitor"))
     return monitor if isinstance(last, dict) and monitor.removeprefix("val/") in last else None, None

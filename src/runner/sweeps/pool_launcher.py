@@ -26,7 +26,7 @@ from runner.sweeps.events import Event, period_s, tell
 from runner.sweeps.jobs import completed, varied_words
 from runner.sweeps.ledger import ENDED, Entry, Ledger, Records
 from runner.sweeps.pool import LOGS, Common, Ended, Pool, Slot, slots_of
-from runner.sweeps.table import command_alone
+from runner.sweeps.rows import command_alone
 from runner.tracking.formats import number as in_words
 
 _MOST = 1024  # slots on a device, threads
@@ -214,14 +214,12 @@ class PoolLauncher(Launcher):
     def _find(self, records: Records, number: int) -> tuple[str, Entry | None]:
         """The identity of a job, and what the ledger has about it; nothing if it is new and a sweeper chose it."""
         stored = _stored(self._jobs[number])
-        planned = records.launches[-1]["jobs"] or {}
-        for job in [name for name, others in planned.items() if others == stored]:
+        for job in [name for name, others in records.planned.items() if others == stored]:
             return job, records.jobs.get(job)
         return next(((job, entry) for job, entry in records.jobs.items() if entry.overrides == stored), ("", None))
 
     def _tell(self, number: int, kind: Any, text: str, known: Entry | None = None) -> None:
-        flags = self._ledger.read().launches[-1].get("flags") or []
-        repeat = command_alone(_stored(self._jobs[number]), flags) if kind == "failed" else ""
+        repeat = command_alone(_stored(self._jobs[number]), self._ledger.read().flags) if kind == "failed" else ""
         log = self._ledger.folder / LOGS / f"{number}.log"
         count, folder = max(self._jobs) + 1, known.folder if known else None
         tell(Event(kind, number + 1, count, self._varied[number], text, folder, log, repeat))

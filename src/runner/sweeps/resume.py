@@ -23,7 +23,7 @@ from runner.config.stored import differences
 from runner.config.truth import is_true
 from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Outcome, Plan, Records, identity, outcome
 from runner.sweeps.pool import PATIENT
-from runner.sweeps.table import command_alone
+from runner.sweeps.rows import command_alone
 from runner.tracking.files import writing
 from runner.tracking.formats import number
 from runner.tracking.run_directory import Occupied, hold

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.config.keys import key_of
-from runner.config.output_folders import holds_run, holds_sweep
-from runner.config.reading import read_summary, start_time
-from runner.sweeps.ledger import ENDED, Ledger, Records
-from runner.sweeps.table import JobRow, rows_of, summarise
-from runner.tracking.formats import duration, metric, number, wrapped
+from runner.config.reading import start_time
+from runner.sweeps.ledger import ENDED, Records
+from runner.sweeps.rows import Found, JobRow, rows_in
+from runner.tracking.formats import STATE_COLOURS, duration, metric, number, wrapped
 from runner.tracking.progress_file import Progress, read_progress
 from runner.tracking.run_directory import works
 
@@ -24,11 +23,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _SILENT_S = 60.0
-_FOLDERS = ("*", "*/*", "sweeps/*/*", "*/sweeps/*/*")  # where runs lie below a folder
-_MOST_RUNS = 1000
 _BAR = 8
-_ORDER = ("running", "failed", "died", "preempted", "finished", "pending")
-_COLOURS = {"running": "cyan", "failed": "bold red", "died": "bold red", "preempted": "yellow", "finished": "green"}
+_ORDER = ("running", "failed", "died", "preempted", "finished", "pruned", "pending")
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,7 @@ class View:
         best: the best value of the monitored metric among them, with the name of its job.
         seconds_left: of a sweep, if known.
         done: whether nothing runs, and nothing will by itself.
+        sweeps: the folders of sweeps, in the order of their names; `folder` itself if it is one.
     """
 
     folder: Path
@@ -92,13 +89,18 @@ class View:
     best: str
     seconds_left: float | None
     done: bool
+    sweeps: list[Path]
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether all of it is one sweep."""
+        return self.folder in self.sweeps
 
     @property
     def headline(self) -> str:
         """How many jobs are in which state, the best one, and the time that is left."""
-        counts = Counter(seen.row.status for seen in self.jobs)
-        parts = [f"{counts['finished']} of {len(self.jobs)} finished"]
-        parts += [f"{counts[status]} {status}" for status in _ORDER if counts[status] and status != "finished"]
+        others = [seen for seen in self.jobs if seen.row.status != "finished"]
+        parts = [f"{len(self.jobs) - len(others)} of {len(self.jobs)} finished", *_counted(others)]
         parts += [f"best {self.best}"] if self.best else []
         parts += [f"about {duration(self.seconds_left)} left"] if self.seconds_left is not None else []
         return ", ".join(parts)
@@ -106,23 +108,16 @@ class View:
 
 def look(folder: Path) -> View:
     """Read the state of a sweep, a run or a folder of runs; of a folder with nothing but a sweep, that of the sweep."""
-    left, waits = None, False
-    if holds_run(folder) and not holds_sweep(folder):
-        jobs = [_seen(folder, row) for row in rows_of([folder], folder)]
-    elif holds_sweep(folder):
-        jobs = [_seen(folder / row.job, row) for row in summarise(folder, write=False)]
-        waits, left = works(folder), seconds_left(Ledger(folder).read())
-    else:
-        found = _runs(folder)
-        parents = {path.parent for path in found}
-        if len(parents) == 1 and Ledger(only := parents.pop()).read().launches:
-            return look(only)  # it also knows the jobs that wait
-        jobs = [_seen(folder / row.job, row) for row in rows_of(found, folder)]
+    (found := Found()).add(folder)
+    if len(found.sweeps) == 1 and all(row.folder.is_relative_to(next(iter(found.sweeps))) for row in found.rows):
+        [folder] = found.sweeps  # with the jobs that wait
+    jobs = [_seen(row) for row in rows_in(folder, found)]
+    left = seconds_left(found.sweeps[folder]) if folder in found.sweeps else None
     best = next((seen.row for seen in jobs if seen.row.best), None)
     told = metric(best.metric, best.value) if best is not None and best.metric and best.value is not None else ""
     told += f" (job {best.job})" if best is not None and told and len(jobs) > 1 else ""
-    done = not waits and not any(seen.row.status == "running" for seen in jobs)
-    return View(folder, jobs, told, None if done else left, done)
+    done = not any(map(works, found.sweeps)) and not any(seen.row.status == "running" for seen in jobs)
+    return View(folder, jobs, told, None if done else left, done, list(found.sweeps))
 
 
 def headline_of(records: Records) -> str:
@@ -153,16 +148,10 @@ def seconds_left(records: Records) -> float | None:
     return (time.time() - float(launch["time"])) / len(ended) * len(left) if left else None
 
 
-def _seen(folder: Path, row: JobRow) -> Seen:
+def _seen(row: JobRow) -> Seen:
     if row.status != "running":
         return Seen(row)
-    return Seen(row, read_progress(folder), start_time(folder))
-
-
-def _runs(folder: Path) -> list[Path]:
-    found = {path for pattern in _FOLDERS for path in folder.glob(pattern) if path.is_dir() and holds_run(path)}
-    newest = sorted(found, key=lambda path: (read_summary(path) or {}).get("started") or "", reverse=True)
-    return newest[:_MOST_RUNS]
+    return Seen(row, read_progress(row.folder), start_time(row.folder))
 
 
 def table_of(view: View, width: int, rows: int) -> Group:
@@ -179,10 +168,11 @@ def table_of(view: View, width: int, rows: int) -> Group:
     order = sorted(view.jobs, key=lambda seen: (_ORDER.index(seen.row.status), place[id(seen)]))
     metrics = {seen.result[0] for seen in view.jobs if seen.result[0]}
     shared = metrics.pop() if len(metrics) == 1 else ""
+    base = "base" if any(seen.row.varied for seen in view.jobs) else ""
 
     def chosen(most: int) -> dict[int, dict[str, str | Text]]:
         ids = {id(seen) for seen in (order if len(order) <= most else order[: max(1, most - 1)])}
-        return {at: _cells(seen, shared) for at, seen in enumerate(view.jobs) if id(seen) in ids}
+        return {at: _cells(seen, shared, base) for at, seen in enumerate(view.jobs) if id(seen) in ids}
 
     cells = chosen(rows)
     names = ["job", "settings", "state", "progress", shared or "metric", "device", "time", "left"]
@@ -214,14 +204,18 @@ def table_of(view: View, width: int, rows: int) -> Group:
         table.add_column(name, header_style="bold", no_wrap=name != "settings", overflow="fold")
     for row in cells.values():
         table.add_row(*(row[name] for name in names))
-    if hidden := [seen.row.status for at, seen in enumerate(view.jobs) if at not in cells]:
-        counts = Counter(hidden)
-        told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
-        return Group(Text(view.headline, style="bold"), table, Text(f"and {told}", style="dim"))
-    return Group(Text(view.headline, style="bold"), table)
+    hidden = _counted(seen for at, seen in enumerate(view.jobs) if at not in cells)
+    below = [Text(f"and {', '.join(hidden)}", style="dim")] if hidden else []
+    return Group(Text(view.headline, style="bold"), table, *below)
 
 
-def _cells(seen: Seen, shared: str) -> dict[str, str | Text]:
+def _counted(jobs: Iterable[Seen]) -> list[str]:
+    """How many jobs are in each state."""
+    counts = Counter(seen.row.status for seen in jobs)
+    return [f"{counts[status]} {status}" for status in _ORDER if counts[status]]
+
+
+def _cells(seen: Seen, shared: str, base: str) -> dict[str, str | Text]:
     from rich.text import Text
 
     row, found, bar = seen.row, seen.progress, Text()
@@ -232,8 +226,8 @@ def _cells(seen: Seen, shared: str) -> dict[str, str | Text]:
     result = "" if not name else number(value) if name == shared else metric(name, value)
     return {
         "job": row.job,
-        "settings": short(row.varied),
-        "state": Text(row.status, style=_COLOURS.get(row.status, "dim")),
+        "settings": short(row.varied) or base,
+        "state": Text(row.status, style=STATE_COLOURS.get(row.status, "dim")),
         "progress": bar,
         shared or "metric": result + (" best" if row.best else ""),
         "device": found.device if found else "",

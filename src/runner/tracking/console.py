@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text
 from runner.tracking.appended import AppendedFile
-from runner.tracking.formats import HARDWARE_METRICS, aligned, clean, duration, encodable, in_order, metric, wrapped
+from runner.tracking.formats import HARDWARE_METRICS, clean, duration, encodable, in_order, metric, table_lines, wrapped
 from runner.tracking.live import LiveLines
 from runner.tracking.progress_file import Progress, ProgressFile
 
@@ -114,12 +114,7 @@ class Console:
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table; each row has as many cells as there are columns."""
         rows = [[mask_text(cell) for cell in row] for row in rows]
-
-        def styled(head: str, rule: str, *body: str) -> list[Line]:
-            lines = [(head, "bold"), (rule, "dim"), *((line, "") for line in body)]
-            return [[line] for line in ([(clean(title), "bold")] if title else []) + lines]
-
-        self._emit(styled(*aligned(columns, rows)), styled(*aligned(columns, rows, self._room)))
+        self._emit(table_lines(title, columns, rows), table_lines(title, columns, rows, self._room))
 
     # Progress
 

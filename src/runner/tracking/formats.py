@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import re
 import textwrap
@@ -13,6 +15,16 @@ HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
 WEIGHTS_STEP = "weights_step"
 """Beside the metrics of the test: the step of the weights that were tested, those of the best checkpoint if there is one."""
 
+STATE_COLOURS = {
+    "running": "cyan",
+    "failed": "bold red",
+    "died": "bold red",
+    "preempted": "yellow",
+    "finished": "green",
+}
+"""Styles of the states of a run, for tables."""
+
+_STATES = re.compile(rf"(?<=  )({'|'.join(STATE_COLOURS)})(?=  |$)")  # as cells
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
@@ -149,8 +161,8 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     If it is wider than `width` characters, the cells of its widest column are broken between words.
     """
     cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in rows]
-    widths = [max(len(head), *(len(row[i]) for row in cells), 0) for i, head in enumerate(columns)]
-    right = [bool(cells) and all(is_number(row[i]) for row in cells) for i in range(len(columns))]
+    widths = column_widths(columns, cells)
+    right = [{is_number(row[i]) for row in cells if row[i] != "-"} == {True} for i in range(len(columns))]
     if width is not None and (much := sum(widths) + 2 * (len(widths) - 1) - width) > 0:
         at = widths.index(max(widths))
         room = max(widths[at] - much, len(columns[at]), *(len(word) for row in cells for word in row[at].split()))
@@ -166,6 +178,34 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
         return "  ".join(padded).rstrip()
 
     return [join(columns), join(["-" * width for width in widths]), *(join(row) for row in cells)]
+
+
+def column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """How many characters each column of a table needs."""
+    return [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    return text.getvalue()
+
+
+def table_lines(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[list[tuple[str, str]]]:
+    """The lines of `aligned` below a title, as parts with their styles; states of runs have their colours."""
+    head, rule, *body = aligned(columns, rows, width)
+    above = [[(clean(title), "bold")]] if title else []
+    states = [[(part, STATE_COLOURS.get(part, "")) for part in _STATES.split(line)] for line in body]
+    return [*above, [(head, "bold")], [(rule, "dim")], *states]
 
 
 def is_number(text: str) -> bool:

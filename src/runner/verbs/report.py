@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.config.errors import OK, WORSE, UserError, nearest
-
-if TYPE_CHECKING:
-    from runner.reports.report import Report
-    from runner.reports.terminal import Screen
+from runner.config.secrets import mask_text
 
 _FILES = ("csv", "md", "json", "html", "save_baseline")
 _OPTIONS = ("where", "columns", "sort", "seeds", "diff", "against", *_FILES)
 _OF_CONDITIONS = ("and", "or", "not", "in", "=", "!=", "<", "<=", ">", ">=")
-_MOST_TENSORS = 20
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     columns=optimizer.lr,test/accuracy        instead of the keys that differ
     sort=test/loss                            smallest first; sort=-test/loss largest first
     seeds=each                                a row for every repetition
-    csv=FILE md=FILE json=FILE html=FILE      write the table, or a page with curves
+    csv=FILE md=FILE json=FILE html=FILE      write the table, or a page with curves; - for standard output
     diff=true                                 two runs: config, environment, metrics, weights
     against=baseline.json|RUN|SWEEP           exit status 4 if something got worse
     tolerance.step=0.1                        allowed change: metric, loss, step, memory, startup
@@ -34,14 +31,18 @@ def main(argv: Sequence[str]) -> int:
     """
     places, options, tolerance = _parse(argv)
     from runner.reports.report import report
-    from runner.reports.terminal import Screen
+    from runner.reports.terminal import show
+    from runner.tracking.console import Console
 
     found = report(*places, **options, tolerance=tolerance)
-    screen = Screen()
-    _show(found, screen)
-    for name in _FILES:
-        if name in options:
-            screen.line(f"wrote {options[name]}")
+    if "-" in options.values():
+        for note in found.notes:
+            print(f"warning: {mask_text(note)}", file=sys.stderr)
+    else:
+        show(found, console := Console(None))
+        for name in _FILES:
+            if name in options:
+                console.line(f"wrote {options[name]}")
     return WORSE if found.comparison is not None and found.comparison.worse else OK
 
 
@@ -75,43 +76,3 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
             raise UserError("diff", f"cannot be {options['diff']}", "true or false")
         options["diff"] = options["diff"] == "true"
     return places, options, tolerance
-
-
-def _show(found: Report, screen: Screen) -> None:
-    from runner.reports.table import text_of
-    from runner.reports.terminal import show_table
-
-    show_table(screen, found.table, found.runs, found.notes)
-    if found.difference is not None:
-        both = found.difference
-        names = [run.name for run in found.runs]
-        for title, rows in (("config", both.config), ("environment", both.environment), ("metrics", both.metrics)):
-            screen.line()
-            screen.line(title if rows else f"{title}: no difference", "bold")
-            if rows:
-                screen.table(["", *names], [[name, text_of(one), text_of(other)] for name, one, other in rows])
-        screen.line()
-        one, other = both.sha256
-        screen.line("weights" if one != other or one is None else "weights: the same bits", "bold")
-        for name, digest in zip(names, both.sha256, strict=True):
-            screen.line(f"SHA-256 {digest or 'unknown'}  {name}")
-        if both.note:
-            screen.line(both.note)
-        if both.tensors:
-            rows_ = [[each.name, f"{each.largest:.4g}", each.note] for each in both.tensors[:_MOST_TENSORS]]
-            screen.table(["tensor", "largest difference", ""], rows_)
-            more = len(both.tensors) - _MOST_TENSORS
-            screen.line(f"{f'{more} more tensors differ, ' if more > 0 else ''}{both.tensors_equal} tensors are equal")
-    if found.comparison is not None:
-        comparison = found.comparison
-        screen.line()
-        screen.line(comparison.title, "bold red" if comparison.worse else "bold green")
-        rows_ = [
-            [each.setting, each.measure, each.before, each.now, each.change, each.allowed, each.verdict]
-            for each in comparison.measures
-        ]
-        screen.table(["setting", "measure", "baseline", "now", "change", "allowed", "verdict"], rows_, last=["verdict"])
-        for line in comparison.notes:
-            screen.line(line, "yellow")
-        for line in comparison.reasons:
-            screen.line(f"worse: {line}", "bold red")

@@ -28,9 +28,8 @@ def watch(folder: Path) -> int:
     Raises:
         UserError: there is no run.
     """
-    from runner.config.output_folders import holds_sweep
     from runner.sweeps.follow import follow
-    from runner.sweeps.table import print_table, summarise
+    from runner.sweeps.table import print_table
     from runner.sweeps.view import look, progress_line
     from runner.tracking.console import Console
 
@@ -40,9 +39,7 @@ def watch(folder: Path) -> int:
     if not found.done:
         follow(folder, console)
     view = look(folder)
-    if holds_sweep(view.folder):
-        print_table(summarise(view.folder, write=False), console)
-    elif len(view.jobs) <= _MOST_ROWS:
+    if view.is_sweep or len(view.jobs) <= _MOST_ROWS:
         print_table([seen.row for seen in view.jobs], console)
     else:
         console.line(progress_line(view))
