@@ -57,7 +57,7 @@ class Ended:
 
 def ended(folder: Path) -> Ended:
     """Read what a study came to from its storage and its jobs."""
-    from runner.sweeps.search import JOURNAL, Study, StudySpec
+    from runner.sweeps.study import JOURNAL, Study, StudySpec
 
     study = Study(StudySpec(str(folder / JOURNAL), "search", ["max"])).optuna
     steps = [json.loads(path.read_text())["global_step"] for path in folder.glob("*/summary.json")]

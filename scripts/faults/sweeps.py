@@ -129,7 +129,7 @@ def _stopped(
 
 def _found(folder: Path) -> dict[str, str]:
     """What each job came to, and all trials if the sweep is a search."""
-    from runner.sweeps.search import JOURNAL, Study, StudySpec
+    from runner.sweeps.study import JOURNAL, Study, StudySpec
 
     found = {job: fingerprint(folder / job) for job in _JOBS}
     if (folder / JOURNAL).is_file():

@@ -19,6 +19,7 @@ from forked import ForkedProgram
 
 from runner.config.errors import DiskFull
 from runner.sweeps import table
+from runner.sweeps.launchers import status_of_jobs
 from runner.sweeps.ledger import Ledger, Plan, identity, outcome
 
 TWO = ("--multirun", "seed=0,1")
@@ -345,3 +346,44 @@ def test_a_plan_without_jobs_begins_a_new_sweep(tmp_path):
     from runner.sweeps.resume import to_continue
 
     assert to_continue(tmp_path, Plan({"sweep_dir": None, "new_sweep": False})) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "summary", "sentence", "stopped", "status", "killed"),
+    [
+        ("launch started finished", "finished", "", "", "finished", False),
+        ("launch started finished", "finished", "died at its end", "", "finished", False),
+        ("launch started", "finished", "died before its line", "", "finished", False),
+        ("launch started", "running", "killed", "", "failed", True),
+        ("launch started", "running", "killed", "SIGTERM", "preempted", True),
+        ("launch started failed", "failed", "died at its end", "", "failed", False),
+        ("launch", None, "killed before it began", "", "failed", True),
+        ("launch", None, "", "", "pending", False),
+        ("launch started preempted launch", "preempted", "", "", "pending", False),
+        ("launch started finished launch", "finished", "", "", "finished", False),
+    ],
+)
+def test_how_a_job_ended_is_told_from_its_process_its_folder_and_the_ledger(
+    tmp_path, lines, summary, sentence, stopped, status, killed
+):
+    ledger, job = Ledger(tmp_path), {"job": "a", "overrides": [], "folder": "0"}
+    settings = {"swept": [], "retry": "failed", "fail_fast": False, "base": {}, "jobs": {"a": []}}
+    for event in lines.split():
+        ledger.append(event, **(settings if event == "launch" else job))
+    if summary:
+        (tmp_path / "0").mkdir()
+        (tmp_path / "0" / "summary.json").write_text(json.dumps({"status": summary}))
+    end = ledger.end_of("a", sentence, stopped)
+    assert (end.outcome.status, end.killed) == (status, killed)
+    if "started" in lines.rpartition("launch")[2]:
+        assert ledger.read().jobs["a"].status == status
+
+
+@pytest.mark.parametrize(("seen", "status"), [("a b", 0), ("a", 1), ("", 1)])
+def test_a_sweep_with_jobs_that_never_began_does_not_end_with_status_0(tmp_path, seen, status, capsys):
+    ledger = Ledger(tmp_path)
+    ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs={"a": [], "b": []})
+    for job in seen.split():
+        ledger.append("finished", job=job, overrides=[], folder=job)
+    assert status_of_jobs(tmp_path) == status
+    assert (f"{2 - len(seen.split())} of 2 jobs have not begun" in capsys.readouterr().out) == (status == 1)

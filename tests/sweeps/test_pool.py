@@ -14,7 +14,7 @@ from forked import ForkedProgram
 
 from runner.sweeps import pool_launcher
 from runner.sweeps.events import Event, listening, tell
-from runner.sweeps.pool import slots_of
+from runner.sweeps.pool import Common, Pool, Slot, slots_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sweep_pool.py"
 POOL = ("--multirun", "hydra/launcher=pool", "hydra.launcher.per_device=2")
@@ -172,6 +172,16 @@ def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
     folder = Path(result.out.splitlines()[-1])
     assert [event for event, job in events(folder) if job == "0"] == ["started", "retried", "retried", "failed"]
     assert "1 of 2 jobs finished" in result.out
+
+
+def test_a_job_that_is_repeated_while_its_first_process_leaves_its_slot_keeps_its_own(tmp_path, monkeypatch):
+    pool, asked = Pool([Slot("a"), Slot("b"), Slot("c")], Common(tmp_path)), list[dict]()
+    monkeypatch.setattr(pool, "_tell", asked.append)
+    assert [pool.start(number, []).name for number in (0, 1)] == ["a", "b"]
+    assert pool._take({"process": asked[0]["process"], "status": -9}).sentence.startswith("killed by SIGKILL")
+    assert pool.start(0, []).name == "c"
+    pool._take({"process": asked[0]["process"], "gone": True})
+    assert (pool.running, pool.free, pool.start(2, []).name) == ([1, 0], 1, "a")
 
 
 def test_events_are_lines_with_what_people_need_next():

@@ -20,7 +20,7 @@ optuna = pytest.importorskip("optuna")
 
 from runner.config.space import Range, ranges_of, text_of, with_space  # noqa: E402
 from runner.sweeps.ledger import Ledger  # noqa: E402
-from runner.sweeps.search import JOURNAL, Study, StudySpec  # noqa: E402
+from runner.sweeps.study import JOURNAL, Study, StudySpec  # noqa: E402
 from runner.sweeps.trials import objectives_at_best  # noqa: E402
 
 LR = "search.optimizer.lr={log: [1e-4, 1e-1]}"
@@ -200,6 +200,67 @@ def test_a_search_waits_for_a_slot_that_an_ended_trial_has_not_left(search, work
     assert [state for state, *_ in trials_of(folder)] == ["COMPLETE"] * 3
 
 
+CALLBACKS = """
+import atexit, os, signal
+from pathlib import Path
+
+class DiesAfterItsEnd:
+    def on_end(self, loop):
+        atexit.register(os._exit, 3)
+
+class IsStoppedOnce:
+    def on_start(self, loop):
+        if not Path("stopped").exists():
+            Path("stopped").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("callback", "status", "states", "told"),
+    [
+        ("DiesAfterItsEnd", 0, ["COMPLETE"] * 2, "trial 1: val/accuracy"),
+        ("IsStoppedOnce", 75, ["RUNNING", "COMPLETE"], "trial 1: preempted: stopped by SIGTERM; the same command"),
+    ],
+)
+def test_a_search_ends_with_status_0_once_all_trials_have_ended_and_else_says_why(
+    search, workdir, monkeypatch, callback, status, states, told
+):
+    (workdir / "ending.py").write_text(CALLBACKS)
+    monkeypatch.syspath_prepend(workdir)
+    words = ("search.trials=2", "search.jobs=1", "hydra/launcher=pool", f"+callbacks.mine._target_=ending.{callback}")
+    result, folder = search(*SEARCH, *words)
+    assert (result.status, [state for state, *_ in trials_of(folder)]) == (status, states), result.out
+    assert told in result.out
+    assert ("1 of 2 trials have not ended" in result.out) == (status == 75)
+
+
+def test_a_trial_without_a_finite_objective_is_a_failure_of_the_search(search):
+    words = ("search.objectives={val/loss: min, val/accuracy: max}", "search.optimizer.lr={log: [1e30, 1e35]}")
+    result, _ = search(*SEARCH, *words, "optimizer=sgd", "search.trials=1")
+    assert "trial 1: failed: an objective is missing or not finite" in result.out
+    assert result.status == 1
+
+
+def test_fail_fast_leaves_trials_that_were_begun_before(search):
+    words = ("sweep=optuna", "search.model.width={choice: [0]}", "search.pruner=none", "fail_fast=true")
+    _, folder = search(*words, "search.trials=1")
+    for index in (1, 2):
+        Study(StudySpec(str(folder / JOURNAL), "search", ["max"])).ask(
+            index, {"model.width": Range("choice", choices=(0,))}
+        )
+    result, _ = search(*words, "search.trials=3")
+    assert (result.status, [state for state, *_ in trials_of(folder)]) == (1, ["FAIL", "FAIL", "RUNNING"])
+    assert "1 of 3 trials have not ended; the same command continues" in result.out
+
+
+def test_trials_side_by_side_get_one_gpu_each_and_settings_of_another_are_refused(run, tiny, workdir, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    result = run("train", *tiny, *SEARCH, "search.jobs=2", "device=auto", "devices=2")
+    assert result.status == 2, result.out
+    assert "devices: is 2, and search.jobs=2 gives each job one GPU" in result.err
+
+
 def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials(search, tiny, workdir):
     words = ("sweep=optuna", LR, *HALVING, "search.trials=5", "epochs=3")
     expected_in = search(*words)[1].rename(workdir / "undisturbed")
@@ -300,7 +361,7 @@ def test_without_optuna_it_says_what_to_install(run, tiny, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.delitem(sys.modules, "runner.sweeps.search", raising=False)
+    monkeypatch.delitem(sys.modules, "runner.sweeps.study", raising=False)
     result = run("train", *tiny, *SEARCH)
     assert result.status == 2
     assert "pip install 'runner[optuna]'" in result.err

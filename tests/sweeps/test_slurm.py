@@ -15,6 +15,8 @@ import pytest
 from forked import ForkedProgram
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SEARCH = ("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}")
+POOL = ("--multirun", "seed=0,1", "hydra/launcher=pool", "hydra.launcher.per_device=1")
 LONG = ("epochs=200", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 
 
@@ -74,6 +76,12 @@ def test_a_warned_run_saves_and_asks_for_one_requeue(slurm, tiny, monkeypatch, w
     assert json.loads(summary.read_text())["status"] == "preempted"
 
 
+@pytest.mark.parametrize("words", [SEARCH, POOL], ids=["search", "pool"])
+def test_a_warned_sweep_is_requeued(slurm, tiny, words):
+    assert warned([*tiny, *LONG, *words]) == 75
+    assert slurm()[-1] == "requeue 77"
+
+
 def test_a_requeued_job_continues_its_own_run_and_no_other(slurm, tiny, monkeypatch):
     assert warned([*tiny, *LONG]) == 75
     [directory] = Path.cwd().glob("outputs/*/*")
@@ -122,8 +130,9 @@ def test_a_warning_before_the_run_listens_is_not_lost(slurm, tiny):
         ((), ["#SBATCH --requeue", "#SBATCH --signal=USR1@120", "#SBATCH --job-name=synthetic"]),
         (("slurm.signal=TERM",), ["#SBATCH --signal=TERM@120"]),
         (("--multirun", "seed=0,1"), ["#SBATCH --requeue", "--multirun seed=0,1"]),
+        (SEARCH, ["#SBATCH --requeue", "sweep=optuna 'search.optimizer.lr={log: [1e-4, 1e-1]}'"]),
     ],
-    ids=["run", "signal", "sweep"],
+    ids=["run", "signal", "sweep", "search"],
 )  # fmt: skip
 def test_the_job_script_is_printed_and_nothing_runs(run, tiny, workdir, words, expected):
     result = run("train", *tiny, *words, "slurm.script=true")

@@ -135,6 +135,16 @@ def _choices(values: Any) -> tuple[Any, ...]:
     return plain
 
 
+def word_of(key: str, value: Any) -> str:
+    """The override that sets a key to one of the values of its range."""
+    return f"{key}={value if is_nested(value) else text_of(value)}"
+
+
+def is_nested(value: Any) -> bool:
+    """Whether a choice is the text of a list or a mapping."""
+    return isinstance(value, str) and value[:1] in ("[", "{")
+
+
 def text_of(value: Any) -> str:
     """A value as an override has it."""
     if isinstance(value, list):

@@ -8,11 +8,20 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
+
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem
 
 Announce = Callable[[int, int, str], None]
 """Called before each job with its number from 1, the number of jobs, and what it varies."""
+
+
+def completed(words: Sequence[str] = (), value: float | None = None) -> JobReturn:
+    """What a launcher returns for a job that returned no more than a value; its folder tells what became of it."""
+    result = JobReturn(overrides=words)
+    result.status, result.return_value = JobStatus.COMPLETED, value
+    return result
 
 
 def jobs_of(words: Sequence[str], params: dict[str, Any]) -> list[list[str]]:

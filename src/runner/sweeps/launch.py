@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from runner.config import overrides, slurm
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
-from runner.config.keys import OF_THE_SWEEP, all_keys, at, flatten, key_of, within
+from runner.config.keys import OF_THE_SWEEP, all_keys, at, key_of, within
 from runner.config.merged_once import merged_once
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
@@ -26,81 +23,11 @@ from runner.config.sources import Sources, text_of
 from runner.config.truth import is_true
 from runner.sweeps import on_ray, pool_launcher, script
 from runner.sweeps.ablation import ablated, toggles_off
+from runner.sweeps.command import Command
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
-from runner.sweeps.launch_search import Command, launch_search
+from runner.sweeps.launch_search import launch_search
 from runner.sweeps.launchers import absent, status_of_jobs, sturdy
 from runner.sweeps.ledger import Plan, counted, identity
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A command line, and its first job composed.
-
-    Attributes:
-        task: see `launch`.
-        schema: see `launch`.
-        verb: of the command line.
-        primary: name of the primary config.
-        argv: the words after the verb.
-        flags: those of Hydra among them.
-        checked: the overrides among them.
-        sources: folders of configs.
-        also: see `launch`.
-        app: Hydra's object for the application.
-        composition: the config of the first job.
-        cfg: the same as Hydra composed it, with `hydra`.
-        keeps_runs: see `launch`.
-    """
-
-    task: Callable[[DictConfig], Any]
-    schema: type
-    verb: str
-    primary: str
-    argv: Sequence[str]
-    flags: argparse.Namespace
-    checked: overrides.CheckedOverrides
-    sources: Sources
-    also: Callable[[Composition], list[Problem]]
-    app: Any
-    composition: Composition
-    cfg: DictConfig
-    keeps_runs: bool
-
-    def composed(self, words: list[str]) -> Composition:
-        """The composition of a job with other overrides."""
-        checked, known = dataclasses.replace(self.checked, accepted=words), list(flatten(self.composition.values))
-        return compose(self.app, self.primary, checked, self.schema, self.sources, self.also, known)[0]
-
-    def chosen(self, group: str) -> str:
-        """The option of a group of Hydra's own."""
-        return str(self.cfg.hydra.runtime.choices.get(group))
-
-    @property
-    def in_pool(self) -> bool:
-        """Whether jobs run in our own launcher."""
-        return self.chosen("hydra/launcher") == "pool"
-
-    @property
-    def words(self) -> list[str]:
-        """The overrides without those about the sweep as a whole."""
-        return [word for word in self.checked.accepted if not within(key_of(word), OF_THE_SWEEP)]
-
-    @property
-    def place(self) -> Path | None:
-        """The folder that `hydra.sweep.dir` names."""
-        named = [word for word in self.checked.accepted if word.startswith("hydra.sweep.dir=")]
-        return Path(named[-1].split("=", 1)[1].strip("'\"")) if named else None
-
-    @property
-    def flags_of_jobs(self) -> list[str]:
-        """The flags, as far as one job alone needs them."""
-        named = {"--config-dir": self.flags.config_dir, "--config-name": self.flags.config_name}
-        return [f"{flag}={value}" for flag, value in named.items() if value]
-
-    def refuse_keys_of_sweeps(self, why: str, allowed: str) -> None:
-        for word in self.checked.accepted:
-            if within(key := key_of(word), OF_THE_SWEEP):
-                raise UserError(key, why, "sweep=optuna too" if key.startswith("search.") else allowed)
 
 
 def launch(
@@ -156,19 +83,19 @@ def launch(
     verb, primary = primary, (flags.config_name or primary).removesuffix(".yaml")
     with application(task, sources, schema) as app, merged_once() if several else contextlib.nullcontext():
         composition, cfg = compose(app, primary, checked, schema, sources, also)
-        call = _Call(
-            *(task, schema, verb, primary, argv, flags, checked, sources, also, app, composition, cfg, keeps_runs)
+        call = Command(
+            *(task, schema, verb, primary, argv, flags, checked, sources),
+            *(also, monitor, app, composition, cfg, keeps_runs),
         )
         if not (flags.multirun or _is_sweep(cfg)):
             return _launch_run(call), None
         _check_sweep(call, restarted)
         if composition.values["search"]["sampler"] is not None:
-            folder, run = launch_search(_search_of(call, monitor), sweep_root)
-            return status_of(run), folder
+            return _launch_search(call, sweep_root)
         return _launch_grid(call, sweep_root, announce)
 
 
-def _launch_run(call: _Call) -> int:
+def _launch_run(call: Command) -> int:
     """Run one job; returns its exit status."""
     call.refuse_keys_of_sweeps("is about a sweep, and this is one run", "--multirun too, or no such key")
     if _wants_script(call.composition):
@@ -187,7 +114,7 @@ def _launch_run(call: _Call) -> int:
         _requeue(call.composition)
 
 
-def _check_sweep(call: _Call, restarted: bool) -> None:
+def _check_sweep(call: Command, restarted: bool) -> None:
     """Refuse what is wrong with a sweep as a whole."""
     values = call.composition.values
     if wrong := [problem for problem in call.also(call.composition) if within(problem.key, OF_THE_SWEEP)]:
@@ -205,26 +132,19 @@ def _check_sweep(call: _Call, restarted: bool) -> None:
         raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
 
 
-def _search_of(call: _Call, monitor: Callable[[Composition], tuple[str, str]]) -> Command:
-    return Command(
-        composition=call.composition,
-        words=call.words,
-        schema=call.schema,
-        sources=call.sources,
-        compose=call.composed,
-        also=call.also,
-        monitor=monitor,
-        run=call.task,
-        flags=call.flags_of_jobs,
-        given=call.place,
-        verb=call.verb,
-        primary=call.primary,
-        launcher=call.chosen("hydra/launcher"),
-        slots=call.cfg.hydra.launcher if call.in_pool else None,
-    )
+def _launch_search(call: Command, sweep_root: Callable[[Plan], Path]) -> tuple[int, Path | None]:
+    """Run the trials of a search that are left; returns the exit status and the folder."""
+    if _wants_script(call.composition):
+        print(script.job_script(call.verb, call.argv, call.composition.values))
+        return 0, None
+    folder, run = launch_search(call, sweep_root)
+    try:
+        return status_of(run), folder
+    finally:
+        _requeue(call.composition)
 
 
-def _launch_grid(call: _Call, sweep_root: Callable[[Plan], Path], announce: Announce) -> tuple[int, Path | None]:
+def _launch_grid(call: Command, sweep_root: Callable[[Plan], Path], announce: Announce) -> tuple[int, Path | None]:
     """Run the jobs of a sweeper of Hydra, those that the ledger says are left; returns the exit status and the folder."""
     composition, cfg, words = call.composition, call.cfg, call.words
     params = dict(cfg.hydra.sweeper.get("params") or {})
@@ -279,7 +199,7 @@ def _wants_script(composition: Composition) -> bool:
     return is_true((composition.values.get("slurm") or {}).get("script"))
 
 
-def _script_of_sweep(call: _Call, jobs: int) -> str:
+def _script_of_sweep(call: Command, jobs: int) -> str:
     """The script of the array that submitit would submit, or that of a job which runs the whole sweep."""
     values = call.composition.values
     if call.chosen("hydra/launcher") != "submitit_slurm":

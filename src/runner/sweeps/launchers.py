@@ -16,9 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner.config.errors import PREEMPTED, Problem
+from runner.config.errors import FAILED, OK, PREEMPTED, Problem
 from runner.config.hydra_messages import not_installed
 from runner.config.signals import STOPPING, heard
+from runner.sweeps.jobs import completed
 from runner.sweeps.ledger import NAME, Ledger
 
 _ACTIVE = ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "RESIZING", "STOPPED")
@@ -44,11 +45,17 @@ def sturdy(launcher: str, folder: Path) -> Iterator[None]:
 
 
 def status_of_jobs(folder: Path) -> int:
-    """75 if a signal stopped the last launch or one of its jobs, otherwise 0."""
-    records = Ledger(folder).read()
-    now = len(records.launches) - 1
-    stopped = records.stopped or any(job.status == "preempted" and job.launch == now for job in records.jobs.values())
-    return PREEMPTED if stopped else 0
+    """75 if a signal stopped the last launch or one of its jobs, 1 if one that was asked for never began, otherwise 0."""
+    ledger = Ledger(folder)
+    records = ledger.read()
+    now, known = len(records.launches) - 1, records.jobs
+    if records.stopped or any(job.status == "preempted" and job.launch == now for job in known.values()):
+        return PREEMPTED
+    others = [job for job in records.planned if job not in known or known[job].launch < now]
+    left = [job for job in others if ledger.settled(job) is None]
+    if left and not records.failed_now:
+        print(f"{len(left)} of {len(records.planned)} jobs have not begun; the same command continues", flush=True)
+    return FAILED if left else OK
 
 
 @contextlib.contextmanager
@@ -132,7 +139,7 @@ class _Together:
                 left = [number for number in left if number not in begun]
             for number in interrupted:  # each alone, so that only the one that is killed again is lost
                 self._run([number], marks)
-        return [self._results.get(number) or _nothing() for number in range(len(self._tasks))]
+        return [self._results.get(number) or completed() for number in range(len(self._tasks))]
 
     def _run(self, numbers: list[int], marks: str) -> bool:
         """Run tasks; returns whether no process was killed."""
@@ -158,15 +165,6 @@ def _marked(number: int, marks: str, task: Any) -> tuple[int, Any]:
     return number, function(*arguments, **named)
 
 
-def _nothing() -> Any:
-    """The result of a job that returned none; its folder tells what became of it."""
-    from hydra.core.utils import JobReturn, JobStatus
-
-    result = JobReturn()
-    result.status = JobStatus.COMPLETED
-    return result
-
-
 @contextlib.contextmanager
 def _of_submitit() -> Iterator[None]:
     job_class: Any = importlib.import_module("submitit.core.core").Job
@@ -182,7 +180,7 @@ def _of_submitit() -> Iterator[None]:
             print(
                 f"job {self.job_id} ended without a result ({kind}): {self.paths.stderr}", file=sys.stderr, flush=True
             )
-            return [_nothing()]
+            return [completed()]
 
     job_class.results = results_or_nothing
     try:

@@ -112,6 +112,21 @@ class Entry:
     value: float | None = None
 
 
+@dataclass(frozen=True)
+class End:
+    """How a job of the last launch ended, seen from outside of its process.
+
+    Attributes:
+        outcome: its status is `retried` too if the job is repeated at once, and `pending` if it did not start.
+        entry: what the ledger had about it.
+        killed: whether its process could not record it.
+    """
+
+    outcome: Outcome
+    entry: Entry | None
+    killed: bool = False
+
+
 @dataclass
 class Records:
     """What a ledger says: its launches in order, and the last line about each job by identity."""
@@ -273,6 +288,34 @@ class Ledger:
             event = "retried" if again else found.status
             self._write(file, event, Job(self, job, known.overrides, known.folder).line(found))
         return again
+
+    def end_of(self, job: str, sentence: str = "", stopped: str = "") -> End:
+        """How a job ended whose process is gone, which is recorded if the process could not.
+
+        Args:
+            job: its identity.
+            sentence: why its process could not say how the job ended; empty if it could.
+            stopped: name of the signal that the sweep was stopped with, if it was.
+        """
+        records = self.read()
+        entry, launch = records.jobs.get(job), records.launches[-1]
+        begun = entry if entry is not None and entry.launch == len(records.launches) - 1 else None
+        found = Outcome("unknown") if entry is None else outcome_of(entry)
+        if begun is not None and found.status in ("finished", "pruned"):
+            if begun.status != found.status:
+                self.end(job, found)  # its process was killed between its summary and its line here
+        elif sentence and (begun is None or begun.status not in ENDED):
+            found = Outcome("failed", sentence=sentence)
+            if stopped:
+                found = Outcome("preempted", sentence=f"{stopped}, before it had saved")
+            if begun is not None and self.end(job, found):
+                found = dataclasses.replace(found, status="retried")
+            return End(found, entry, killed=True)
+        elif begun is None and self.settled(job) is None:
+            failed = records.failed_now if launch["fail_fast"] else None
+            why = None if failed is None else f"{failed.folder} failed, and fail_fast=true"
+            found = Outcome("pending", sentence=why)
+        return End(found, entry)
 
     def _free(self, wanted: Path, records: Records) -> Path:
         if wanted.name not in records.folders or not wanted.name.isdecimal():

@@ -11,10 +11,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.core.utils import JobReturn, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
+
+from runner.sweeps.jobs import completed
 
 
 @dataclass
@@ -73,9 +75,7 @@ def _result(ray: Any, reference: Any) -> JobReturn:
         return result
     except ray.exceptions.RayError as error:
         print(f"a job ended without a result: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        result = JobReturn()
-        result.status = JobStatus.COMPLETED
-        return result
+        return completed()
 
 
 def _job(number: int, words: list[str], given: tuple[Any, Any, Any], state: Any) -> JobReturn:

@@ -1,8 +1,7 @@
 """Jobs of a sweep side by side on one machine: slots with devices and threads, and a process with a log for each job.
 
     with Pool(slots_of(["0", "1"], per_device=2), common) as pool:
-        pool.start(0, ["seed=0"])
-        for ended in pool.wait():
+        for all_ended in pool.run(start_next):  # which calls `pool.start`, and returns whether there was another job
             ...
 
 A job is forked from a server process (`runner.verbs._job_server`) that has imported torch, which takes seconds, and has
@@ -22,14 +21,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from runner.config.errors import PREEMPTED
-from runner.config.signals import STOPPING
+from runner.config.errors import FAILED, PREEMPTED
+from runner.config.signals import STOPPING, early, heard
 
 LOGS = "logs"
 """Folder of the sweep that gets what each job prints, `<number>.log`."""
@@ -76,30 +75,31 @@ class Ended:
 
     Attributes:
         number: of the job.
-        status: exit status; negative for the signal that killed it.
         value: what the job returned, the value that sweepers optimise.
         sentence: why the process could not say itself how the job ended; empty if it could.
     """
 
     number: int
-    status: int
     value: float | None = None
     sentence: str = ""
 
 
-class PoolBroken(Exception):
-    """The server process was killed."""
+@dataclass
+class _Process:
+    """The process of a job: it holds its slot until whatever it started is gone too, which may be after the job's end."""
 
-    exit_code = 1
+    number: int  # of the job; one that is repeated at once has two processes for a moment
+    slot: Slot
+    value: float | None = None
+    ended: bool = False
 
 
-def slots_of(devices: Sequence[str], per_device: int, environment: Mapping[str, str] | None = None) -> list[Slot]:
+def slots_of(devices: Sequence[str], per_device: int) -> list[Slot]:
     """Slots for jobs.
 
     Args:
         devices: numbers of GPUs among those that this process sees, or `cpu`.
         per_device: how many jobs share one.
-        environment: variables for all of them.
     """
     visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     slots = list[Slot]()
@@ -107,7 +107,7 @@ def slots_of(devices: Sequence[str], per_device: int, environment: Mapping[str, 
         for device in devices:
             own = "" if device == "cpu" else visible[int(device)] if visible else device
             name = f"CPU {len(slots)}" if device == "cpu" else f"GPU {device}"
-            slots.append(Slot(name, {**(environment or {}), "CUDA_VISIBLE_DEVICES": own}))
+            slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
     return slots
 
 
@@ -122,9 +122,8 @@ class Pool:
         self.asked = ""  # name of the signal that asked this process to stop
         self._insists_from = 0.0
         self._free = list(slots)
-        self._leases: dict[int, Slot] = {}
-        self._running: dict[int, int | None] = {}  # process of each job by its number, once it is known
-        self._values: dict[int, float | None] = {}
+        self._processes: dict[int, _Process] = {}  # those that hold a slot, in the order of their start
+        self._started = 0
         self._server: int | None = None  # its process
         self._process: subprocess.Popen[bytes] | None = None  # the same, if it is not a copy of this one
         self._requests, self._said = -1, -1  # pipes to it, and from it
@@ -133,6 +132,7 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if threading.current_thread() is threading.main_thread():
+            self.asked = early.pop() if early else ""
             for number in STOPPING:
                 if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, lambda number, _: self.stop(number))
@@ -156,7 +156,24 @@ class Pool:
     @property
     def running(self) -> list[int]:
         """Numbers of the jobs that have not ended."""
-        return list(self._running)
+        return [each.number for each in self._processes.values() if not each.ended]
+
+    def run(self, start_next: Callable[[], bool], period_s: float | None = None) -> Iterator[list[Ended]]:
+        """Start jobs as slots become free, until there is no other one and all have ended, or a signal asked to stop.
+
+        Args:
+            start_next: starts a job, and returns whether there was one.
+            period_s: how long to wait for something to happen; None for ever.
+
+        Yields:
+            The jobs that have just ended, which may be none.
+        """
+        while True:
+            while self.free and start_next():
+                pass
+            if not self.running and (self.free or self.asked):
+                return  # otherwise the last jobs have ended, and their processes have not yet left their slots
+            yield self._ended(period_s)
 
     def start(self, number: int, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Slot:
         """Start a job in a free slot, and return the slot.
@@ -167,49 +184,41 @@ class Pool:
             environment: variables for it alone.
         """
         slot = self._free.pop(0)
-        self._leases[number], self._running[number] = slot, None
-        log = self.log_of(number)
+        self._started += 1
+        self._processes[self._started] = _Process(number, slot)
+        log = self.common.folder.absolute() / LOGS / f"{number}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         own = {**slot.environment, **(environment or {}), PATIENT: "1"}
         folder = str(self.common.folder).replace("\\", "\\\\").replace("'", "\\'")
         all_words = [*self.common.words, *words, f"hydra.sweep.dir='{folder}'"]
-        self._tell({"number": number, "words": all_words, "environment": own, "log": str(log)})
+        request = {"number": number, "words": all_words, "environment": own, "log": str(log)}
+        self._tell({"process": self._started, **request})
         if self.asked:  # while the server was being started
             self._tell({"signal": signal.SIGTERM})
         return slot
 
-    def log_of(self, number: int) -> Path:
-        """The file that gets what a job prints."""
-        return self.common.folder.absolute() / LOGS / f"{number}.log"
-
-    def wait(self, timeout: float | None = None) -> list[Ended]:
-        """The jobs that ended, as soon as one has or a slot has become free; none once `timeout` seconds have passed.
+    def _ended(self, timeout: float | None) -> list[Ended]:
+        """Wait until the server says something; the jobs that have ended, which may be none.
 
         Raises:
-            PoolBroken: if the server process was killed, and the jobs with it.
+            SystemExit: if the server process was killed, and the jobs with it.
         """
-        ended: list[Ended] = []
-        until = None if timeout is None else time.monotonic() + timeout
-        while self._running or self._leases:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self._said], [], [], left)[0]:
-                break
-            content = os.read(self._said, 2**16)
-            if not content:
-                raise PoolBroken("the process that starts jobs was killed; give the same command again to continue")
-            *lines, self._unread = (self._unread + content).split(b"\n")
-            free = len(self._free)
-            ended += [found for line in lines if (found := self._take(json.loads(line)))]
-            if ended or len(self._free) > free:
-                break
-        return ended
+        if not select.select([self._said], [], [], timeout)[0]:
+            return []
+        content = os.read(self._said, 2**16)
+        if not content:
+            print("error: the process that starts jobs was killed; give the same command again to continue", flush=True)
+            raise SystemExit(FAILED)
+        *lines, self._unread = (self._unread + content).split(b"\n")
+        return [found for line in lines if (found := self._take(json.loads(line)))]
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ask all jobs to save and to end, and start no other one; a call after more than a second kills them."""
+        heard.append(signal.Signals(number).name)
         again = bool(self.asked) and time.monotonic() > self._insists_from
         if not self.asked:  # `timeout` and schedulers send a signal to a process and to its group
             self._insists_from = time.monotonic() + _SAME_S
-        self.asked = self.asked or signal.Signals(number).name
+        self.asked = self.asked or heard[-1]
         self._tell({"signal": signal.SIGKILL if again else signal.SIGTERM})
 
     def close(self) -> None:
@@ -218,7 +227,7 @@ class Pool:
             return
         requests, self._requests = self._requests, -1
         os.close(requests)  # the server asks its jobs to stop, and waits for them
-        until = time.monotonic() + (math.inf if self._running else _ENDED_S)
+        until = time.monotonic() + (math.inf if self.running else _ENDED_S)
         while not os.waitpid(self._server, os.WNOHANG)[0]:
             if time.monotonic() > until:
                 os.kill(self._server, signal.SIGKILL)
@@ -235,7 +244,7 @@ class Pool:
         if self._server is None:
             self._serve()
             self._tell({**asdict(self.common), "number": None, "folder": str(self.common.folder), "path": sys.path})
-        with contextlib.suppress(OSError):  # the server is gone, and `wait` says so
+        with contextlib.suppress(OSError):  # the server is gone, and `run` says so
             os.write(self._requests, json.dumps(request).encode() + b"\n")
 
     def _serve(self) -> None:
@@ -265,17 +274,14 @@ class Pool:
 
     def _take(self, said: dict[str, Any]) -> Ended | None:
         """Take what the server or a job says; returns how the job ended, if it has."""
-        number = said["number"]
-        if "process" in said:
-            self._running[number] = said["process"]
-        elif "value" in said:
-            self._values[number] = said["value"]
+        process = self._processes[said["process"]]
+        if "value" in said:
+            process.value = said["value"]
         elif "gone" in said:
-            self._free.append(self._leases.pop(number))
-        elif "status" in said:
-            del self._running[number]
-            status = said["status"]
-            return Ended(number, status, self._values.pop(number, None), _sentence(status))
+            self._free.append(self._processes.pop(said["process"]).slot)
+        else:
+            process.ended = True
+            return Ended(process.number, process.value, _sentence(said["status"]))
         return None
 
 

@@ -6,13 +6,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import JobReturn, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
@@ -23,9 +23,9 @@ from runner.config.overrides import canonical
 from runner.config.secrets import mask_words
 from runner.config.sources import shipped
 from runner.sweeps.events import Event, period_s, tell
-from runner.sweeps.jobs import varied_words
-from runner.sweeps.ledger import ENDED, Entry, Ledger, Outcome, Records, outcome_of
-from runner.sweeps.pool import Common, Ended, Pool, PoolBroken, Slot, slots_of
+from runner.sweeps.jobs import completed, varied_words
+from runner.sweeps.ledger import ENDED, Entry, Ledger, Records
+from runner.sweeps.pool import LOGS, Common, Ended, Pool, Slot, slots_of
 from runner.sweeps.rows import command_alone
 from runner.tracking.formats import number as in_words
 
@@ -52,13 +52,14 @@ def register() -> None:
     Plugins.instance().register(PoolLauncher)
 
 
-def problems_of(launcher: Any, values: dict[str, Any], verb: str) -> list[Problem]:
+def problems_of(launcher: Any, values: dict[str, Any], verb: str, given: str = "hydra/launcher=pool") -> list[Problem]:
     """What is wrong with the keys of the launcher.
 
     Args:
         launcher: the section `hydra.launcher`.
         values: the composed config of the first job.
         verb: of the command line.
+        given: the override that asks for a pool.
     """
     found = []
     if verb != "train":
@@ -76,13 +77,11 @@ def problems_of(launcher: Any, values: dict[str, Any], verb: str) -> list[Proble
         return [*found, Problem("hydra.launcher.devices", *error.args)]
     if devices != ["cpu"]:
         if str(values.get("device")).startswith("cuda:"):
-            message = (
-                f"is {values['device']}, and hydra/launcher=pool gives each job one GPU, which it sees as the first"
-            )
+            message = f"is {values['device']}, and {given} gives each job one GPU, which it sees as the first"
             found.append(Problem("device", message, "cuda, and hydra.launcher.devices=[...] to choose GPUs"))
         if values.get("devices") not in (1, None):
-            message = f"is {values['devices']}, and hydra/launcher=pool gives each job one GPU"
-            found.append(Problem("devices", message, "1, or hydra/launcher=basic"))
+            message = f"is {values['devices']}, and {given} gives each job one GPU"
+            found.append(Problem("devices", message, "1, or jobs one after the other"))
     return found
 
 
@@ -106,8 +105,15 @@ def _devices(given: Any, device: str) -> list[str]:
     return [str(each) for each in listed]
 
 
-def slots_for(launcher: Any, values: Any) -> tuple[list[Slot], dict[str, str]]:
-    """The slots of a sweep, and variables that are set before torch is imported.
+def pool_of(folder: Path, task: Any, launcher: Any, values: Any, most: int | None = None, **common: Any) -> Pool:
+    """The pool for the jobs of a sweep; `common` are the other fields of `Common`."""
+    slots, environment = slots_for(launcher, values, most)
+    environment = {**task.verb.environment, **environment}
+    return Pool(slots, Common(folder=folder, verb=task.verb.name, environment=environment, **common))
+
+
+def slots_for(launcher: Any, values: Any, most: int | None = None) -> tuple[list[Slot], dict[str, str]]:
+    """The slots of a sweep, at most so many, and variables that are set before torch is imported.
 
     Jobs keep the number of threads that they have one after the other, as their bits depend on it.
     """
@@ -117,7 +123,7 @@ def slots_for(launcher: Any, values: Any) -> tuple[list[Slot], dict[str, str]]:
     given = str(values.get("threads") or launcher.threads or os.environ.get("OMP_NUM_THREADS"))
     threads = int(given) if given.isdecimal() else cores()
     usual = 1 if devices != ["cpu"] else max(1, cores() // threads) if given.isdecimal() else 2
-    slots = slots_of(devices, launcher.per_device or usual)
+    slots = slots_of(devices, launcher.per_device or usual)[:most]
     if len(slots) * threads > cores():
         environment.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the cores to the others
         if devices == ["cpu"]:
@@ -126,17 +132,6 @@ def slots_for(launcher: Any, values: Any) -> tuple[list[Slot], dict[str, str]]:
                 flush=True,
             )
     return slots, environment
-
-
-@dataclass
-class _State:
-    """The jobs of one call of the launcher."""
-
-    jobs: dict[int, list[str]]  # overrides by number
-    varied: dict[int, str]
-    todo: list[int]
-    values: dict[int, float | None] = field(default_factory=dict)
-    broken: bool = False  # whether a process ended without saying how its job did
 
 
 class PoolLauncher(Launcher):
@@ -149,7 +144,7 @@ class PoolLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what Hydra gives."""
-        self._config, self._verb = config, task_function.verb  # type: ignore[attr-defined]
+        self._config, self._task = config, task_function
         self._ledger = Ledger(Path(str(config.hydra.sweep.dir)))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -159,102 +154,77 @@ class PoolLauncher(Launcher):
             SystemExit: if a signal asked for it, or the process of a job ended without saying how the job did.
         """
         setup_globals()
-        jobs = {initial_job_idx + at: list(words) for at, words in enumerate(job_overrides)}
-        varied = dict(zip(jobs, varied_words(list(jobs.values())), strict=True))
-        first = {tuple(words): number for number, words in reversed(jobs.items())}  # a value may be given twice
-        state = _State(jobs, varied, sorted(first.values()))
-        slots, environment = slots_for(self._config.hydra.launcher, self._config)
+        self._jobs = {initial_job_idx + at: list(words) for at, words in enumerate(job_overrides)}
+        self._varied = dict(zip(self._jobs, varied_words(list(self._jobs.values())), strict=True))
+        first = {tuple(words): number for number, words in reversed(self._jobs.items())}  # a value may be given twice
+        self._todo, self._values, self._broken = sorted(first.values()), dict[int, float | None](), False
         hydra = self._config.hydra
         folders = [Path(each.path) for each in hydra.runtime.config_sources if each.schema == "file" and each.path]
-        common = Common(
-            folder=self._ledger.folder,
-            words=list(hydra.overrides.hydra),
-            verb=self._verb.name,
-            primary=str(hydra.job.config_name),
-            sources=[str(each) for each in folders if each.resolve() != shipped().resolve() and each.is_dir()],
-            environment={**self._verb.environment, **environment},
-        )
-        with Pool(slots, common) as pool:
-            try:
-                self._run(pool, state)
-            except PoolBroken as error:
-                print(f"error: {error}", flush=True)
-                raise SystemExit(FAILED) from None
-        if pool.asked:
-            raise SystemExit(PREEMPTED)
-        if state.broken:
-            raise SystemExit(FAILED)
-        return [_returned(words, state.values.get(first[tuple(words)])) for words in jobs.values()]
+        common: dict[str, Any] = {
+            "words": list(hydra.overrides.hydra),
+            "primary": str(hydra.job.config_name),
+            "sources": [str(each) for each in folders if each.resolve() != shipped().resolve() and each.is_dir()],
+        }
+        with pool_of(self._ledger.folder, self._task, hydra.launcher, self._config, **common) as pool:
+            for all_ended in pool.run(lambda: self._start_next(pool), period_s()):
+                for ended in all_ended:
+                    self._end(ended, pool.asked)
+                tell(None)
+                if not (self._todo or pool.running):
+                    break  # without waiting for slots that nothing needs
+        if pool.asked or self._broken:
+            raise SystemExit(PREEMPTED if pool.asked else FAILED)
+        return [completed(words, self._values.get(first[tuple(words)])) for words in self._jobs.values()]
 
-    def _run(self, pool: Pool, state: _State) -> None:
-        while state.todo or pool.running:
-            while state.todo and pool.free:
-                self._start(pool, state, state.todo.pop(0))
-            if pool.asked and not pool.running:
-                break
-            for ended in pool.wait(period_s()):
-                self._end(pool, state, ended)
-            tell(None)
-
-    def _start(self, pool: Pool, state: _State, number: int) -> None:
+    def _start_next(self, pool: Pool) -> bool:
+        if not self._todo:
+            return False
+        number = self._todo.pop(0)
         records = self._ledger.read()
-        job, known = self._find(records, state.jobs[number])
+        job, known = self._find(records, number)
         if known is not None and (found := self._ledger.settled(job)):
             result = f", {found.metric} {in_words(found.value)}" if found.metric else ""
-            state.values[number] = found.value
-            self._tell(state, number, "skipped", f"{known.folder} has {found.status} already{result}", known)
+            self._values[number] = found.value
+            self._tell(number, "skipped", f"{known.folder} has {found.status} already{result}", known)
         elif records.launches[-1]["fail_fast"] and (failed := records.failed_now):
-            self._tell(state, number, "pending", f"{failed.folder} failed, and fail_fast=true")
+            self._tell(number, "pending", f"{failed.folder} failed, and fail_fast=true")
         else:
-            slot = pool.start(number, state.jobs[number])
-            self._tell(state, number, "started", slot.name)
+            slot = pool.start(number, self._jobs[number])
+            self._tell(number, "started", slot.name)
+        return True
 
-    def _end(self, pool: Pool, state: _State, ended: Ended) -> None:
-        """Record how a job ended if its process could not, and tell it."""
+    def _end(self, ended: Ended, stopped: str) -> None:
+        """Tell how a job ended, and repeat it if the ledger says so."""
         number = ended.number
-        state.values[number] = ended.value
-        records = self._ledger.read()
-        job, known = self._find(records, state.jobs[number])
-        is_new = known is not None and known.launch == len(records.launches) - 1
-        if not ended.sentence or (known is not None and is_new and known.status in ENDED):
-            found = outcome_of(known) if known is not None else Outcome("finished")
-        else:
-            found = Outcome("failed", sentence=ended.sentence)
-            if pool.asked:
-                found = Outcome("preempted", sentence=f"{pool.asked}, before it had saved")
-            if is_new and self._ledger.end(job, found):
-                state.todo.insert(0, number)
-                self._tell(state, number, "retried", ended.sentence, known)
-                return
-        state.broken |= found.status == "failed" and not is_new
-        result = f"{found.metric} {in_words(found.value)}" if found.metric else ""
-        kind = found.status if found.status in ENDED else "preempted"
-        self._tell(state, number, kind, result if kind == "finished" else found.sentence or "", known)
+        self._values[number] = ended.value
+        job, known = self._find(self._ledger.read(), number)
+        end = self._ledger.end_of(job, ended.sentence, stopped)
+        kind, text = end.outcome.status, end.outcome.sentence or ""
+        if kind == "retried":
+            self._todo.insert(0, number)
+        elif kind == "finished":
+            text = f"{end.outcome.metric} {in_words(end.outcome.value)}" if end.outcome.metric else ""
+        elif kind == "pending" and known is None and not text:
+            kind = "finished"  # a sweeper chose the values of a job that the ledger has under others
+        elif kind not in (*ENDED, "pending"):
+            kind = "preempted"
+        self._broken |= end.killed and kind == "failed"
+        self._tell(number, kind, text, known)
 
-    def _find(self, records: Records, words: list[str]) -> tuple[str, Entry | None]:
+    def _find(self, records: Records, number: int) -> tuple[str, Entry | None]:
         """The identity of a job, and what the ledger has about it; nothing if it is new and a sweeper chose it."""
-        stored = _stored(words)
-        planned = records.launches[-1]["jobs"] or {}
-        for job in [name for name, others in planned.items() if others == stored]:
+        stored = _stored(self._jobs[number])
+        for job in [name for name, others in records.planned.items() if others == stored]:
             return job, records.jobs.get(job)
         return next(((job, entry) for job, entry in records.jobs.items() if entry.overrides == stored), ("", None))
 
-    def _tell(self, state: _State, number: int, kind: Any, text: str = "", known: Entry | None = None) -> None:
-        flags = self._ledger.read().launches[-1].get("flags") or []
-        repeat = command_alone(_stored(state.jobs[number]), flags) if kind == "failed" else ""
-        log = self._ledger.folder / "logs" / f"{number}.log"
-        count = max(state.jobs) + 1
-        folder = known.folder if known else None
-        tell(Event(kind, number + 1, count, state.varied[number], text, folder, log, repeat))
+    def _tell(self, number: int, kind: Any, text: str, known: Entry | None = None) -> None:
+        repeat = command_alone(_stored(self._jobs[number]), self._ledger.read().flags) if kind == "failed" else ""
+        log = self._ledger.folder / LOGS / f"{number}.log"
+        count, folder = max(self._jobs) + 1, known.folder if known else None
+        tell(Event(kind, number + 1, count, self._varied[number], text, folder, log, repeat))
 
 
 def _stored(words: Sequence[str]) -> list[str]:
     """Overrides of a job as the ledger has them."""
     return mask_words(word for word in canonical(words) if not word.startswith(("hydra.", "hydra/")))
-
-
-def _returned(words: list[str], value: float | None) -> JobReturn:
-    result = JobReturn(overrides=words)
-    result.status = JobStatus.COMPLETED
-    result.return_value = value
-    return result

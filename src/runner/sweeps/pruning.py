@@ -5,6 +5,7 @@ Works alike in the process of the search and in one of its own, as the study is 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -21,20 +22,19 @@ class Pruning:
     """A callback of the training loop.
 
     Args:
-        study: the fields of `runner.sweeps.search.StudySpec`.
+        study: the fields of `runner.sweeps.study.StudySpec`.
         number: of the trial.
         decide: asks rank 0 a question, and gives its answer on every rank.
     """
 
     def __init__(self, study: dict[str, Any], number: int, decide: Callable[[Callable[[], Any]], Any]) -> None:
         self._spec, self._number, self._decide = study, number, decide
-        self._study: Any = None
 
     def on_start(self, loop: Any) -> None:
         """Stop again if the resumed run had been stopped, but was killed before its end."""
         if (mode := loop.monitor[1]) != self._spec["directions"][0]:
             raise UserError("checkpoint.mode", f"of {loop.monitor[0]} is {mode}, which the search did not know", mode)
-        at = self._decide(lambda: self._opened().stops_again(self._number, _evaluation(loop)))
+        at = self._decide(lambda: self._study.stops_again(self._number, _evaluation(loop)))
         if at is not None:
             self._stop(loop, at)
 
@@ -43,18 +43,18 @@ class Pruning:
         value, at = metrics[loop.monitor[0]], _evaluation(loop)
         if loop.finished or not math.isfinite(value):
             return  # the end comes anyway
-        if self._decide(lambda: self._opened().prunes(self._number, at, value)):
+        if self._decide(lambda: self._study.prunes(self._number, at, value)):
             self._stop(loop, at)
 
     def _stop(self, loop: Any, evaluation: int) -> None:
         loop.prune(f"the search stopped this trial after evaluation {evaluation}")
 
-    def _opened(self) -> Any:
-        if self._study is None:
-            from runner.sweeps.search import Study, StudySpec
+    @functools.cached_property
+    def _study(self) -> Any:
+        """On rank 0 alone, which is asked."""
+        from runner.sweeps.study import Study, StudySpec
 
-            self._study = Study(StudySpec(**self._spec))
-        return self._study
+        return Study(StudySpec(**self._spec))
 
 
 def _evaluation(loop: Any) -> int:

@@ -11,9 +11,11 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import shlex
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,53 +24,25 @@ import optuna
 import yaml
 
 from runner.config.composition import Composition
-from runner.config.errors import UserError, nearest
+from runner.config.errors import FAILED, OK, PREEMPTED, UserError, nearest
 from runner.config.keys import at, key_of
 from runner.config.reading import read_overrides, read_summary
 from runner.config.secrets import mask_words
-from runner.config.space import Range, text_of
-from runner.sweeps.executors import Executor, TrialJob
+from runner.config.space import Range, is_nested, text_of, word_of
+from runner.config.truth import is_true
+from runner.sweeps.command import Command
+from runner.sweeps.launchers import status_of_jobs
 from runner.sweeps.ledger import Entry, Ledger, Outcome, identity, outcome_of
+from runner.sweeps.pool import Pool
 from runner.sweeps.pruning import VARIABLE
-from runner.sweeps.search import PRUNED_AT, WARM, Study, StudySpec
+from runner.sweeps.study import WARM, Study, StudySpec
 from runner.sweeps.table import BEST
 from runner.tracking.files import write_atomically
 from runner.tracking.formats import number as shown
 
+_say = functools.partial(print, flush=True)
 _METRICS = "metrics.jsonl"
 _FEWEST = 5  # trials from which importances are computed
-
-
-@dataclass(frozen=True)
-class SearchPlan:
-    """What a search does.
-
-    Attributes:
-        settings: the section `search` of the config.
-        space: the range of each key.
-        goals: `max` or `min` for each objective, by name.
-        monitored: whether the only objective is the best value of the monitored metric.
-        words: what all trials have in common, overrides of `hydra.*` too.
-        swept: keys that the trials vary.
-        fail_fast: whether to begin no other trial after one failed.
-        flags: of the command, as far as one job alone needs them.
-        groups: names of all config groups.
-    """
-
-    settings: Mapping[str, Any]
-    space: dict[str, Range]
-    goals: dict[str, str]
-    monitored: bool
-    words: Sequence[str] = ()
-    swept: Sequence[str] = ()
-    fail_fast: bool = False
-    flags: Sequence[str] = ()
-    groups: Sequence[str] = ()
-
-    @property
-    def seeds(self) -> list[int | None]:
-        """Seeds of a trial; None for that of the command."""
-        return list(self.settings["seeds"]) or [None]
 
 
 @dataclass
@@ -80,142 +54,160 @@ class _Trial:
     identity: str = ""  # of its job that runs
 
 
+@dataclass
 class Search:
     """Runs the trials that are left; see the module.
 
-    Args:
+    Attributes:
         folder: of the sweep.
         spec: of the study.
-        plan: what to do.
-        compose: the composition of a job with these overrides.
-        say: called with a line for people.
+        command: what was asked for.
+        space: the range of each key.
+        goals: `max` or `min` for each objective, by name.
+        words: what all trials have in common, overrides of `hydra.*` too.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        spec: StudySpec,
-        plan: SearchPlan,
-        compose: Callable[[list[str]], Composition],
-        say: Callable[[str], None],
-    ) -> None:
-        self._folder, self._spec, self._plan, self._compose, self._say = folder, spec, plan, compose, say
-        self._study = Study(spec)
-        self._ledger = Ledger(folder)
-        self._failed = False
-        self.unended = False  # whether a job said nothing of its end, which the ledger does not show either
+    folder: Path
+    spec: StudySpec
+    command: Command
+    space: dict[str, Range]
+    goals: dict[str, str]
+    words: Sequence[str]
 
-    def run(self, executor: Executor) -> None:
+    def __post_init__(self) -> None:
+        values = self.command.composition.values
+        self._settings, self._fail_fast = values["search"], is_true(values["fail_fast"])
+        self._seeds: list[int | None] = list(self._settings["seeds"]) or [None]
+        self._swept = [*self.space, *(["seed"] if self._settings["seeds"] else [])]
+        self._monitored = self.goals == dict([self.command.monitor(self.command.composition)])
+        self._study, self._ledger = Study(self.spec), Ledger(self.folder)
+        self._running: dict[int, _Trial] = {}  # by the number of the job
+        self._waiting: list[_Trial] = []  # for their next job, or for that of another trial with the same values
+        self._failed = False
+
+    def run(self, pool: Pool | None) -> int:
         """Run until there are as many trials as are asked for, all of them ended; what a signal stopped is left.
 
+        Args:
+            pool: what runs the jobs; None for this process, one after the other.
+
+        Returns:
+            The exit status: 0 if all trials have ended, and none of them failed.
+
         Raises:
-            SystemExit: if a signal asked a job to stop.
+            SystemExit: if a signal stopped a job in this process.
         """
         self._warm_start()
-        waiting, running = self._left(), dict[int, _Trial]()
-        blocked: list[_Trial] = []
+        begun_and_new = self._begun_and_new()
         try:
-            while True:
-                while executor.free > 0:
-                    busy = {trial.identity for trial in running.values()}
-                    trial = next((each for each in blocked if each.identity not in busy), None)
-                    if trial is not None:
-                        blocked.remove(trial)
-                    elif (trial := next(waiting, None)) is None:
-                        break
-                    job = self._job(trial)
-                    if trial.identity in busy:
-                        blocked.append(trial)  # another trial drew the same values: this one will find its result
-                        continue
-                    running[job.number] = trial
-                    executor.begin(job)
-                if not running and (executor.free > 0 or executor.stopped):
-                    break  # otherwise the last jobs have ended, and their processes have not yet left their slots
-                for ended, killed in executor.ended():
-                    self._end(running.pop(ended), blocked, killed)
+            if pool is None:
+                while self._start_next(begun_and_new, None):
+                    pass
+            else:
+                for all_ended in pool.run(lambda: self._start_next(begun_and_new, pool)):
+                    for ended in all_ended:
+                        self._end(self._running.pop(ended.number), ended.sentence, pool.asked)
         finally:
             self._write_best()
+        if pool is not None and pool.asked:
+            return PREEMPTED
+        if left := self._study.left(self._settings["trials"]):
+            _say(f"{left} of {self._settings['trials']} trials have not ended; the same command continues")
+            return status_of_jobs(self.folder) or FAILED
+        return FAILED if any(trial.state.name == "FAIL" for trial in self._study.trials()) else OK
 
-    def _left(self) -> Iterator[_Trial]:
-        """Trials that were begun and have not ended, then new ones."""
-        trials, total = self._study.trials(), self._plan.settings["trials"]
+    def _begun_and_new(self) -> Iterator[_Trial]:
+        """Trials that were begun before and have not ended, then new ones."""
+        trials, total = self._study.trials(), self._settings["trials"]
         done = sum(trial.state.is_finished() for trial in trials)
         if done:
             more = "search.trials= asks for more" if done >= total else f"{total - done} are left"
-            self._say(f"{self._folder}: {done} of {max(total, len(trials))} trials have ended already; {more}")
-        for index, trial in enumerate(trials):
-            if not trial.state.is_finished():
-                yield self._asked(index, trial.number)
-        for index in range(len(trials), total):
-            if self._failed and self._plan.fail_fast:
-                return
-            yield self._asked(index, None)
+            _say(f"{self.folder}: {done} of {max(total, len(trials))} trials have ended already; {more}")
+        begun = {index: trial.number for index, trial in enumerate(trials) if not trial.state.is_finished()}
+        for index in [*begun, *range(len(trials), total)]:
+            yield _Trial(index, *self._study.ask(index, self.space, begun.get(index)))
 
-    def _asked(self, index: int, number: int | None) -> _Trial:
-        return _Trial(index, *self._study.ask(index, self._plan.space, number))
+    def _start_next(self, begun_and_new: Iterator[_Trial], pool: Pool | None) -> bool:
+        """Start the next job; returns whether there was one."""
+        if self._failed and self._fail_fast:
+            return False
+        busy = {trial.identity for trial in self._running.values()}
+        while True:
+            trial = next((each for each in self._waiting if each.identity not in busy), None)
+            if trial is not None:
+                self._waiting.remove(trial)
+            elif (trial := next(begun_and_new, None)) is None:
+                return False
+            words, composition = self._job(trial)
+            if trial.identity not in busy:
+                break
+            self._waiting.append(trial)  # another trial drew the same values: this one will find its result
+        number, environment = trial.index * len(self._seeds) + len(trial.values), {}
+        if self.spec.pruner != "none" and not trial.values:
+            environment[VARIABLE] = json.dumps({"study": dataclasses.asdict(self.spec), "number": trial.number})
+        if pool is not None:
+            self._running[number] = trial
+            pool.start(number, words, environment)
+            return True
+        os.environ.update(environment)
+        try:
+            self.command.task(dataclasses.replace(composition, job_dir=self.folder / str(number), run_dir=None))
+        finally:
+            os.environ.pop(VARIABLE, None)
+        self._end(trial)
+        return True
 
-    def _words(self, params: Mapping[str, Any]) -> list[str]:
-        values = {key: params[key] for key in self._plan.space}
-        return [f"{key}={value if _is_nested(value) else text_of(value)}" for key, value in values.items()]
-
-    def _job(self, trial: _Trial) -> TrialJob:
-        """The job of a trial's next seed."""
-        plan, at_seed = self._plan, len(trial.values)
-        seed, varied = plan.seeds[at_seed], self._words(trial.params)
-        words = [*plan.words, *varied, *([] if seed is None else [f"seed={seed}"])]
-        composition = self._compose(words)
-        trial.identity = identity(composition.values, composition.overrides, plan.swept)
-        place = trial.index * len(plan.seeds) + at_seed
-        environment = {}
-        if self._spec.pruner != "none" and at_seed == 0:
-            environment[VARIABLE] = json.dumps({"study": self._spec.to_plain(), "number": trial.number})
+    def _job(self, trial: _Trial) -> tuple[list[str], Composition]:
+        """The words and the composition of the job for a trial's next seed."""
+        seed, varied = self._seeds[len(trial.values)], self._varied(trial.params)
+        words = [*self.words, *varied, *([] if seed is None else [f"seed={seed}"])]
+        composition = self.command.composed(words)
+        trial.identity = identity(composition.values, composition.overrides, self._swept)
         if trial.identity not in self._ledger.read().jobs:
-            of_seeds = f", seed {seed}" if seed is not None else ""
-            self._say(f"trial {trial.index + 1} of {plan.settings['trials']}: {' '.join(varied)}{of_seeds}")
-        return TrialJob(place, words, _with_folder(composition, self._folder / str(place)), environment)
+            of_seed = f", seed {seed}" if seed is not None else ""
+            _say(f"trial {trial.index + 1} of {self._settings['trials']}: {' '.join(varied)}{of_seed}")
+        return words, composition
 
-    def _end(self, trial: _Trial, blocked: list[_Trial], killed: str) -> None:
-        """Take what the job of a trial came to: its next seed, or the end of the trial."""
-        entry = self._ledger.read().jobs.get(trial.identity)
-        if killed and entry is not None:
-            again = self._ledger.end(trial.identity, Outcome("failed", sentence=killed))
-            self._say(
-                f"trial {trial.index + 1}: {killed}; {'it is resumed' if again else 'the same command continues it'}"
-            )
-            blocked += [trial] if again else []
-            self._failed |= not again
-            return
-        found = outcome_of(entry) if entry is not None else Outcome("unknown")
-        if found.status == "pruned":
-            self._study.tell(trial.index, trial.number, None, pruned=True)
-            at = self._study.pruned_at(trial.number)
-            self._say(
-                f"trial {trial.index + 1}: pruned"
-                + (f" after evaluation {at}" if at else ", as one with its values was")
-            )
+    def _varied(self, params: Mapping[str, Any]) -> list[str]:
+        return [word_of(key, params[key]) for key in self.space]
+
+    # What the job of a trial came to: its next seed, or the end of the trial
+
+    def _end(self, trial: _Trial, sentence: str = "", stopped: str = "") -> None:
+        end = self._ledger.end_of(trial.identity, sentence, stopped)
+        found, name = end.outcome, f"trial {trial.index + 1}"
+        if end.killed or found.status not in ("finished", "pruned", "failed"):
+            again = found.status == "retried"
+            self._waiting += [trial] if again else []
+            self._failed |= found.status == "failed"
+            if end.killed or not stopped:  # the trial stays as it is
+                why = found.sentence or "its job left no result"
+                what = why if found.status in ("failed", "retried") else f"{found.status}: {why}"
+                _say(f"{name}: {what}; {'it is resumed' if again else 'the same command continues it'}")
         elif found.status == "failed":
             self._fail(trial, found.sentence or "failed")
-        elif found.status == "finished" and entry is not None:
-            if (values := self._objectives(entry.folder, found)) is None:
+        elif found.status == "pruned":
+            self._study.tell(trial.index, trial.number, None, pruned=True)
+            at = self._study.pruned_at(trial.number)
+            _say(f"{name}: pruned" + (f" after evaluation {at}" if at else ", as one with its values was"))
+        elif end.entry is not None:
+            if (values := self._objectives(end.entry.folder, found)) is None:
                 self._fail(trial, "an objective is missing or not finite")
-                self._require_objectives(entry.folder)
+                self._require_objectives(end.entry.folder)
                 return
             trial.values.append(values)
-            if len(trial.values) < len(self._plan.seeds):
+            if len(trial.values) < len(self._seeds):
                 trial.identity = ""
-                blocked.insert(0, trial)
+                self._waiting.insert(0, trial)
                 return
             means = [statistics.fmean(each) for each in zip(*trial.values, strict=True)]
             self._study.tell(trial.index, trial.number, means)
-            told = [f"{name} {shown(value)}" for name, value in zip(self._plan.goals, means, strict=True)]
-            self._say(f"trial {trial.index + 1}: {', '.join(told)}")
-        else:  # it did not start, or was killed: the trial stays as it is, and the same command continues it
-            self.unended = True
+            _say(f"{name}: " + ", ".join(f"{goal} {shown(mean)}" for goal, mean in zip(self.goals, means, strict=True)))
 
     def _fail(self, trial: _Trial, why: str) -> None:
         self._failed = True
         self._study.tell(trial.index, trial.number, None, why=why)
-        self._say(f"trial {trial.index + 1}: failed: {why}")
+        _say(f"trial {trial.index + 1}: failed: {why}")
 
     def _require_objectives(self, folder: Path) -> None:
         """End the search if a finished job has no number under the name of an objective, as no other one will.
@@ -223,8 +215,8 @@ class Search:
         Raises:
             UserError: with the names there are.
         """
-        known = [] if self._plan.monitored else list(_at_best(folder))
-        for name in self._plan.goals:
+        known = [] if self._monitored else list(_at_best(folder))
+        for name in self.goals:
             if known and name not in known:
                 raise UserError(
                     "search.objectives", f"names {name}, which no run has", ", ".join(known), nearest(name, known)
@@ -232,26 +224,26 @@ class Search:
 
     def _objectives(self, folder: Path, found: Outcome) -> list[float] | None:
         """The values of the objectives of a finished job; None if one is missing or not finite."""
-        if self._plan.monitored:
+        if self._monitored:
             return None if found.value is None else [found.value]
-        return objectives_at_best(folder, list(self._plan.goals))
+        return objectives_at_best(folder, list(self.goals))
 
     # What earlier sweeps found
 
     def _warm_start(self) -> None:
-        given = self._plan.settings["warm_start"]
+        given = self._settings["warm_start"]
         known = {trial.user_attrs[WARM] for trial in self._study.trials(warm=True)}
         for source in [given] if isinstance(given, str) else given or []:
             added = 0
             entries = list(Ledger(Path(source)).read().jobs.values())
             for entry in entries:
                 added += str(entry.folder) in known or self._add(entry)
-            self._say(f"warm start: {added} of {len(entries)} jobs of {source} are within the search space")
+            _say(f"warm start: {added} of {len(entries)} jobs of {source} are within the search space")
 
     def _add(self, entry: Entry) -> bool:
         """Add the result of an earlier run to the study, if it fits."""
         folder, found = entry.folder, outcome_of(entry)
-        if found.status != "finished" or (self._plan.monitored and found.metric not in self._plan.goals):
+        if found.status != "finished" or (self._monitored and found.metric not in self.goals):
             return False
         values = self._objectives(folder, found)
         try:
@@ -259,52 +251,49 @@ class Search:
             words = {key_of(word): word.partition("=")[2] for word in read_overrides(folder)}
         except (OSError, ValueError, yaml.YAMLError):
             return False
-        params = {key: _value_of(key, each, config, words) for key, each in self._plan.space.items()}
-        if values is None or None in params.values():
+        params = {key: _value_of(key, each, config, words) for key, each in self.space.items()}
+        if values is None or ... in params.values():
             return False
-        return self._study.add(params, self._plan.space, values, str(folder))
+        return self._study.add(params, self.space, values, str(folder))
 
     # The end
 
     def _write_best(self) -> None:
         """Write the best trial as a preset, with the command that repeats it."""
-        ended = [trial for trial in self._study.optuna.get_trials(deepcopy=False) if trial.values]
-        ended = [trial for trial in ended if trial.user_attrs.get(PRUNED_AT) is None]
-        if len(self._plan.goals) > 1 or not ended:
+        ended = [trial for trial in self._study.optuna.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+        if len(self.goals) > 1 or not ended:
             return
-        [(name, direction)] = self._plan.goals.items()
+        [(name, direction)] = self.goals.items()
         best = (max if direction == "max" else min)(ended, key=lambda trial: trial.values[0])
-        place = (
-            [trial.number for trial in self._study.trials()].index(best.number) if WARM not in best.user_attrs else -1
-        )
-        source = f"trial {place + 1}" if place >= 0 else best.user_attrs[WARM]
-        words = [word for word in self._plan.words if not word.startswith("hydra") and key_of(word) != "sweep"]
-        words = mask_words([*words, *self._words(best.params)])
-        command = shlex.join(["python", "-m", "runner", "train", *self._plan.flags, *words])
-        head = f"# {name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._folder}"
-        chosen = [{f"override /{key}": value} for key, value in best.params.items() if key in self._plan.groups]
-        content: dict[str, Any] = {"defaults": chosen} if chosen else {}
+        numbers = [trial.number for trial in self._study.trials()]
+        source = best.user_attrs.get(WARM) or f"trial {numbers.index(best.number) + 1}"
+        words = [word for word in self.words if not word.startswith("hydra") and key_of(word) != "sweep"]
+        words = mask_words([*words, *self._varied(best.params)])
+        command = shlex.join(["python", "-m", "runner", "train", *self.command.flags_of_jobs, *words])
+        head = f"# {name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self.folder}"
+        content, groups = dict[str, Any](), self.command.sources.groups()
         for key, value in best.params.items():
-            if key not in self._plan.groups:
+            if key in groups:
+                content.setdefault("defaults", []).append({f"override /{key}": value})
+        for key, value in best.params.items():
+            if key not in groups:
                 *path, last = key.split(".")
                 section = functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, content)
-                section[last] = yaml.safe_load(value) if _is_nested(value) else value
+                section[last] = yaml.safe_load(value) if is_nested(value) else value
         lines = ["# @package _global_", head, f"# {command}"]
-        if shares := self._importances():
+        if shares := self._importances(len(ended)):
             lines.append("# importance: " + ", ".join(f"{key} {shown(share)}" for key, share in shares.items()))
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-        write_atomically(self._folder / BEST, ("\n".join(lines) + f"\n{text}").encode())
+        write_atomically(self.folder / BEST, ("\n".join(lines) + f"\n{text}").encode())
 
-    def _importances(self) -> dict[str, float]:
-        """How much of the objective's variance each key explains; empty if there are too few trials to say."""
-        ended = [trial for trial in self._study.optuna.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
-        if len(self._plan.goals) > 1 or len(self._plan.space) < 2 or len(ended) < _FEWEST:
+    def _importances(self, ended: int) -> dict[str, float]:
+        """How much of the objective's variance each key explains; empty if too few trials have ended to say."""
+        if len(self.space) < 2 or ended < _FEWEST:
             return {}
-        try:
-            found: dict[str, float] = optuna.importance.get_param_importances(self._study.optuna)
-        except (ImportError, RuntimeError, ValueError):
-            return {}
-        return found
+        with warnings.catch_warnings(), contextlib.suppress(ImportError, RuntimeError, ValueError):
+            warnings.simplefilter("ignore", UserWarning)  # of trials that are all alike
+            return dict(optuna.importance.get_param_importances(self._study.optuna))
+        return {}
 
 
 def objectives_at_best(folder: Path, names: Sequence[str]) -> list[float] | None:
@@ -335,21 +324,13 @@ def _at_best(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _with_folder(composition: Composition, folder: Path) -> Composition:
-    return dataclasses.replace(composition, job_dir=folder, run_dir=None)
-
-
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, str) and value[:1] in ("[", "{")
-
-
 def _value_of(key: str, values: Range, config: Any, words: Mapping[str, str]) -> Any:
-    """The value that an earlier run had for a key; None if it cannot be told, or is none of the range."""
+    """The value that an earlier run had for a key; `...` if it cannot be told, or is none of the range."""
     value = words.get(key, at(config, key))  # the option of a group is only in the overrides
     if values.kind == "choice":
         text = value if key in words else text_of(value)
-        return next((each for each in values.choices if text == (each if _is_nested(each) else text_of(each))), None)
+        return next((each for each in values.choices if f"{key}={text}" == word_of(key, each)), ...)
     try:
         return int(value) if values.kind == "int" else float(value)
     except (TypeError, ValueError):
-        return None
+        return ...

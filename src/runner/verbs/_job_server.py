@@ -110,7 +110,7 @@ class _Requests:
 
 def _serve(requests: _Requests, said: int) -> dict[str, Any] | None:
     """Fork and reap until the launcher is gone; the request in the process of a job."""
-    jobs: dict[int, int] = {}  # number of each job by its process
+    jobs: dict[int, int] = {}  # what the launcher calls each process of a job, by its real number
     leaving: dict[int, int] = {}  # the same of those of which a child may be left
     serving = True
     while serving or jobs:
@@ -125,17 +125,16 @@ def _serve(requests: _Requests, said: int) -> dict[str, Any] | None:
             process = os.fork()
             if not process:
                 return request
-            jobs[process] = request["number"]
-            _say(said, number=request["number"], process=process)
+            jobs[process] = request["process"]
         for process, status in _ended():
             if process in jobs:
-                number = leaving[process] = jobs.pop(process)
-                _say(said, number=number, status=status)
+                leaving[process] = jobs.pop(process)
+                _say(said, process=leaving[process], status=status)
         for process in list(leaving):
             try:
                 os.killpg(process, signal.SIGKILL)  # data workers would notice after seconds that their parent is gone
             except (ProcessLookupError, PermissionError):
-                _say(said, number=leaving.pop(process), gone=True)
+                _say(said, process=leaving.pop(process), gone=True)
     return None
 
 
@@ -187,7 +186,7 @@ def _work(common: dict[str, Any], request: dict[str, Any], said: int) -> int:
     faulthandler.enable()
     sys.argv = ["runner", common["verb"], *request["words"]]
     value = _run(common, request)
-    _say(said, number=request["number"], value=value)
+    _say(said, process=request["process"], value=value)
     return 0
 
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,6 @@ class StudySpec:
     evaluations: int | None = None
     parallel: bool = False
 
-    def to_plain(self) -> dict[str, Any]:
-        """The fields as what JSON can contain."""
-        return asdict(self)
-
 
 class _Lock:
     """A lock that a killed process gives up; those of Optuna stay for 30 seconds."""
@@ -92,8 +88,7 @@ class Study:
     def __init__(self, spec: StudySpec) -> None:
         self.spec = spec
         self.storage = _storage(spec.storage)
-        ways = optuna.study.StudyDirection
-        wanted = [ways.MAXIMIZE if direction == "max" else ways.MINIMIZE for direction in spec.directions]
+        wanted = [optuna.study.StudyDirection[f"{direction}imize".upper()] for direction in spec.directions]
         self.optuna = optuna.create_study(
             storage=self.storage, study_name=spec.name, directions=wanted, load_if_exists=True, pruner=_pruner(spec)
         )
@@ -103,6 +98,11 @@ class Study:
     def trials(self, warm: bool = False) -> list[optuna.trial.FrozenTrial]:
         """The trials of the search in order, or those that came from earlier runs."""
         return [trial for trial in self.optuna.get_trials(deepcopy=False) if (WARM in trial.user_attrs) == warm]
+
+    def left(self, total: int) -> int:
+        """How many trials of a search of so many have not ended."""
+        trials = self.trials()
+        return sum(not trial.state.is_finished() for trial in trials) + max(0, total - len(trials))
 
     def ask(self, index: int, space: dict[str, Range], number: int | None = None) -> tuple[int, dict[str, Any]]:
         """Begin a trial, or go on with one whose values were not all drawn yet.
@@ -119,15 +119,13 @@ class Study:
         trial = self.optuna.ask() if number is None else self.trial(number)
         _ = trial.relative_params  # drawn together, by the sampler of this moment
         for position, (key, values) in enumerate(space.items()):
-            self._seed(
-                index, position
-            )  # so that a part of the values, drawn before a kill, leaves the others as they are
+            # So that a part of the values, drawn before a kill, leaves the others as they are.
+            self._seed(index, position)
             if values.kind == "choice":
                 trial.suggest_categorical(key, values.choices)
-            elif values.kind == "int":
-                trial.suggest_int(key, int(values.low), int(values.high), step=int(values.step or 1), log=values.log)
             else:
-                trial.suggest_float(key, values.low, values.high, step=values.step, log=values.log)
+                suggest: Any = trial.suggest_int if values.kind == "int" else trial.suggest_float
+                suggest(key, values.low, values.high, step=values.step, log=values.log)
         return trial.number, trial.params
 
     def trial(self, number: int) -> optuna.trial.Trial:
@@ -272,8 +270,7 @@ def _pruner(spec: StudySpec) -> optuna.pruners.BasePruner:
 def _distribution(values: Range) -> optuna.distributions.BaseDistribution:
     if values.kind == "choice":
         return optuna.distributions.CategoricalDistribution(values.choices)
-    if values.kind == "int":
-        return optuna.distributions.IntDistribution(
-            int(values.low), int(values.high), values.log, int(values.step or 1)
-        )
-    return optuna.distributions.FloatDistribution(values.low, values.high, values.log, values.step)
+    kinds: Any = optuna.distributions
+    kind = kinds.IntDistribution if values.kind == "int" else kinds.FloatDistribution
+    found: optuna.distributions.BaseDistribution = kind(values.low, values.high, values.log, values.step)
+    return found
