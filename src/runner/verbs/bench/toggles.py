@@ -19,6 +19,7 @@ from runner.verbs.bench.stats import Result, Round
 
 # A candidate that is slower in its first steps than this would only take time from the others.
 _TOO_SLOW = 5.0
+_SHORT_S = 0.01  # a step is never too slow below this: on a busy machine, waiting for a core takes as long
 _COMBINATIONS = 3
 _SEEDS = 2
 _WARMUP = 3
@@ -108,7 +109,7 @@ class ToggleComparison(Comparison):
         for _ in range(2 if time.perf_counter() <= self.deadline else 0):
             try:
                 runner = CandidateRunner(self.bench, candidate)
-                self._make_first_steps(runner, _TOO_SLOW * usual)
+                self._make_first_steps(runner, max(_TOO_SLOW * usual, _SHORT_S))
                 if useless := _without_effect(runner):
                     self.drop(runner, useless)
                     return None
