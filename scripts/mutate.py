@@ -51,7 +51,7 @@ def changes(path: Path) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.expr) and node.lineno == node.end_lineno and (new := mutated(node)) is not None:
             line = lines[node.lineno - 1]
-            # Python 3.11 has no places inside f-strings; a type is no behaviour.
+            # Python 3.11 has no places inside f-strings; a type is not behaviour.
             if line.isascii() and 'f"' not in line and "Literal" not in line:
                 new_line = f"{line[: node.col_offset]}({ast.unparse(new)}){line[node.end_col_offset :]}"
                 yield node.lineno, line, new_line

@@ -303,7 +303,7 @@ def test_evaluations_are_not_compared_by_different_metrics(
     first = train(*words, "hydra.run.dir=mine")
     assert first.summary["best"]["metric"] == metrics[0]
     ended = train("ckpt_path=mine", *after, "hydra.run.dir=mine")
-    assert f"the best evaluation was by {metrics[0]} (max); from now on it is decided by {metrics[1]} (" in ended.out
+    assert f"the best evaluation was by {metrics[0]} (max); from now on it is determined by {metrics[1]} (" in ended.out
     assert ended.summary["best"] is None
     assert "test_weights" not in ended.summary  # the last weights are tested
     longer = train("ckpt_path=mine", *after, "hydra.run.dir=mine", "epochs=3")

@@ -91,7 +91,7 @@ def circles(imports: dict[Path, set[Path]]) -> set[str]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    # A package's __init__ that gathers its modules is no circle.
+    # A package's __init__ that gathers its modules is not a circle.
     files = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
     assert not circles({path: imported_files(path) & set(files) for path in files})
 

@@ -303,7 +303,7 @@ CASES = [
     Case("tensors that belong to nothing", _headed(
         lambda header: header.update({f"x{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(10**5)}))),
     Case("bytes after the last tensor", _headed(lambda header: None, b"x" * 100)),
-    Case("metadata that are no texts", _headed(lambda header: header["__metadata__"].update(model={"a": 1}))),
+    Case("metadata that are not texts", _headed(lambda header: header["__metadata__"].update(model={"a": 1}))),
     Case("a part of a kind that there is not", _saying(optimizer='{"$pickle":"cos\\nsystem"}')),
     Case("a part that names a tensor that there is not", _saying(optimizer='{"$tensor":"nowhere"}')),
     Case("a part with 100,000 levels", _saying(metrics="[" * 100_000)),

@@ -78,7 +78,7 @@ def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb:
     def work() -> int:
         from runner.build import run_record
 
-        # Pictures take half of the time of a short run, and are no part of training.
+        # Pictures take half of the time of a short run, and are not part of training.
         run_record.learning_curves = lambda *_: None  # type: ignore[assignment]
         if prepare is not None:
             prepare()

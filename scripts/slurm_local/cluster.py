@@ -6,7 +6,7 @@
     python scripts/slurm_local/cluster.py stop
 
 Everything lies in one temporary folder: configuration, key, sockets, state and logs. Starting twice is one start, and
-stopping twice is no error. The daemons run as root, listen on the loopback address only, and keep no accounts. The
+stopping twice is not an error. The daemons run as root, listen on the loopback address only, and keep no accounts. The
 partition `main` is the default; jobs of the partition `urgent` preempt those of `main`, which SLURM requeues. CPUs are
 counted, but not enforced: the node has as many as --cpus says.
 """

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; those of the process if None.
 
     Returns:
-        Exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 4 worse than a baseline, 75 preempted.
+        Exit status: 0 success, 1 failed, 2 user error, 3 diverged, 4 worse than a baseline, 75 preempted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"-sc", "--shell-completion"}.isdisjoint(words):
@@ -73,7 +73,7 @@ def _help() -> str:
     *others, last = [verb.name for verb in VERBS.values() if verb.takes_config]
     return "\n".join(
         [
-            "runner trains PyTorch vision models: one command a run, a sweep or a resume.",
+            "runner trains PyTorch image models: classification, multi-label and regression.",
             "",
             "  python -m runner VERB [key=value ...] [group=option ...] [Hydra flags]",
             "",
@@ -81,17 +81,17 @@ def _help() -> str:
             *(f"  {verb.name:<10} {verb.help.rstrip('.')}" for verb in VERBS.values()),
             "",
             "examples",
-            "  python -m runner train                                    digits, nothing to download",
+            "  python -m runner train                                    digits, no download needed",
             "  python -m runner train data=fashion_mnist model=small_cnn +amp=true seed=1",
             "  python -m runner train --multirun optimizer.lr=0.1,0.01 seed=0,1,2",
             "  python -m runner train ckpt_path=last epochs=60           resume the newest run",
             "  python -m runner eval ckpt_path=outputs/digits/<run>",
-            "  python -m runner list model                               what can be selected",
+            "  python -m runner list model                               the options of a group",
             "",
             f"flags of {', '.join(others)} and {last}: "
             "--multirun --cfg job --info --config-dir DIR --config-name NAME --resolve --help",
             'tab completion: eval "$(runner -sc install=bash)"',
-            "exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 4 worse than a baseline, 75 preempted",
+            "exit status: 0 success, 1 failed, 2 user error, 3 diverged, 4 worse than a baseline, 75 preempted",
         ]
     )
 

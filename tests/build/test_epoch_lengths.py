@@ -178,7 +178,7 @@ def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
     checkpoint = first.directory / "checkpoints" / "step_0000000012.safetensors"
     rest = train(f"ckpt_path={checkpoint}", *words, f"hydra.run.dir={workdir}/rest")
     steps = {"data.batch_size=4": 12, "accumulate=2": 3, "limit.train_batches=2": 2}[words[0]]
-    assert f"step {12 + 2 * steps}: layers.0 is trained from here on" in rest.out
+    assert f"step {12 + 2 * steps}: layers.0 is trained from now on" in rest.out
     assert [line["epoch"] for line in rest.metrics if line["split"] == "val"] == [2, 4, 6]
     rates = [line["lr"] for line in rest.metrics if line["split"] == "train" and line["global_step"] > 12]
     assert len(rates) == 4 * steps

@@ -181,7 +181,7 @@ def test_epochs_are_moments_too(call: Callable[..., Any]) -> None:
     shown = call(freeze="all-but-head", unfreeze_at="1ep", epochs=2, max_steps=None)["shown"]
     steps = re.search(r"steps +\d+ +\((\d+) an epoch", shown)
     assert steps is not None
-    assert f"step {steps[1]}: all-but-head is trained from here on" in shown
+    assert f"step {steps[1]}: all-but-head is trained from now on" in shown
     assert re.search(r"frozen .*\(until after epoch 1\)", shown)
 
 
@@ -198,7 +198,7 @@ def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained
 def test_unfreezing_after_the_end_is_a_warning(call: Callable[..., Any]) -> None:
     shown = call(freeze=["stem@4"])["shown"]
     assert "warning: freeze: stem is never trained: the run ends after 4 steps" in shown
-    assert "trained from here on" not in shown
+    assert "trained from now on" not in shown
 
 
 @pytest.mark.parametrize(

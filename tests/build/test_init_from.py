@@ -62,7 +62,7 @@ def test_a_head_of_another_size_is_left_and_listed(start: Callable[..., InitialW
     ]
     assert torch.equal(model.head.weight, before)
     assert torch.equal(model.body[0].weight, source.body[0].weight)
-    assert found.rows()[0][1] == "7 tensors, 2 that do not fit left as they are"
+    assert found.rows()[0][1] == "7 tensors, 2 skipped because they do not fit"
 
 
 def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Callable[..., InitialWeights]) -> None:
@@ -182,7 +182,7 @@ def test_a_run_starts_from_the_best_of_another_and_says_so(train: Callable[..., 
     record = tuned.summary["init_from"]
     assert record["path"] == str((source.directory / "checkpoints" / "best.safetensors").resolve())
     assert record["weights_sha256"] == weights_sha256(best["model"])
-    assert "not taken from init_from" in tuned.out
+    assert "skipped tensors of init_from" in tuned.out
     assert "head.weight  of other classes  3x32         3x32" in tuned.out
     # The file is not needed again, and what was started from is still known.
     for file in (source.directory / "checkpoints").iterdir():

@@ -37,8 +37,8 @@ def zipped(records: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STOR
     ("records", "compression", "words"),
     [
         ([("a", b"\0" * MIB)], zipfile.ZIP_DEFLATED, "compressed"),
-        ([("a/data.pkl", b"1"), ("A/DATA.pkl", b"2")], zipfile.ZIP_STORED, "two records of one name"),
-        ([("a", b"1"), ("a", b"2")], zipfile.ZIP_STORED, "two records of one name"),
+        ([("a/data.pkl", b"1"), ("A/DATA.pkl", b"2")], zipfile.ZIP_STORED, "two records with the same name"),
+        ([("a", b"1"), ("a", b"2")], zipfile.ZIP_STORED, "two records with the same name"),
         ([("a/data.pkl", b"1"), ("b/data.pkl", b"2")], zipfile.ZIP_STORED, "not one folder"),
         ([("/elsewhere", b""), ("a/data.pkl", b"1")], zipfile.ZIP_STORED, "not one folder"),
         ([("a/data.pkl", b"N."), ("a/byteorder", b"big")], zipfile.ZIP_STORED, "big-endian"),
@@ -81,7 +81,7 @@ def endless() -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (doubled(30), "more values than a file of its size can hold"),
+        (doubled(30), "more values than a file of its size can contain"),
         (endless(), "levels of nesting"),
         (torch.zeros(1).expand(2**30), "a tensor is larger than the file"),
         (torch.zeros(2, device="meta"), "holds more than tensors and plain containers"),

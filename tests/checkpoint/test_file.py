@@ -163,7 +163,7 @@ def test_only_the_parts_that_are_needed_are_read_and_verified(sample: Path, cont
     assert equal(found["model"], contents()["model"])
     assert found["optimizer"]["state"][0]["step"].device.type == "meta"
     for look in (verify, read):
-        with pytest.raises(DamagedCheckpoint, match=r"do not fit its checksum \(rng/torch\)"):
+        with pytest.raises(DamagedCheckpoint, match=r"do not match its checksum \(rng/torch\)"):
             look(sample)
 
 
@@ -175,7 +175,7 @@ def test_other_safetensors_files_are_told_from_checkpoints(sample: Path, tmp_pat
     for place in (20, 40, 50):
         data[place] ^= 1
         sample.write_bytes(data)
-        assert is_checkpoint(sample), "a damaged checkpoint is no file of weights"
+        assert is_checkpoint(sample), "a damaged checkpoint is not a file of weights"
         data[place] ^= 1
 
 
@@ -419,10 +419,10 @@ DIGESTS = {"digests": json.dumps({"a": hashlib.sha256(bytes(8)).hexdigest(), "b"
     [
         ({"a": F32}, bytes(4), "is truncated, or has bytes after its end"),
         ({"a": F32}, bytes(16), "is truncated, or has bytes after its end"),
-        ({"a": F32, "b": F32}, bytes(8), "the bytes of b are not where"),
-        ({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, bytes(12), "the bytes of b are not where"),
-        ({"a": F32 | {"data_offsets": [8, 16]}}, bytes(16), "the bytes of a are not where"),
-        ({"a": F32 | {"shape": [3]}}, bytes(8), "the bytes of a are not where"),
+        ({"a": F32, "b": F32}, bytes(8), "the bytes of b have a wrong"),
+        ({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, bytes(12), "the bytes of b have a wrong"),
+        ({"a": F32 | {"data_offsets": [8, 16]}}, bytes(16), "the bytes of a have a wrong"),
+        ({"a": F32 | {"shape": [3]}}, bytes(8), "the bytes of a have a wrong"),
         (
             {"a": F32 | {"shape": [2**40], "data_offsets": [0, 2**42]}},
             bytes(8),
@@ -471,7 +471,7 @@ def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_he
 def test_a_header_that_claims_another_length_takes_no_memory(length: int, sample: Path) -> None:
     sample.write_bytes(length.to_bytes(8, "little") + sample.read_bytes()[8:])
     with pytest.raises(
-        DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint|its contents do not fit)"
+        DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint|its contents do not match)"
     ):
         read(sample)
 

@@ -261,7 +261,7 @@ ROWS = [
         tiny=False,
     ),
     Mistake("text for what varies", ("audit", "vary=threads"), ("vary: cannot be threads", "vary=threads:1,2")),
-    Mistake("list for what varies", ("audit", "vary=[threads]"), ("vary: is a list where keys are meant",)),
+    Mistake("list for what varies", ("audit", "vary=[threads]"), ("vary: is a list where keys are expected",)),
     Mistake("names of a sweep", ("train", "--multirun", "name=a,b"), ("name: names the folder of a sweep", "one name")),
     Mistake(
         "key of sweeps in a verb that keeps no runs",
@@ -332,7 +332,7 @@ ROWS = [
     Mistake(
         "folder to trust",
         ("train", "trust=/etc,mine"),
-        ("trust: '/etc' is no name of a package", "allowed: a name as after import", "from: the override trust="),
+        ("trust: '/etc' is not a package name", "allowed: a name as after import", "from: the override trust="),
     ),
     # Combinations
     Mistake(
@@ -427,7 +427,7 @@ ROWS = [
     Mistake(
         "CUDA that is not there",
         ("train", "device=cuda"),
-        ("device: 'cuda' is not there", "allowed: device=auto or device=cpu"),
+        ("device: 'cuda' is not available", "allowed: device=auto or device=cpu"),
         no_cuda,
     ),
     Mistake(
@@ -532,7 +532,7 @@ ROWS = [
     Mistake(
         "flipped byte",
         ("train", "ckpt_path=mine.safetensors"),
-        ("mine.safetensors: its contents do not fit its checksum", "damaged"),
+        ("mine.safetensors: its contents do not match its checksum", "damaged"),
         a_flipped_byte,
         tiny=False,
     ),

@@ -10,7 +10,7 @@ import pytest
 @pytest.mark.parametrize(
     ("words", "key", "says"),
     [
-        (("ema=0.9", "swa=0.5"), "swa", "one average is kept"),
+        (("ema=0.9", "swa=0.5"), "swa", "only one average is supported"),
         (("ema=1.0",), "ema", "cannot be 1.0"),
         (("ema=0",), "ema", "cannot be 0"),
         (("swa=-1",), "swa", "cannot be -1"),

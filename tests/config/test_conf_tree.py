@@ -88,7 +88,7 @@ def test_the_command_at_the_head_of_a_verbs_config_is_understood(name, compose):
 
 
 def leaves(node: yaml.Node) -> list[tuple[str, int]]:
-    """Keys of a YAML document whose values are no block of further keys, with their line numbers."""
+    """Keys of a YAML document whose values are not blocks of further keys, with their line numbers."""
     found = []
     if isinstance(node, yaml.SequenceNode) and not node.flow_style:
         for item in node.value:

@@ -13,7 +13,7 @@ from runner.engine.errors import BadMetric, Diverged, Preempted
     [
         (UserError("seed", "cannot be -1"), USAGE, "seed: cannot be -1"),
         (DataFailed("a worker died"), FAILED, "a worker died"),
-        (BadMetric("a metric is no number", "a float"), USAGE, "a metric is no number\n    allowed: a float"),
+        (BadMetric("a metric is not a number", "a float"), USAGE, "a metric is not a number\n    allowed: a float"),
         (Diverged("the loss is nan"), DIVERGED, "diverged: the loss is nan"),
         (Preempted("SIGTERM"), PREEMPTED, "stopped by SIGTERM"),
     ],

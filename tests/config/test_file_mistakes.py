@@ -51,11 +51,11 @@ MISTAKES: list[tuple[str, str | bytes, str, str]] = [
     ("a list at the top", "- seed: 1\n", ":2:1", "is a list|without a dash"),
     ("a list for a component", "model:\n  - width: 3\n", ":3:3", "model is a list"),
     ("a list for a section", "evaluate:\n  - test: false\n", ":3:3", "evaluate is a list"),
-    ("text for a section", "evaluate: never\n", ":2:11", "evaluate is 'never', where keys are meant"),
-    ("text alone", "hello\n", ":2:1", "is 'hello', where keys are meant"),
+    ("text for a section", "evaluate: never\n", ":2:11", "evaluate is 'never', where keys are expected"),
+    ("text alone", "hello\n", ":2:1", "is 'hello', where keys are expected"),
     ("an undefined anchor", "seed: *x\n", ":2:7", "*x, which is not defined|quotes"),
     ("no content", b"", "", "is empty"),
-    ("an open interpolation", "name: ${data.name\n", ":2:7", "no interpolation"),
+    ("an open interpolation", "name: ${data.name\n", ":2:7", "is not an interpolation"),
     ("two documents", "seed: 1\n---\nepochs: 2\n", ":3:1", "second document"),
     ("an at sign", "name: @abc\n", ":2:7", "begins a value with @|quotes"),
     ("a backtick", "name: `abc`\n", ":2:7", "begins a value with `|quotes"),
@@ -63,7 +63,7 @@ MISTAKES: list[tuple[str, str | bytes, str, str]] = [
     ("two colons", "name: a: b\n", ":2:8", "second colon|quotes"),
     ("an object of Python's", "seed: !!python/object/apply:os.getcwd []\n", ":2:7", "!!python"),
     ("a dotted key", "optimizer.lr: 0.1\n", ":2:1", "one key to YAML|optimizer: lr:"),
-    ("null as a key", "null: 2\n", ":2:1", "no name of a key"),
+    ("null as a key", "null: 2\n", ":2:1", "is not a valid YAML key"),
 ]
 
 

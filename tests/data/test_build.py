@@ -113,7 +113,7 @@ def test_automatic_workers_are_measured_and_reported() -> None:
     assert value == "0"
     # Which of the two it is depends on how fast the machine is just now; tests/data/test_num_workers.py has each of them.
     assert re.fullmatch(
-        r"auto: (a batch takes \S+ ms to read, not worth handing over from another process"
+        r"auto: (a batch takes \S+ ms to read, too little to transfer from another process"
         r"|an epoch takes \S+ ms to read, less than starting a process)",
         reason,
     )

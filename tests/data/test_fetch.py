@@ -170,9 +170,9 @@ def test_without_a_network_each_address_is_tried_once(path: Path, monkeypatch: p
     with pytest.raises(FetchFailed) as caught:
         fetch(path, MD5, ["http://a/file", "http://b/file", "http://c/file"])
     assert str(caught.value).split("; ") == [
-        "http://a/file: its host is not found, perhaps there is no network (Name or service not known)",
+        "http://a/file: its host was not found, check the network connection (Name or service not known)",
         "http://b/file: Connection refused",
-        "http://c/file: nothing came for 30 s",
+        "http://c/file: no data for 30 s",
     ]
 
 
@@ -190,7 +190,7 @@ def test_a_slow_address_comes_last_and_another_continues_it(
     server.requests.clear()
     fetch(path, MD5, [server.url("slow"), server.url("gone")])
     assert [kind for kind, _ in server.requests] == ["slow", "gone", "slow"], "it is better than nothing"
-    assert "kB/s are slow; going on with" in capsys.readouterr().err
+    assert "kB/s is slow; trying" in capsys.readouterr().err
 
 
 def test_the_rate_and_the_time_left_are_shown(

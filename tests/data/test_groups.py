@@ -167,7 +167,7 @@ def test_a_pattern_tells_the_groups_of_image_files(tmp_path: Path):
         UserError, match=r"'q\(\[0-9\]\)' is neither an attribute .* nor found in the path cat/p00_0.png"
     ):
         groups_of(dataset, "q([0-9])")
-    with pytest.raises(UserError, match="is no regular expression"):
+    with pytest.raises(UserError, match="is not a regular expression"):
         groups_of(dataset, "p(")
 
 

@@ -24,10 +24,10 @@ from runner.data.samples import SeededDataset
 @pytest.mark.parametrize(
     ("read_ms", "handed_over_ms", "epoch_s", "cores", "allowed", "workers", "reason"),
     [
-        (1.5, 0.5, 60, 8, 99, 0, "auto: a batch takes 1.5 ms to read, not worth handing over"),
-        (70, 40, 60, 8, 99, 0, "auto: a batch takes 70 ms to read, not worth handing over"),
+        (1.5, 0.5, 60, 8, 99, 0, "auto: a batch takes 1.5 ms to read, too little to transfer"),
+        (70, 40, 60, 8, 99, 0, "auto: a batch takes 70 ms to read, too little to transfer"),
         (30, 1, 0.09, 8, 99, 0, "auto: an epoch takes 90 ms to read, less than starting a process"),
-        (5, 2, 60, 8, 99, 3, "auto: a batch takes 5.0 ms to read on one core and 2.0 ms to hand over"),
+        (5, 2, 60, 8, 99, 3, "auto: a batch takes 5.0 ms to read on one core and 2.0 ms to transfer"),
         (180, 5, 60, 2, 99, 2, "auto: a batch takes 180 ms to read on one core; 2 cores"),
         (180, 5, 60, 64, 4, 4, "auto: a batch takes 180 ms to read on one core; /dev/shm has room for as many"),
         (1800, 5, 60, 64, 99, 16, "auto: a batch takes 1,800 ms to read on one core; at most 16"),
@@ -105,7 +105,7 @@ def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytes
     monkeypatch.setattr(num_workers, "cores", lambda: 2)
     few = chosen(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
     assert few.workers == 4
-    assert few.warnings[0] == "data.num_workers=4 is more than the 2 CPU cores there are"
+    assert few.warnings[0] == "data.num_workers=4 is more than the 2 available CPU cores"
     assert few.warnings[1].startswith(
         "data.num_workers=4 reads up to 800 MiB of batches ahead, and /dev/shm has 64 MiB"
     )

@@ -128,7 +128,7 @@ def test_the_table_is_printed_and_nothing_is_written(run: Callable[..., Any], st
         r"(?m)^parameters +\d",
         r"(?m)^optimizer state +\d",
         r"(?m)^total +\d",
-        rf"sent in a step .*{kind}",
+        rf"sent per step .*{kind}",
         r"computing a step +[\d.]+ ms +measured on this cpu, 1 sample",
         r"sending .*at dist.link_gb_s=10",
         r"(?m)^step +[\d.]+ ms to [\d.]+ ms",

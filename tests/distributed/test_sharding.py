@@ -112,7 +112,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[
 def test_tied_weights_of_one_block_and_of_several(runs: Callable[..., Any]) -> None:
     one, two = runs(*TIED), runs(*TIED, *TWO)
     assert_same(two, one)
-    assert "gathers blocks.0, blocks.1, blocks.2 with what is outside" in (two.directory / "run.log").read_text()
+    assert "gathers blocks.0, blocks.1, blocks.2 with the parameters outside" in (two.directory / "run.log").read_text()
     for before, now in ((two, LAYOUTS["1 process"]), (one, TWO)):
         checkpoint = before.directory / "checkpoints" / "step_0000000003.safetensors"
         assert_same(runs(*TIED, *now, f"ckpt_path={checkpoint}"), one)

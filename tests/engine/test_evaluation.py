@@ -129,7 +129,7 @@ def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Callable[...
     model.eval()
     guesses = model(one.images).argmax(1)
     assert found["accuracy"] == pytest.approx(int((guesses == one.targets).sum()) / 31, abs=1e-6)
-    assert set(found) == {"loss", "accuracy"}, "tables are no scalars"
+    assert set(found) == {"loss", "accuracy"}, "tables are not scalars"
     by_hand = torch.zeros(3, 3, dtype=torch.int64)
     for truth, guess in zip(one.targets.tolist(), guesses.tolist(), strict=True):
         by_hand[truth, guess] += 1

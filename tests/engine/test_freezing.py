@@ -101,7 +101,7 @@ def test_the_callback_tells_what_is_trained_from_where_on():
     for step in (1, 2, 3):
         loop.state.position = Position(global_step=step)
         thaw.on_step(loop)
-    assert said == ["step 2: stem is trained from here on, 10 parameters"]
+    assert said == ["step 2: stem is trained from now on, 10 parameters"]
 
 
 def test_frozen_weights_get_no_gradient():

@@ -193,7 +193,7 @@ def test_a_run_refuses_it_or_says_it_once_and_ends(
 def test_a_deterministic_run_says_what_is_seeded_and_what_is_not(run: Callable[..., Any]) -> None:
     told = run("train", *FEW, "deterministic=true").out
     assert "seeded      Python, NumPy, torch, each sample" in told
-    assert "not: generators that code makes for itself" in told
+    assert "not: generators created by other code" in told
     assert "same bits   on this machine" in told
     assert "seeded" not in run("train", *FEW).out
 
@@ -229,7 +229,7 @@ def test_a_workspace_that_cublas_does_not_repeat_with_is_refused(monkeypatch: py
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     device.prepare_repeating("warn")
     device.prepare_repeating(False)
-    with pytest.raises(UserError, match="does not repeat with the CUBLAS_WORKSPACE_CONFIG=:0:0"):
+    with pytest.raises(UserError, match="is not deterministic with the CUBLAS_WORKSPACE_CONFIG=:0:0"):
         device.prepare_repeating(True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     device.prepare_repeating(True)

@@ -47,9 +47,9 @@ def test_auto_takes_what_is_there_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     ("name", "words"),
     [
         ("cdua", r"cannot be 'cdua'; did you mean 'cuda'\?\n.*allowed: auto, cpu"),
-        ("cuda", "'cuda' is not there"),
-        ("cuda:3", "'cuda:3' is not there"),
-        ("mps", "'mps' is not there"),
+        ("cuda", "'cuda' is not available"),
+        ("cuda:3", "'cuda:3' is not available"),
+        ("mps", "'mps' is not available"),
         ("meta", "'meta' is not supported"),
         ("", "cannot be ''"),
     ],
@@ -113,7 +113,7 @@ def test_more_threads_than_cores_are_said() -> None:
     usable = cores()
     assert configure(threads=usable) == []
     (said,) = configure(threads=usable + 1)
-    assert said.startswith(f"threads={usable + 1} is more than the {usable} CPU cores")
+    assert said.startswith(f"threads={usable + 1} is more than the {usable} available CPU cores")
 
 
 def test_tensorfloat_on_a_gpu_without_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
         assert saved >= step - 9, "at most the steps since the last save are lost"
         (here / "steps").unlink()
         words = (f"ckpt_path={directory}", *SLOWLY)
-    # A line that was being written when the power went is no obstacle either.
+    # A line that was being written when the power went is not an obstacle either.
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"global_step": 999, "epo')
     rest = train(f"ckpt_path={directory}", f"hydra.run.dir={directory}", "callbacks.slow.step_s=0")

@@ -111,7 +111,7 @@ def test_another_sweep_gets_a_folder_of_its_own(sweep, two_jobs, words):
         ((*TWO, "sweep_dir=FOLDER", "hydra.sweep.dir=x"), "sweep_dir", "hydra.sweep.dir is given too"),
         ((*TWO, "sweep_dir=FOLDER/0"), "sweep_dir", "it holds a run"),
         ((*TWO, "retry=some"), "retry", "cannot be"),
-        (("sweep_dir=FOLDER",), "sweep_dir", "is about a sweep, and this is one run"),
+        (("sweep_dir=FOLDER",), "sweep_dir", "applies to a sweep, and this is a single run"),
     ],
 )
 def test_what_cannot_continue_is_refused_and_leaves_the_sweep_alone(sweep, two_jobs, words, key, reason):
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
     if lock != ".lock":
         (two_jobs / "1" / "summary.json").unlink()
     (two_jobs / lock).unlink(missing_ok=True)
-    (two_jobs / lock).mkdir()  # a read-only file system is no obstacle to root, who may run the tests
+    (two_jobs / lock).mkdir()  # a read-only file system is not an obstacle to root, who may run the tests
     result, _ = sweep(*TWO, *words)
     assert result.status in (1, 2)
     assert reason.replace("FOLDER", str(two_jobs.relative_to(Path.cwd().resolve()))) in (
@@ -298,7 +298,7 @@ def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(
     ]
     result, _ = sweep(*TWO)
     assert result.status == 0, result.err
-    assert "1 of 2 jobs have finished already; the others follow; folders that are gone: 0, and" in result.out
+    assert "1 of 2 jobs have finished already; the others follow; missing folders: 0, and" in result.out
     assert "job 1 of 2: seed=0; 1 finished\n" in result.out
     assert result.out.count("\nskipped: ") == 1
     assert digests(two_jobs) == digest

@@ -268,11 +268,11 @@ def first_sweep(made_once, workdir) -> Path:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--multirun", "seed=0,1"), "a sweep lies there"),
-        (("--multirun", "seed=5"), "a sweep lies there"),
-        (("--multirun", "seed=0,1", "optimizer.lr=0.1", "resume=auto"), "other settings lies there (optimizer.lr=0.1 now)"),
-        (("--multirun", "seed=0,1,2", "resume=auto"), "other settings lies there (seed=0,1 before, seed=0,1,2 now)"),
-        (("sweep=lr", "resume=auto"), "a sweep of other settings lies there"),
+        (("--multirun", "seed=0,1"), "it contains a sweep"),
+        (("--multirun", "seed=5"), "it contains a sweep"),
+        (("--multirun", "seed=0,1", "optimizer.lr=0.1", "resume=auto"), "with other settings (optimizer.lr=0.1 now)"),
+        (("--multirun", "seed=0,1,2", "resume=auto"), "with other settings (seed=0,1 before, seed=0,1,2 now)"),
+        (("sweep=lr", "resume=auto"), "it contains a sweep with other settings"),
     ],
     ids=["same", "other", "other key", "more jobs", "preset"],
 )  # fmt: skip
@@ -303,7 +303,7 @@ def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
     assert contents(first_sweep) == before
     before = contents(first_sweep / "0")
     result = run("train", *tiny, "--multirun", "seed=0,1", "hydra.sweep.dir=mine/0")
-    assert (result.status, "hydra.sweep.dir: cannot be mine/0: a run lies there" in result.err) == (2, True)
+    assert (result.status, "hydra.sweep.dir: cannot be mine/0: it contains a run" in result.err) == (2, True)
     assert contents(first_sweep / "0") == before
 
 

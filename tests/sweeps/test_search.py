@@ -318,7 +318,7 @@ def test_a_killed_trial_in_a_pool_begins_no_other_with_fail_fast_and_the_same_co
         (("search.optimizer.lr={log: [0, 1]}",), "search.optimizer.lr", "begins above 0"),
         (("search.optimizer.lr={log: [1, 0.1]}",), "search.optimizer.lr", "has to be smaller"),
         (("search.optimizer.lr={loq: [0.1, 1]}",), "search.optimizer.lr", "has no kind"),
-        (("search.optimizer.lr={log: [0.1, 1], uniform: [0, 1]}",), "search.optimizer.lr", "of which one is meant"),
+        (("search.optimizer.lr={log: [0.1, 1], uniform: [0, 1]}",), "search.optimizer.lr", "but only one is allowed"),
         (("search.model.width={int: [1.5, 3]}",), "search.model.width", "whole numbers"),
         (("search.model.width={choice: []}",), "search.model.width", "a list of values"),
         (("search.optimizer.lr=0.1",), "search.optimizer.lr", "cannot be 0.1"),
@@ -332,7 +332,7 @@ def test_a_killed_trial_in_a_pool_begins_no_other_with_fail_fast_and_the_same_co
         ((LR, "search.sampler=tpf"), "search.sampler", "did you mean 'tpe'"),
         ((LR, "search.storage=sqlite:///nowhere/study.db"), "search.storage", "there is no folder nowhere"),
         ((LR, "search.objectives={val/loss: min, val/accuracy: max}"), "search.pruner", "one objective"),
-        ((LR, "search.warm_start=nowhere"), "search.warm_start", "is no folder of a sweep"),
+        ((LR, "search.warm_start=nowhere"), "search.warm_start", "is not a sweep's folder"),
         ((LR, "checkpoint.monitor=val/mine"), "checkpoint.mode", "a search has to know"),
     ],
 )

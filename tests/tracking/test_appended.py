@@ -57,7 +57,7 @@ def test_a_file_that_is_cut_short_is_reported_once_and_written_on(tmp_path):
     file.close()
     assert (tmp_path / "log").read_text() == "four\n"
     assert len(said) == 1
-    assert "cut short" in said[0]
+    assert "truncated" in said[0]
 
 
 @pytest.mark.parametrize("left", [0, 1, 24, 25, 34, 60])
@@ -83,7 +83,7 @@ def test_a_logger_whose_file_is_cut_in_mid_line_goes_on_with_whole_lines(tmp_pat
     else:
         assert all(json.loads(line)["loss"] > 0 for line in path.read_text().splitlines())
     assert len(said) == 1
-    assert "cut short" in said[0]
+    assert "truncated" in said[0]
 
 
 def test_a_file_that_another_writer_adds_to_is_left_as_it_is(tmp_path):

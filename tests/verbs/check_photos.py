@@ -83,7 +83,7 @@ def again(images: Tensor, how: str) -> Tensor:
 
 
 class Floats(Dataset[Any]):
-    """Samples from a tensor that is no uint8."""
+    """Samples from a tensor that is not uint8."""
 
     def __init__(self, images: Tensor, targets: Tensor) -> None:
         self.images, self.targets, self.classes = images, targets, NAMES

@@ -66,8 +66,8 @@ def wrong(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("what", "status", "words"),
     [
-        ("dies", 1, ("worker process 0", "was killed by SIGKILL", "data.num_workers=0", "to go on: ckpt_path=")),
-        ("hangs", 1, ("data.timeout_s: no batch came from the workers for 2 s", "to go on: ckpt_path=")),
+        ("dies", 1, ("worker process 0", "was killed by SIGKILL", "data.num_workers=0", "to resume: ckpt_path=")),
+        ("hangs", 1, ("data.timeout_s: no batch came from the workers for 2 s", "to resume: ckpt_path=")),
         ("breaks", 2, ("cannot read the image lost.png: it is gone",)),
     ],
 )

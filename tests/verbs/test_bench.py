@@ -229,7 +229,7 @@ def test_a_slow_model_gets_fewer_steps_and_it_is_said(bench: Bench) -> None:
     found = bench("toggles=[]", "model.pause_ms=20", "steps=50", "compare_steps=50", "budget_s=1.0")
     assert found["sizes"]["steps"] < 50
     assert found["sizes"]["compare"] < 50
-    assert any("fewer steps than asked for" in note for note in found["notes"])
+    assert any("fewer steps than requested" in note for note in found["notes"])
 
 
 def test_switches_of_torch_are_set_for_each_candidate_and_put_back(

@@ -40,7 +40,7 @@ def test_checks_are_chosen_by_name_and_by_group(run: Callable[..., Any]) -> None
     names = [each["name"] for each in json.loads(result.out)["checks"]]
     groups = {each.name for each in CHECKS if each.group == "labels"} - {"near-duplicates"}
     assert set(names) == {"build", "logits", *groups}
-    assert "check of digits" in result.err, "what is no JSON goes to standard error"
+    assert "check of digits" in result.err, "what is not JSON goes to standard error"
 
 
 @pytest.mark.parametrize("key", ["only", "skip"])

@@ -263,7 +263,7 @@ def test_numbers_that_are_none_are_null_in_json(
     assert result.status == 0, result.err
 
     def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON")
+        raise AssertionError(f"{word} is not JSON")
 
     assert json.loads(result.out, parse_constant=refuse)["metrics"] == {"loss": None, "accuracy": None}
 

@@ -178,7 +178,7 @@ def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(
     monkeypatch.setattr("runner.runtime.signals.StopSignals.asked", lambda self: "SIGTERM")
     stopped = run("train", *SMALL, *QUICK, "lr=auto")
     assert stopped.status == 75
-    assert "stopped by SIGTERM; nothing was saved yet: give the same command again" in stopped.out
+    assert "stopped by SIGTERM; nothing was saved yet: repeat the same command" in stopped.out
     assert "ckpt_path" not in stopped.out
 
 

@@ -384,7 +384,7 @@ def test_errors_of_numbers_are_refused_if_asked_for(run: Callable[..., Any]) -> 
     words = (*SMALL, "task=regression", "loss=mse", "data.dataset.kind=regression")
     result = run("inspect", *words, "what=errors")
     assert result.status == 2
-    assert "what: errors are those of classes" in result.err
+    assert "what: errors needs classes" in result.err
     assert run("inspect", *words, "what=[inputs]").status == 0
 
 
@@ -508,7 +508,7 @@ def test_features_that_are_not_by_image_are_refused(
     monkeypatch.setattr("runner.models.features.Extractor.__call__", lambda self, images: {"head": images.mean()})
     result = run("inspect", f"ckpt_path={trained.directory}", "features=head", "output=f.npz")
     assert result.status == 2
-    assert "features: 'head' gives () for 1 image, which is not a row an image" in result.err
+    assert "features: 'head' gives () for 1 image, which is not one row per image" in result.err
     assert "Traceback" not in result.err
 
 

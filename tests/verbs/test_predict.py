@@ -157,7 +157,7 @@ def test_postscript_under_the_name_of_an_image_is_listed_and_never_run(
     (photos / "photo.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
     assert len(predict("input=photos")) == 15
     listed = Path("rows_unreadable.txt").read_text()
-    assert "photos/photo.png: its content is no image of a known type" in listed
+    assert "photos/photo.png: its content is not an image of a known type" in listed
     assert "Ghostscript" not in listed
 
 
@@ -372,7 +372,7 @@ class Turned(torch.nn.Module):
 @pytest.mark.parametrize("layer", ["tokens", "whole"])
 def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch(layer: str, size: int) -> None:
     layers = Extractor(Turned(4, 3), ["head", layer]).rows
-    with pytest.raises(UserError, match=f"features: '{layer}' gives .* not a row an image"):
+    with pytest.raises(UserError, match=f"features: '{layer}' gives .* not one row per image"):
         layers(torch.rand(size, 3, 8, 8))
     assert Extractor(Turned(4, 3), ["head"]).rows(torch.rand(size, 3, 8, 8))["head"].shape == (size, 4)
 
@@ -383,7 +383,7 @@ def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
     monkeypatch.setattr(Extractor, "__call__", lambda self, images: {"stages.1": images.transpose(0, 1)})
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
     assert result.status == 2
-    assert "features: 'stages.1' gives (3, 1, 8, 8) for 1 image, which is not a row an image" in result.err
+    assert "features: 'stages.1' gives (3, 1, 8, 8) for 1 image, which is not one row per image" in result.err
     assert not list(Path().glob("*rows*"))
 
 

@@ -278,7 +278,7 @@ REFUSED = {
     "labels above 1": (on("multihot", *MULTILABEL, factor=2), "of 'train' is [2, 0, 0], which are not all from 0 to 1"),
     "labels and one choice": (on("wide", "task=multilabel"), "loss: CrossEntropy is for one class per sample"),
     "numbers and one choice": (on("numbers", "task=regression", width=3), "loss: CrossEntropy is for one class per sample"),
-    "classes as numbers": (on("at", *REGRESSION, place=7, value=1), "numbers of classes such as 'a', which are no amounts"),
+    "classes as numbers": (on("at", *REGRESSION, place=7, value=1), "class numbers with names such as 'a'"),
     "nan to regress": (on("numbers", *REGRESSION, place=9, value="nan"), "sample 9 of 'train' is nan, which is not finite"),
     "inf to regress in val": (on("numbers", *REGRESSION, place=9, value="inf", split="val"), "sample 9 of 'val' is inf"),
     "several numbers to regress": (on("numbers", *REGRESSION, "task.num_outputs=2", width=3), "is 2, but the data says 3"),

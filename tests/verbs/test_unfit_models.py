@@ -87,8 +87,8 @@ REFUSED = {
     "squeezed, batches of one": (("+loss.kind=squeezed", "data.batch_size=1"), "loss: gives a tensor of shape (2,)"),
     "loss with one element": (("+loss.kind=one element",), "loss: gives a tensor of shape (1,), for 1 sample"),
     "loss as a function": (("loss._target_=unfit_parts.mean_loss", "+loss._partial_=true"), "loss: is a partial"),
-    "no loss": (("+loss.kind=none",), "loss: gives None, which is no tensor"),
-    "loss as a float": (("+loss.kind=float",), "loss: gives a float, which is no tensor"),
+    "no loss": (("+loss.kind=none",), "loss: gives None, not a tensor"),
+    "loss as a float": (("+loss.kind=float",), "loss: gives a float, not a tensor"),
 }
 
 

@@ -52,7 +52,7 @@ def compare_data(
     stored: dict[str, str] = checkpoint["metrics"].get("sources") or {}  # older versions stored none
     warnings = []
     if changed := [name for name in sources if stored.get(name, sources[name]) != sources[name]]:
-        since = "has changed since the checkpoint was written: the run may not go on as it would have"
+        since = "has changed since the checkpoint was written: the resumed run may differ"
         warnings.append(f"the source of {', '.join(changed)} {since}")
     if before is None:
         return [*warnings, "the checkpoint does not say which data it was trained on: they were not compared"]

@@ -34,7 +34,7 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
         record.summary["init_from"] = initial.record()
     if initial.misfits:
         columns = ["tensor", "what", "in the file", "in the model"]
-        console.table("not taken from init_from", columns, initial.table())
+        console.table("skipped tensors of init_from", columns, initial.table())
     if found is not None:
         console.line(f"resumed from {found.path} at step {run.state.position.global_step}")
     if found is not None and differences:
@@ -132,9 +132,9 @@ def _monitored(given: str | None, monitor: Monitor) -> list[Row]:
 def _repeating(config: Train, device: torch.device) -> list[Row]:
     """What a deterministic run repeats, and what it cannot promise."""
     where = "another CPU, number of threads or version" if device.type == "cpu" else "another GPU or version"
-    some = " where there are such" if config.deterministic == "warn" else ""
+    some = " where available" if config.deterministic == "warn" else ""
     return [
         ("algorithms", f"deterministic{some}", f"deterministic={str(config.deterministic).lower()}"),
-        ("seeded", "Python, NumPy, torch, each sample", "not: generators that code makes for itself; env says more"),
+        ("seeded", "Python, NumPy, torch, each sample", "not: generators created by other code; see env"),
         ("same bits", "on this machine", f"{where} may round differently"),
     ]

@@ -62,8 +62,8 @@ class Layout:
         return [
             ["samples", f"{least:,} to {most:,}", f"of each batch of {self.batch:,}"],
             *[[_NAMES.get(name, name), readable(size), _REASONS.get(name, "")] for name, size in sizes.items()],
-            ["total", readable(self.memory.total), "without what libraries reserve"],
-            ["sent in a step", readable(self.traffic.total), sent],
+            ["total", readable(self.memory.total), "without memory reserved by libraries"],
+            ["sent per step", readable(self.traffic.total), sent],
             [
                 "computing a step",
                 _ms(self.compute_s),
@@ -78,8 +78,8 @@ _ALWAYS = ("parameters", "gradients", "optimizer", "activations")
 _NAMES = {"optimizer": "optimizer state", "average": "average of the weights", "gathered": "gathered blocks"}
 _REASONS = {
     "optimizer": "measured after some steps",
-    "activations": "measured: kept for backward, with copies of weights that amp makes",
-    "gathered": "the largest one with its gradients, and what is in none",
+    "activations": "measured: kept for backward, with copies of weights made by amp",
+    "gathered": "the largest one with its gradients, and parameters outside of blocks",
 }
 
 
@@ -96,7 +96,7 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> f
     for warning in found.warnings:
         console.warn(warning)
     title = f"{config.name} on {found.ranks} rank{'s' * (found.ranks > 1)}, strategy {found.strategy}: a dry run"
-    console.table(title, ["of a rank", "predicted", "from"], found.rows())
+    console.table(title, ["per rank", "predicted", "from"], found.rows())
     return found.step_s[1]
 
 
@@ -119,11 +119,11 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     if config.compile:
         warnings.append("compile has no effect on the measured steps, and may make real ones faster and smaller")
     if config.sync_batchnorm:
-        warnings.append("sync_batchnorm=true has no effect on the measured steps, and sends some more")
+        warnings.append("sync_batchnorm=true has no effect on the measured steps, but sends more data")
     if config.devices == "auto":
-        warnings.append(f"devices=auto is {ranks} on this machine; a number predicts others")
+        warnings.append(f"devices=auto is {ranks} on this machine; set a number to predict for others")
     if samples[0] == 0:
-        warnings.append(f"data.batch_size={batch} is smaller than {ranks} ranks, so some have nothing to do")
+        warnings.append(f"data.batch_size={batch} is smaller than {ranks} ranks, so some ranks are idle")
     if strategy == "fsdp":
         settings, batches = config.fsdp, config.accumulate
         if ranks % settings.replicas:

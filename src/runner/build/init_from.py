@@ -48,7 +48,7 @@ class InitialWeights:
         rows = [("initial", ", ".join(self.schemes), "init")] if self.schemes else []
         if self.path is not None:
             average = "" if self.kind == "raw" else f" of the average ({self.kind})"
-            left = f", {len(self.misfits)} that do not fit left as they are" if self.misfits else ""
+            left = f", {len(self.misfits)} skipped because they do not fit" if self.misfits else ""
             rows.append(("weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"))
         return rows
 

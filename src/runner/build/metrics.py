@@ -74,7 +74,7 @@ def _full_name(key: str, name: str, config: Train, task: Task) -> str:
         listed = ", ".join(allowed)
         if key == "checkpoint.monitor" and config.checkpoint.monitor is None and config.metrics:
             own_name = name.removeprefix("val/")
-            problem = f"there is no metric '{name}': metrics= replaces those of the task, which watches it"
+            problem = f"there is no metric '{name}': metrics= replaces those of the task, which monitors it"
             raise UserError(key, problem, f"{listed}; or metrics.{own_name} as well")
         raise UserError(key, f"there is no metric '{name}'", listed, nearest(name, allowed))
     return name

@@ -64,7 +64,7 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
     Where SWA begins, it goes over to SWA's rate.
 
     Raises:
-        UserError: if it refuses its arguments, or is no schedule.
+        UserError: if it refuses its arguments, or is not a schedule.
     """
     node, clock, timeline, total_steps = config.scheduler, Clock(), length.timeline, length.total_steps
     if timeline.turns and names_argument(node, "clock"):

@@ -75,7 +75,7 @@ def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor
         value = loss(logits, task.targets(target))
     if not isinstance(value, Tensor) or value.ndim > 0:
         kind = "None" if value is None else f"a {type(value).__name__}"
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{kind}, which is no tensor"
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{kind}, not a tensor"
         count = f"{len(target)} sample{'s' if len(target) > 1 else ''}"
         raise UserError("loss", f"gives {got}, for {count}", "a tensor of shape (), the mean over the samples")
     return value

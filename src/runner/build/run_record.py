@@ -188,10 +188,10 @@ class RunRecord:
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
         saved = self._directory is not None and bool(named(self._directory.checkpoints, "last"))
         if preempted:
-            repeat = "nothing was saved yet: give the same command again"
+            repeat = "nothing was saved yet: repeat the same command"
             self.console.warn(f"{text}; {f'resume with ckpt_path={self.directory.path}' if saved else repeat}")
             return
-        hint = f"\n    to go on: ckpt_path={self.directory.path}" if saved and isinstance(error, DataFailed) else ""
+        hint = f"\n    to resume: ckpt_path={self.directory.path}" if saved and isinstance(error, DataFailed) else ""
         self.complain(text + hint)
         is_mistake = isinstance(error, UserError | BadMetric)
         if self._directory is not None and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:

@@ -63,7 +63,7 @@ class Saving:
         settings = run.config.checkpoint
         sharded = settings.sharded and is_sharded(run.model)
         if settings.sharded and not sharded:
-            record.console.warn("checkpoint.sharded=true has no effect: no weights are divided among processes")
+            record.console.warn("checkpoint.sharded=true has no effect: no weights are sharded")
         self._channel = Channel(run.config.dist.timeout_s) if sharded else None
         self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first, self._channel)
         self.callback = Checkpointing(  # decides when to save
@@ -126,11 +126,11 @@ class Saving:
         if best is not None and (best.metric, best.mode) != monitor:
             now = f"{monitor.metric} ({monitor.mode})"
             warnings.append(
-                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is decided by {now}"
+                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is determined by {now}"
             )
             state.best = None
         elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
-            warnings.append("the checkpoint of the best evaluation is gone: the best one is decided again")
+            warnings.append("the checkpoint of the best evaluation is missing: the best one is determined again")
             state.best = None
         if continued:
             self.manager.make_last(path)  # later ones belong to a future that is computed again

@@ -77,7 +77,7 @@ def write(path: Path, contents: dict[str, Any]) -> None:
         raise UserError(
             "checkpoint",
             f"{error}, which could not be read back; {path} was not written",
-            "tensors, numbers, texts, and lists and mappings of them, as what a state_dict() gives",
+            "tensors, numbers, strings, and lists and mappings of them, as in a state_dict()",
         ) from error
 
 
@@ -298,7 +298,7 @@ def _migrated(contents: Any, path: Path) -> dict[str, Any]:
         Damaged: if they are not.
         UserError: if a newer version wrote them.
     """
-    # A newer format may have other keys, and is no damage: looked at first, so that no older file is taken instead.
+    # A newer format may have other keys, and is not damage: looked at first, so that no older file is taken instead.
     written = contents.get("format") if isinstance(contents, dict) else None
     _refuse_newer(written, path)
     if not isinstance(contents, dict) or set(contents) != set(KEYS):

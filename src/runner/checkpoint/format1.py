@@ -69,4 +69,4 @@ def verify(file: BinaryIO) -> None:
     length = file.read(2)
     digest.update(b"\0\0")
     if length != _TRAILER.to_bytes(2, "little") or digest.hexdigest().encode() != trailer[len(_MARK) :]:
-        raise Damaged("its contents do not fit its checksum: the file is damaged")
+        raise Damaged("its contents do not match its checksum: the file is damaged")

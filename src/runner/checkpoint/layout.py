@@ -153,10 +153,10 @@ def digest_pieces(file: BinaryIO, place: tuple[int, int], pieces: Iterable[Piece
             digest.update(block[:count])
             left -= count
         if digest.hexdigest() != sha256:
-            raise OSError("what a process wrote is not there")
+            raise OSError("the data that a process wrote is missing")
         at = stop
     if at != end:
-        raise OSError("a part of a tensor was not written")
+        raise OSError("part of a tensor was not written")
     return whole.hexdigest()
 
 
@@ -207,13 +207,13 @@ def read_header(file: BinaryIO) -> Header:
     if head is None:
         raise Damaged("is not a checkpoint of runner's: its header has no checksum")
     if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
-        raise Damaged("its contents do not fit its checksum (header): the file is damaged")
+        raise Damaged("its contents do not match its checksum (header): the file is damaged")
     if _too_dense(data):
         raise Damaged("is not a checkpoint of runner's: its header has more lists and mappings than runs save")
     entries = json.loads(data[8:], object_pairs_hook=_unique)
     metadata = entries.pop("__metadata__")
     if not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError("a value of the header's metadata is not a text")
+        raise ValueError("a value of the header's metadata is not a string")
     digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)  # a newer format may have none
     tensors = _tensors(entries, digests, 8 + length)
     end = max((stored.end for stored in tensors.values()), default=8 + length)
@@ -225,7 +225,7 @@ def read_header(file: BinaryIO) -> Header:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return made
 
 
@@ -238,7 +238,7 @@ def _tensors(entries: dict[str, Any], digests: Any, start: int) -> dict[str, Sto
         if len(entry) != 3 or len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise ValueError(f"the entry of {name[:100]} is not one of a tensor")
         if begin != end or stop - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"the bytes of {name[:100]} are not where they should be, or another number")
+            raise ValueError(f"the bytes of {name[:100]} have a wrong position or length")
         if not isinstance(digests[name], str):
             raise ValueError(f"{name[:100]} has no checksum")
         found[name], end = Stored(dtype, tuple(shape), start + begin, start + stop, digests[name]), stop
@@ -283,4 +283,4 @@ def _read_verified(file: BinaryIO, name: str, stored: Stored, memory: memoryview
         digest.update(block)
         left, start = left - len(block), start + len(block)
     if digest.hexdigest() != stored.sha256:
-        raise Damaged(f"its contents do not fit its checksum ({name}): the file is damaged")
+        raise Damaged(f"its contents do not match its checksum ({name}): the file is damaged")

@@ -51,7 +51,7 @@ def scarce(folder: Path, size: int, keep: int) -> str:
         return ""
     return (
         f"checkpoints may not fit: the disk that holds {folder} has {free / _MIB:,.0f} MiB free, and up to "
-        f"{keep + 2} of {size / _MIB:,.0f} MiB are there at a time; free some space, or set a smaller checkpoint.keep"
+        f"{keep + 2} of {size / _MIB:,.0f} MiB exist at a time; free some space, or set a smaller checkpoint.keep"
     )
 
 

@@ -95,7 +95,7 @@ def _records(file: BinaryIO, size: int) -> dict[str, zipfile.ZipInfo]:
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
         raise NotSaved(f"it is not a zip archive that can be read ({error})") from error
     if len({record.filename.lower() for record in records}) != len(records):
-        raise NotSaved("its archive has two records of one name")
+        raise NotSaved("its archive has two records with the same name")
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise NotSaved("its archive is compressed, which torch.save never does")
     if sum(record.file_size for record in records) > size:
@@ -286,7 +286,7 @@ def check_extent(value: Any, left: int, depth: int = 0) -> int:
         NotSaved: if it stands for more, or is nested too deeply.
     """
     if left <= 0:
-        raise NotSaved("it stands for more values than a file of its size can hold")
+        raise NotSaved("it claims more values than a file of its size can contain")
     if depth > _DEEPEST:
         raise NotSaved(f"it has over {_DEEPEST} levels of nesting")
     if isinstance(value, Mapping | list | tuple | set):

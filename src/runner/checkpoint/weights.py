@@ -139,7 +139,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         with open_regular(path) as file:
             contents = pickles.load(file, older=True)
     except pickles.NotSaved as error:
-        raise UserError(_KEY, f"{path} is no file of torch.save's: {error}") from error
+        raise UserError(_KEY, f"{path} was not written by torch.save: {error}") from error
     except pickle.UnpicklingError as error:
         raise UserError(
             _KEY,

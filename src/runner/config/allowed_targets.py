@@ -75,7 +75,7 @@ def not_packages(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
             allowed = (
                 f"trust=[{first}]" if first.isidentifier() else "a name as after import, such as trust=[my_package]"
             )
-            yield "trust", f"'{name}' is no name of a package", allowed
+            yield "trust", f"'{name}' is not a package name", allowed
 
 
 def refusal(path: str, trust: Iterable[str], section: str = "") -> str:

@@ -86,7 +86,7 @@ def _choices(hydra_config: Any) -> dict[str, str]:
 
 
 def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
-    """Let Hydra answer a query of tab completion; what options have in common is no option."""
+    """Let Hydra answer a query of tab completion; what options have in common is not an option."""
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer):
         status = main(task, primary, list(argv))

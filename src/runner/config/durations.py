@@ -25,5 +25,5 @@ def seconds(text: str) -> float:
     else:
         total = float(text)
     if not 0 < total < float("inf"):
-        raise ValueError(f"{text} is no length of time")
+        raise ValueError(f"{text} is not a length of time")
     return total

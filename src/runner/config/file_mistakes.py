@@ -25,7 +25,7 @@ def problems_in_file(path: Path, folder: Path, schema: type, sources: Sources) -
     """What is wrong with a file of `folder`, which Hydra is about to read for a config of `schema`.
 
     Raises:
-        ConfigError: if it is no YAML.
+        ConfigError: if it is not YAML.
         UserError: if it cannot be read.
     """
     stat = path.stat()
@@ -45,7 +45,7 @@ def _problems(path: Path, group: str, schema: type, sources: Sources, version: t
     if problems or root is None:
         return problems
     if isinstance(root, yaml.SequenceNode):
-        return [Problem(place(path, root), "is a list, where keys are meant", "key: value, without a dash before it")]
+        return [Problem(place(path, root), "is a list, where keys are expected", "key: value, without a dash")]
     if not isinstance(root, yaml.MappingNode):
         return [_not_a_mapping(path, root, "")]
     return [
@@ -71,7 +71,7 @@ def _package(path: Path, text: str, group: str, sources: Sources) -> tuple[str |
         return None, [Problem(f"{path}:1", f"{reason}, so its keys would lie under '{group}'", f"{_GLOBAL} as line 1")]
     if package.strip("_").lower() in ("global", "?", "") or needs_global:
         line = next((at for at, line in enumerate(text.splitlines(), 1) if "@package" in line), 1)
-        return None, [Problem(f"{path}:{line}", "names no package that there is", _GLOBAL)]
+        return None, [Problem(f"{path}:{line}", "names an unknown package", _GLOBAL)]
     return None, []
 
 
@@ -82,13 +82,13 @@ def _is_global_group(group: str, sources: Sources) -> bool:
 
 
 def _not_a_mapping(path: Path, node: yaml.Node, key: str) -> Problem:
-    """The problem of a value where keys are meant: `width:16`, `width = 16`, or something else."""
+    """The problem of a value where keys are expected: `width:16`, `width = 16`, or something else."""
     text = str(node.value).splitlines()[0] if isinstance(node, yaml.ScalarNode) and node.value else "null"
     if match := re.match(r"([A-Za-z_]\w*)\s*([:=])\s*(\S+)", text):
         fault = "has no space after the colon" if match[2] == ":" else "has = instead of a colon"
         return Problem(place(path, node), f"'{match[0]}' {fault}", f"{match[1]}: {match[3]}")
     subject = f"{key} is " if key else "is "
-    return Problem(place(path, node), f"{subject}'{text}', where keys are meant", "key: value, one on each line")
+    return Problem(place(path, node), f"{subject}'{text}', where keys are expected", "key: value, one on each line")
 
 
 def _twice(path: Path, root: yaml.Node) -> list[Problem]:
@@ -119,12 +119,12 @@ def _entry(
         try:
             grammar_parser.parse(value.value)
         except Exception as error:
-            message = f"'{value.value}' is no interpolation: {str(error).splitlines()[0]}"
+            message = f"'{value.value}' is not an interpolation: {str(error).splitlines()[0]}"
             yield Problem(place(path, value), message, "${key}, or \\${ for the text itself")
     if key is value:
         return
     if key.tag.endswith(":null"):
-        yield Problem(at, f"'{last or 'null'}' is no name of a key to YAML", "a key, or quotes around it")
+        yield Problem(at, f"'{last or 'null'}' is not a valid YAML key", "a key, or quotes around it")
     if last.strip("_") == "target" and last != "_target_" and (last != "target" or "." in str(value.value)):
         yield Problem(at, f"'{last}' is not a key of a component", f"_target_: {value.value}", "_target_")
     if package is None:
@@ -153,9 +153,7 @@ def _no_section(path: Path, key: str, value: yaml.Node, sources: Sources, at: st
     """What is wrong with a value where a section or a component is meant."""
     group = key.replace(".", "/")
     if isinstance(value, yaml.SequenceNode):
-        yield Problem(
-            place(path, value), f"{key} is a list, where keys are meant", "key: value, without a dash before it"
-        )
+        yield Problem(place(path, value), f"{key} is a list, where keys are expected", "key: value, without a dash")
     elif not yaml_files.is_text(value) or value.value.startswith("${") or value.value == "???":
         return  # null, or a number that the types refuse
     elif group in sources.groups() and ":" not in value.value and "=" not in value.value:
@@ -205,7 +203,7 @@ def _default(path: Path, key: yaml.Node, value: yaml.Node, group: str, sources: 
     if full not in groups:
         if named in groups:
             fix = f"override /{named}: {value.value}"
-            yield Problem(place(path, key), f"'{key.value}' means the group {full}, which there is not", fix)
+            yield Problem(place(path, key), f"'{key.value}' refers to the group {full}, which does not exist", fix)
             return
         close = nearest(named.strip("/"), groups)
         yield Problem(place(path, key), f"there is no group '{named.strip('/')}'", ", ".join(groups), close)

@@ -29,7 +29,7 @@ def entries(freeze: str | list[str] | None, unfreeze_at: str | int | None) -> li
     """What `freeze` lists; `unfreeze_at` applies to entries without their own moment, such as the one in `stem@2ep`.
 
     Raises:
-        ValueError: if something is no moment, or there is no pattern before it; the message says what.
+        ValueError: if something is not a moment, or there is no pattern before it; the message says what.
     """
     words = [freeze] if isinstance(freeze, str) else freeze or []
     found = []

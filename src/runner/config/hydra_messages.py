@@ -66,14 +66,14 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         resolvers = ["oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "oc.create", "oc.decode", "oc.deprecated"]
         resolvers = [name for name in resolvers if OmegaConf.has_resolver(name)]
         return Problem(
-            key, f"uses '{match[1]}', which is no resolver", ", ".join(resolvers), nearest(match[1], resolvers)
+            key, f"uses '{match[1]}', which is not a resolver", ", ".join(resolvers), nearest(match[1], resolvers)
         )
     if match := _VARIABLE.search(text):
         allowed = f"export {match[1]}=..., or a default: ${{oc.env:{match[1]},VALUE}}"
         return Problem(key, f"reads the environment variable {match[1]}, which is not set", allowed)
     if match := _ABSENT.search(text):
         return Problem(
-            match[1], "cannot be deleted, as it does not exist", "a key that exists", closest(match[1], known)
+            match[1], "cannot be deleted, because it does not exist", "a key that exists", closest(match[1], known)
         )
     if match := _OTHER_VALUE.search(text):
         return Problem(match[1], f"is {match[2]}, and the override deletes {match[3]}", f"~{match[1]}")
@@ -92,9 +92,9 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))
     if "Cannot merge DictConfig with ListConfig" in text:
         allowed = f"'{key}=[a, b]' for a list, '{key}={{name: value}}' for keys"
-        return Problem(key, "is a list where keys are meant, or the reverse", allowed)
+        return Problem(key, "is a list where keys are expected, or the reverse", allowed)
     if isinstance(error, RecursionError):
-        return Problem("defaults", "a config includes itself, over one or several files", "defaults without the circle")
+        return Problem("defaults", "a config includes itself, directly or indirectly", "defaults without a cycle")
     if "Recursive interpolation" in text:
-        return Problem(key, "refers to itself, over one or several keys", "a value in one of these keys")
+        return Problem(key, "refers to itself, directly or indirectly", "a value in one of these keys")
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)

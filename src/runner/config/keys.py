@@ -58,7 +58,7 @@ def find(section: type, key: str) -> Any:
     annotation: Any = section
     for part in key.split("."):
         if dataclasses.is_dataclass(annotation):
-            # What is no setting of a search is a key that it varies, which the search itself looks at.
+            # What is not a setting of a search is a key that it varies, which the search itself looks at.
             annotation = hints(annotation).get(part, Any if annotation is Search else None)  # type: ignore[arg-type]
             if annotation is None:
                 return None

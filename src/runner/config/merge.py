@@ -58,13 +58,13 @@ def merge_with_checkpoint(
     _keep_found(original, values, composition)
     rate = values.get("lr")
     if isinstance(rate, int | float) and rate is not True and rate > 0 and not two_rates(values, composition.overrides):
-        # The file has it under `optimizer.lr`, so that the same rate is no change.
+        # The file has it under `optimizer.lr`, so that the same rate is not a change.
         _at(values, "optimizer")["lr"], values["lr"] = float(rate), None
     values |= {key: composition.values[key] for key in _OF_THE_CALL}
     _fetch_nothing(values, composition.values)
     if problems := _refused(values, composition, builds):
         raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
-    _fetch_nothing(original, composition.values)  # which is no change of the user's
+    _fetch_nothing(original, composition.values)  # which is not a change of the user's
     changed = stored.differences(original, values)
     return values, [found for found in changed if not keys.within(found[0], (*_OF_THE_CALL[2:], *_FETCHING))]
 
@@ -117,7 +117,7 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
             problems.append(Problem(key, message, f"{_MOST}, or {key}=... on the command line"))
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
     problems += [Problem(*wrong, origin="trust") for wrong in not_packages(trust)]
-    # The command line allows a target only in the section that names it: a data set is no loss.
+    # The command line allows a target only in the section that names it: a data set is not a loss.
     named = {(section_of(key), path) for key, path in targets_in(composed)}
     for key, target in targets_in(values):
         if builds is not None and not keys.within(key, builds):

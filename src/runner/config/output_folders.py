@@ -38,12 +38,12 @@ def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem |
     """
     key, others = "hydra.sweep.dir", "another folder"
     if holds_run(folder):
-        return Problem(key, f"cannot be {folder}: a run lies there", others)
+        return Problem(key, f"cannot be {folder}: it contains a run", others)
     if not holds_sweep(folder):
         return None
     if not resumes:
         allowed = f"{others}, or resume=auto, given from its first start on, to continue it"
-        return Problem(key, f"cannot be {folder}: a sweep lies there", allowed)
+        return Problem(key, f"cannot be {folder}: it contains a sweep", allowed)
     if not os.path.lexists(folder / "multirun.yaml"):
         return None  # not every sweeper writes it; each job looks at its own folder too
     try:
@@ -55,7 +55,7 @@ def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem |
         return None
     unlike = [f"{word} before" for word in before if word not in now]
     unlike += [f"{word} now" for word in now if word not in before]
-    message = f"cannot be {folder}: a sweep of other settings lies there ({', '.join(unlike)})"
+    message = f"cannot be {folder}: it contains a sweep with other settings ({', '.join(unlike)})"
     return Problem(key, message, f"{others}, or its command")
 
 

@@ -95,7 +95,7 @@ def _checked(
     if annotation is None:
         return None
     if override.is_delete() and annotation is not Any:
-        return Problem(key, "cannot be deleted, as the schema has it", f"set it to {keys.describe(annotation)}")
+        return Problem(key, "cannot be deleted: it is part of the schema", f"set it to {keys.describe(annotation)}")
     if override.is_delete():
         return word
     may_be_new = annotation is Any or keys.is_open(annotation)

@@ -82,7 +82,7 @@ def read_overrides(folder: Path) -> list[str]:
 
     Raises:
         OSError: if it cannot be read, or is not a small regular file.
-        ValueError: if it is not a list of texts.
+        ValueError: if it is not a list of strings.
     """
     import yaml
 
@@ -92,7 +92,7 @@ def read_overrides(folder: Path) -> list[str]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError("it is not plain YAML") from error
     if not isinstance(content, list) or not all(isinstance(word, str) for word in content):
-        raise ValueError("it is not a list of texts")
+        raise ValueError("it is not a list of strings")
     return content
 
 

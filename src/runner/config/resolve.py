@@ -150,7 +150,7 @@ def resolve_changes(
         prefix: where the keys stand on the command line, such as `vary.`.
 
     Raises:
-        UserError: if a key lies inside what is no section.
+        UserError: if a key lies inside what is not a section.
     """
     values = to_plain(config)
     for key, value in changes.items():

@@ -127,7 +127,7 @@ def _of_weights(config: Train) -> Broken:
 def _of_averaging(config: Train) -> Broken:
     """What averages of the weights cannot be, and what has no effect without them."""
     if config.ema is not None and config.swa is not None:
-        yield "swa", "is set, and so is ema, but one average is kept", "swa=null, or ema=null"
+        yield "swa", "is set, and so is ema, but only one average is supported", "swa=null, or ema=null"
     if config.swa is not None and _never_evaluates(config):
         message = f"computes BatchNorm's statistics at evaluations, but {_NO_EVALUATIONS}"
         yield "swa", message, "evaluate.every_epochs=1, or swa=null"
@@ -146,7 +146,7 @@ def _of_data(config: Train) -> Broken:
     data, split, mean, std = config.data, config.data.split, config.data.normalize.mean, config.data.normalize.std
     if split.val + split.test >= 1:
         message = f"val={split.val} and test={split.test} leave nothing to train on"
-        yield "data.split", message, "shares that add up to less than 1"
+        yield "data.split", message, "fractions that add up to less than 1"
     if split.folds is not None and split.fold >= split.folds:
         yield "data.split.fold", f"is {split.fold}, and there are {split.folds} folds", f"0 to {split.folds - 1}"
     if split.folds is not None and _has_val_folder(config):
@@ -244,7 +244,7 @@ def _of_sharding(config: Train) -> Broken:
         return
     another = "or strategy=ddp"
     if config.compile is not False:
-        yield "compile", "cannot compile a model whose weights strategy=fsdp divides", f"compile=false, {another}"
+        yield "compile", "cannot compile a model whose weights strategy=fsdp shards", f"compile=false, {another}"
     if config.on_oom == "split":
         message = (
             "is split, but with strategy=fsdp all processes gather weights together, also if only one lacks memory"
@@ -256,12 +256,12 @@ def _of_sharding(config: Train) -> Broken:
         message = "is for strategy=ddp: with fsdp the same weights must have gradients on all processes"
         yield "dist.find_unused_parameters", message, f"dist.find_unused_parameters=false, {another}"
     if str(config.optimizer.get("_target_", "")).endswith("Adafactor"):
-        message = "has moments of another shape than the weights, which strategy=fsdp cannot divide"
+        message = "has moments of another shape than the weights, which strategy=fsdp cannot shard"
         yield "optimizer", message, f"another optimizer, {another}"
 
 
 def _of_trust(config: Train) -> Broken:
-    """What is no package to trust."""
+    """What is not a package to trust."""
     yield from not_packages(packages_in(config.trust))
 
 

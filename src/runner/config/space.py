@@ -46,7 +46,7 @@ class Range:
 
 
 def with_space(search: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `search` with every key that is no setting in its `space`, by dotted key."""
+    """The section `search` with every key that is not a setting in its `space`, by dotted key."""
     settings = {key: value for key, value in search.items() if key in keys.hints(Search)}
     rest = {key: value for key, value in search.items() if key not in settings}
     space = settings.get("space")
@@ -95,7 +95,7 @@ def _range(given: Any) -> Range:
     if len(kinds) != 1:
         others = [str(name) for name in given if name not in kinds]
         reason = (
-            f"has {' and '.join(kinds)}, of which one is meant" if kinds else f"has no kind, but {', '.join(others)}"
+            f"has {' and '.join(kinds)}, but only one is allowed" if kinds else f"has no kind, but {', '.join(others)}"
         )
         raise ValueError(reason if given else "has no values")
     [kind] = kinds
@@ -106,17 +106,17 @@ def _range(given: Any) -> Range:
     if kind == "choice":
         return Range("choice", choices=_choices(values))
     if not isinstance(values, list) or len(values) != 2 or not all(_is_number(value) for value in values):
-        raise ValueError(f"has {kind}: {shown(values)}, and two numbers are meant")
+        raise ValueError(f"has {kind}: {shown(values)}, but two numbers are expected")
     low, high, step = values[0], values[1], given.get("step")
     log = kind == "log" or given.get("log") is True
     if not low < high:
-        raise ValueError(f"has {kind}: {shown(values)}, and the first number has to be smaller")
+        raise ValueError(f"has {kind}: {shown(values)}, but the first number has to be smaller")
     if log and low <= 0:
         raise ValueError(f"has {kind}: {shown(values)}, and a logarithmic scale begins above 0")
     if kind == "int" and any(not float(value).is_integer() for value in (low, high, step or 1)):
-        raise ValueError(f"has int: {shown(values)}, and whole numbers are meant")
+        raise ValueError(f"has int: {shown(values)}, but whole numbers are expected")
     if step is not None and (log or not _is_number(step) or step <= 0):
-        raise ValueError(f"has step: {shown(step)}, and a positive number is meant, without a logarithmic scale")
+        raise ValueError(f"has step: {shown(step)}, but a positive number is expected, without a logarithmic scale")
     if kind == "int":
         return Range("int", int(low), int(high), int(step or 1), log)
     return Range("float", float(low), float(high), step, log)
@@ -128,7 +128,7 @@ def _is_number(value: Any) -> bool:
 
 def _choices(values: Any) -> tuple[Any, ...]:
     if not isinstance(values, list) or not values:
-        raise ValueError(f"has choice: {shown(values)}, and a list of values is meant")
+        raise ValueError(f"has choice: {shown(values)}, but a list of values is expected")
     plain = tuple(text_of(value) if isinstance(value, list | dict) else value for value in values)
     if len(set(map(repr, plain))) < len(plain):
         raise ValueError(f"has choice: {shown(values)}, with a value twice")

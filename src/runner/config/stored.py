@@ -84,7 +84,7 @@ def load(text: str, where: str) -> dict[str, Any]:
     """YAML text as plain containers.
 
     Raises:
-        UserError: if `text` is no YAML mapping or asks for objects.
+        UserError: if `text` is not a YAML mapping or asks for objects.
     """
     if len(text) > _LONGEST:
         raise UserError(f"{where}: its config is not plain YAML: it has over {_LONGEST:,} characters")

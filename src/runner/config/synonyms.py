@@ -120,7 +120,7 @@ def option_meant(group: str, name: str) -> str:
 
 
 def target_meant(group: str, name: str) -> str:
-    """The words that select a class of torch or of another package, where an option is expected; empty if it is no such name."""
+    """The words that select a class of torch or of another package, where an option is expected; empty if it is not such a name."""
     if group == "scheduler":
         name = name.removeprefix("torch.optim.lr_scheduler.")
     if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):

@@ -149,7 +149,7 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
         elif not takes_any and new_key(f"{key}.{name}") is None:  # a renamed key has been reported
-            # What the program gives to a logger is no setting.
+            # What the program gives to a logger is not a setting.
             listed = [each for each in named if not (key.startswith("logger.") and each in facts)]
             listed += sorted(component.known_extras)
             allowed = ", ".join(listed) or "no arguments"
@@ -283,7 +283,7 @@ def _built(key: str, value: Any, fetch: bool) -> Any:
         return [_built(f"{key}.{index}", item, fetch) for index, item in enumerate(value)]
     if is_masked(value):
         allowed = f"the secret on the command line ({key}=...) or in your config folder"
-        raise ConfigError([Problem(key, "is a secret, and files do not hold those", allowed)])
+        raise ConfigError([Problem(key, "is a secret, and secrets are never stored in files", allowed)])
     return value
 
 

@@ -1,4 +1,4 @@
-"""Words of a command line that are no overrides: what they are meant to be."""
+"""Words of a command line that are not overrides: what they are meant to be."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def compose(path: Path) -> yaml.Node | None:
     """The nodes of a YAML file, each with its position; None for a file without any.
 
     Raises:
-        ConfigError: if it is no YAML, with the line, the column, and what to change.
+        ConfigError: if it is not YAML, with the line, the column, and what to change.
         UserError: if it cannot be read.
     """
     text = _text(path)
@@ -97,7 +97,7 @@ def _syntax(path: Path, text: str, error: yaml.MarkedYAMLError) -> Problem:
     elif said in ("mapping values are not allowed here", "could not find expected ':'") or "<block end>" in said:
         message, allowed = "is indented differently from the lines it belongs to", "the same number of spaces"
         if "could not find" in said or (":" not in line and not line.lstrip().startswith("-")):
-            message, allowed = f"'{line.strip()}' is no 'key: value'", "a colon and a space after the key"
+            message, allowed = f"'{line.strip()}' is not 'key: value'", "a colon and a space after the key"
     return Problem(f"{path}:{mark.line + 1}:{mark.column + 1}", message, allowed)
 
 

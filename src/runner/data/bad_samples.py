@@ -154,8 +154,8 @@ class BadSampleLog:
             if bad > math.ceil(self._share * samples):
                 named = [f"{sample}: {reason}" for sample, reason in self.reasons(split).items()][:_NAMED]
                 where = f", and in {self._path}" if self._path else ""
-                problem = f"{bad:,} of the {samples:,} samples of '{split}' cannot be read, which are more than {self._share:g}"
-                allowed = "repaired samples and a new run, or a larger share"
+                problem = f"{bad:,} of the {samples:,} samples of '{split}' cannot be read, which is more than {self._share:g}"
+                allowed = "repair the samples and start a new run, or set a larger share"
                 raise UserError("data.max_skipped", f"{problem} of them; among them {'; '.join(named)}{where}", allowed)
 
         return note

@@ -182,7 +182,7 @@ def _example(dataset: Dataset[Any], skips: bool) -> tuple[Tensor, Tensor]:
     elif target.is_complex():
         problem, allowed = "keeps targets that are real numbers, and this data set gives complex ones", "real targets"
     elif not _same(image, again):
-        problem = "would keep one random version of each image: this data set gives another at every reading"
+        problem = "would keep one random version of each image: this data set returns a different one at every reading"
         allowed = "random changes in the section transform"
     if problem:
         raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")

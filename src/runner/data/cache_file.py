@@ -43,7 +43,7 @@ _COPIED_BYTES = 2**26
 
 
 class Unusable(Exception):
-    """A file is no cache of the images that are wanted; the message says why."""
+    """A file is not a cache of the images that are wanted; the message says why."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))

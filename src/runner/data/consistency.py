@@ -96,7 +96,7 @@ def check_classes(parts: Parts, classes: Sequence[str], known: Mapping[str, Tens
 
 
 def class_counts(targets: Tensor, classes: int) -> Tensor:
-    """Samples of each class, int64 (classes,); targets that are no class number, which the task refuses, do not count."""
+    """Samples of each class, int64 (classes,); targets that are not class numbers, which the task refuses, do not count."""
     numbers = targets.long()
     return torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
 

@@ -52,7 +52,7 @@ def choose_num_workers(
     if wanted != "auto":
         warnings = []
         if wanted > cores():
-            warnings.append(f"data.num_workers={wanted} is more than the {cores()} CPU cores there are")
+            warnings.append(f"data.num_workers={wanted} is more than the {cores()} available CPU cores")
         if room is not None and wanted * bytes_ahead > room:
             warnings.append(
                 f"data.num_workers={wanted} reads up to {_size(wanted * bytes_ahead)} of batches ahead, and "
@@ -78,13 +78,13 @@ def enough(read: float, hand_over: float, epoch: float, cores: int, allowed: int
     """
     reason = f"auto: a batch takes {_time(read)} to read"
     if read < max(_CHEAP_S, 2 * hand_over):
-        return 0, f"{reason}, not worth handing over from another process"
+        return 0, f"{reason}, too little to transfer from another process"
     if epoch < _START_S:
         return 0, f"auto: an epoch takes {_time(epoch)} to read, less than starting a process"
     wanted = math.ceil(read / hand_over)
     count = min(wanted, cores, allowed, _MOST)
     if count == wanted:
-        return count, f"{reason} on one core and {_time(hand_over)} to hand over"
+        return count, f"{reason} on one core and {_time(hand_over)} to transfer"
     limits = {allowed: f"{_SHARED_MEMORY} has room for as many", cores: f"{cores} cores"}
     return count, f"{reason} on one core; {limits.get(count, f'at most {_MOST}')}"
 

@@ -175,7 +175,7 @@ def _one_thread() -> Iterator[None]:
 def collate(items: list[tuple[Any, Any]]) -> Read:
     """Put samples into one batch; in a worker, images are written straight into shared memory.
 
-    Raises `UserError` if images have different shapes or dtypes, or something is no image or no number.
+    Raises `UserError` if images have different shapes or dtypes, or something is not an image or a number.
     """
     images, targets = [as_tensor(image) for image, _ in items], [as_target(target) for _, target in items]
     for what, tensors, allowed in (
@@ -197,7 +197,7 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
 def as_target(target: Any) -> Tensor:
     """One target as a tensor; floats become float32, unsigned integers wider than a byte int64.
 
-    Raises `UserError` if it is no number.
+    Raises `UserError` if it is not a number.
     """
     try:
         tensor = torch.as_tensor(target)

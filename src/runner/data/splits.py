@@ -171,7 +171,7 @@ def _order(n: int, seed: int) -> Tensor:
 
 
 def _strata(targets: Tensor | None, n: int) -> Tensor:
-    """The class of each sample, int64 (n,) from 0 on; all 0 where the targets are no classes."""
+    """The class of each sample, int64 (n,) from 0 on; all 0 where the targets are not classes."""
     if targets is None or targets.dim() != 1 or targets.is_floating_point():
         return torch.zeros(n, dtype=torch.int64)
     classes: Tensor = torch.unique(targets.cpu(), return_inverse=True)[1]
@@ -240,7 +240,7 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
     try:
         pattern = re.compile(group)
     except re.error as error:
-        raise UserError(key, f"'{group}' is no regular expression: {error}", "for example '(patient[0-9]+)'") from error
+        raise UserError(key, f"'{group}' is not a regular expression: {error}", "such as '(patient[0-9]+)'") from error
     paths = [Path(path) for path in dataset.paths]
     common = os.path.commonpath([path.parent for path in paths])
     found = []

@@ -77,7 +77,7 @@ def wait_for_batch(seconds: float | None) -> Iterator[None]:
     before = signal.getsignal(signal.SIGCHLD)
     limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if seconds is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:
-        limit = raising_after(seconds, lambda: TimedOut(f"nothing came for {seconds:g} s"))
+        limit = raising_after(seconds, lambda: TimedOut(f"no data for {seconds:g} s"))
     try:
         if isinstance(before, _Listener):
             before.catch_up()

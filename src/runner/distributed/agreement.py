@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from runner.distributed.world import World
 
-_LIMIT = 1000.0  # stands for a reason that is no signal
+_LIMIT = 1000.0  # stands for a reason that is not a signal
 
 
 class Agreement:

@@ -134,7 +134,7 @@ def _outcomes(scratch: Path, failures: dict[int, Any], size: int) -> list[Outcom
             continue
         found[rank] = Outcome(rank, FAILED, sentence=sentence, clause=True, ended=float(failure.timestamp))
     if failures and all(outcome.lost for outcome in found.values()):
-        late = "took no part for dist.timeout_s: it hangs, is stopped, or reads its data too slowly"
+        late = "took no part for dist.timeout_s: it hangs, is suspended, or reads its data too slowly"
         found |= {rank: Outcome(rank, FAILED, sentence=late, clause=True) for rank in set(range(size)) - set(found)}
     return [found[rank] for rank in sorted(found)]
 

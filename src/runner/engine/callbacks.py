@@ -117,7 +117,7 @@ class UnfreezeCallback:
         for part in loop.state.freezing.follow(position):
             if loop.finished:
                 return
-            self._report(f"step {position.global_step}: {part.name} is trained from here on, {part.size:,} parameters")
+            self._report(f"step {position.global_step}: {part.name} is trained from now on, {part.size:,} parameters")
 
 
 class Progress:

@@ -47,9 +47,9 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
             if cause := _cause(state.model, parts, batch):
                 content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
-    cause = "what caused it does not show again, so it depends on random draws or on the weights of that moment"
+    cause = "the cause could not be reproduced, so it depends on random draws or on the weights at that step"
     if is_sharded(state.model):
-        cause = "images, targets and weights are finite, and strategy=fsdp searches no further"
+        cause = "images, targets and weights are finite, and strategy=fsdp does not search further"
     return Diagnosis(step, epoch, cause, {})
 
 

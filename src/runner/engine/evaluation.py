@@ -154,7 +154,7 @@ class _Parts:
 
 
 def _number(name: str, value: Any) -> float | None:
-    """What a metric computed as a number; None for a tensor of several. Raises `BadMetric` for what is no number."""
+    """What a metric computed as a number; None for a tensor of several. Raises `BadMetric` for what is not a number."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
     try:

@@ -32,7 +32,7 @@ class Extractor:
 
     Raises:
         UserError: if there is no name, or the model has none of one; while computing, if a name stands for something
-            that is no tensor or did not run.
+            that is not a tensor or did not run.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], key: str = "features") -> None:
@@ -72,7 +72,7 @@ class Extractor:
                 count = f"{len(images)} image{'s' * (len(images) != 1)}"
                 raise UserError(
                     self._key,
-                    f"'{name}' gives {tuple(tensor.shape)} for {count}, which is not a row an image",
+                    f"'{name}' gives {tuple(tensor.shape)} for {count}, which is not one row per image",
                     "layers whose outputs have the batch as their first axis",
                 )
         return found
@@ -97,7 +97,7 @@ def listener(
         whole: whether to compute what follows the last of the features too; without it the result is of no use.
 
     Raises:
-        UserError: if the model has none of a name; while computing, if one stands for something that is no tensor.
+        UserError: if the model has none of a name; while computing, if one stands for something that is not a tensor.
     """
     import torchvision.ops
 

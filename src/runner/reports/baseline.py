@@ -151,7 +151,7 @@ def read_baseline(place: str | Path) -> dict[str, Any]:
             raise ValueError
         _check(found)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise UserError("against", f"cannot be {path}: it is no baseline", "a file that save_baseline= wrote") from None
+        raise UserError("against", f"cannot be {path}: it is not a baseline", "a file from save_baseline=") from None
     return dict(found)
 
 
@@ -178,7 +178,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     """
     for name, value in tolerance.items():
         if name not in TOLERANCE:
-            raise UserError(f"tolerance.{name}", "is no measure", ", ".join(TOLERANCE), nearest(name, TOLERANCE))
+            raise UserError(f"tolerance.{name}", "is not a measure", ", ".join(TOLERANCE), nearest(name, TOLERANCE))
         if not isinstance(value, int | float) or not value >= 0:
             raise UserError(f"tolerance.{name}", f"cannot be {value}", "0 or more; inf to allow any change")
     allowed = TOLERANCE | dict(tolerance)
@@ -289,7 +289,7 @@ def _judge(
 
 
 def _fastest_is_slower(name: str, old: Any, new: Any, limit: float) -> bool:
-    """Whether the fastest repetition, too, is slower than allowed; true for measures that are no times."""
+    """Whether the fastest repetition, too, is slower than allowed; true for measures that are not times."""
     if name not in ("step", "startup"):
         return True
     key = {"step": "fastest"}.get(name, name)

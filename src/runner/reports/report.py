@@ -190,7 +190,7 @@ def report(
         raise UserError("seeds", f"cannot be {seeds}", "folded or each")
     _check_files({"csv": csv, "md": md, "json": json, "html": html, "save_baseline": save_baseline})
     if against == "":
-        raise UserError("against", "is empty", "a file that save_baseline= wrote, a run, a sweep or a folder")
+        raise UserError("against", "is empty", "a file from save_baseline=, a run, a sweep or a folder")
     if tolerance is not None and not isinstance(tolerance, Mapping):
         raise UserError("tolerance", f"cannot be {tolerance!r}", "a dict, such as {'metric': 0.01}")
     if tolerance and against is None:

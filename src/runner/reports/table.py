@@ -183,7 +183,7 @@ def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
     """The runs that a condition such as `amp=true and test/accuracy>0.99` holds for.
 
     Raises:
-        UserError: if it is no condition, or it holds for none.
+        UserError: if it is not a condition, or it holds for none.
     """
     if not where:
         return list(runs)
@@ -197,7 +197,7 @@ def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
     found = [run for run in runs if test(functools.partial(looked_up, run))]
     if not found:
         told = "; ".join(f"{name} is {_some_of(values)}" for name, values in seen.items())
-        raise UserError("where", f"holds for none of the {len(runs)} runs, where {told}", "a weaker condition")
+        raise UserError("where", f"matches none of the {len(runs)} runs, where {told}", "a less strict condition")
     return found
 
 

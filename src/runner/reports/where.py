@@ -36,7 +36,7 @@ def condition(text: str, names: Collection[str]) -> Callable[[Value], bool]:
         names: the names that exist.
 
     Raises:
-        UserError: if it is no such condition, or names something that no run has.
+        UserError: if it is not such a condition, or names something that no run has.
     """
     if not isinstance(text, str):
         raise UserError("where", f"cannot be {text!r}", _ALLOWED)
@@ -48,7 +48,7 @@ def condition(text: str, names: Collection[str]) -> Callable[[Value], bool]:
         tree = ast.parse("".join(parts).strip(), mode="eval").body
         return _test(tree, names)
     except (SyntaxError, RecursionError, MemoryError, ValueError):
-        raise UserError("where", f"cannot be {text!r}: it is no condition", _ALLOWED) from None
+        raise UserError("where", f"cannot be {text!r}: it is not a condition", _ALLOWED) from None
     except _Wrong as error:
         raise UserError("where", f"cannot be {text!r}: it {error}", _ALLOWED) from None
 
@@ -67,7 +67,7 @@ def _test(node: ast.expr, names: Collection[str]) -> Callable[[Value], bool]:
         return lambda value: all(test(value) for test in tests)
     name = _name(node)
     if name is None:
-        raise _Wrong(f"has {ast.unparse(node)!r}, which is no comparison")
+        raise _Wrong(f"has {ast.unparse(node)!r}, which is not a comparison")
     _require(name, names)
     return lambda value: value(name) is True
 
@@ -90,7 +90,7 @@ def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr, names: Collect
         return lambda value: same(value(name), constant) is equal
     compare = _ORDER.get(type(kind))
     if compare is None:
-        raise _Wrong("has a comparison that there is not")
+        raise _Wrong("has an unsupported comparison")
     limit = _constant(right)
 
     def ordered(value: Value) -> bool:
@@ -134,7 +134,7 @@ def _constant(node: ast.expr) -> Any:
         return -node.operand.value  # type: ignore[operator]
     if isinstance(node, ast.List | ast.Tuple):
         return [_constant(item) for item in node.elts]
-    raise _Wrong(f"has {ast.unparse(node)!r}, which is no value; put texts in quotes")
+    raise _Wrong(f"has {ast.unparse(node)!r}, which is not a value; put strings in quotes")
 
 
 def _require(name: str, names: Collection[str]) -> None:

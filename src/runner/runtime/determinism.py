@@ -49,7 +49,7 @@ def refusal(error: BaseException, caller: str = "") -> UserError | None:
     if not op:
         return None
     caller = caller or _caller([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
-    ways = "deterministic=warn, which goes on and says so, or a module that does without it"
+    ways = "deterministic=warn to continue with a warning, or a module without this operation"
     if op == _CUBLAS:
         ways = "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the program starts, or deterministic=warn"
     return UserError("deterministic", f"{op} has no deterministic form{_called_by(caller)}", ways)

@@ -45,11 +45,11 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     backend = torch.backends.mps if device.type == "mps" else torch.cuda
     if device.type != "cpu" and not backend.is_available():
         built = "" if device.type == "mps" or torch.version.cuda else ": this torch is built without CUDA"
-        raise UserError("device", f"'{name}' is not there{built}", "device=auto or device=cpu")
+        raise UserError("device", f"'{name}' is not available{built}", "device=auto or device=cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise UserError("device", f"'{name}' is not there: torch sees {count}", f"cuda:0 to cuda:{count - 1}")
+            raise UserError("device", f"'{name}' is not available: torch sees {count}", f"cuda:0 to cuda:{count - 1}")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device, "as set"
 
@@ -66,7 +66,7 @@ def prepare_repeating(deterministic: bool | Literal["warn"]) -> None:
     if given not in _WORKSPACES and deterministic is True and torch.cuda.is_available():
         raise UserError(
             "deterministic",
-            f"cuBLAS does not repeat with the {_WORKSPACE}={given} of the environment",
+            f"cuBLAS is not deterministic with the {_WORKSPACE}={given} of the environment",
             f"{' or '.join(_WORKSPACES)}, or no such variable",
         )
 
@@ -106,7 +106,7 @@ def configure_torch(
     warnings = []
     if threads is not None and threads > cores():
         warnings.append(
-            f"threads={threads} is more than the {cores()} CPU cores there are, which is slower than {cores()}"
+            f"threads={threads} is more than the {cores()} available CPU cores, which is slower than {cores()}"
         )
     for name in [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]:
         if not on_cuda:

@@ -55,7 +55,7 @@ def choose_precision(
     """
     if weights == "float64":
         if device.type == "mps":
-            raise UserError("dtype", "is float64, which mps does not have", "float32, or device=cpu")
+            raise UserError("dtype", "is float64, which mps does not support", "float32, or device=cpu")
         return Precision(device, None, None, "float64", "dtype=float64", weights=torch.float64)
     if amp is False:
         return Precision(device, None, None, "float32", "amp=false")

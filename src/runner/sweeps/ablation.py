@@ -43,7 +43,7 @@ def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
         schema: of the verb.
 
     Raises:
-        UserError: if `ablate` names what is no toggle or is off already, or no toggle is on.
+        UserError: if `ablate` names what is not a toggle or is off already, or no toggle is on.
     """
     named = values["ablate"] if isinstance(values["ablate"], list) else []
     for key in named:

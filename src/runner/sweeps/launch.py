@@ -70,7 +70,7 @@ def launch(
         raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
     sources = sources_of(flags)
     for path in sources.hidden():
-        print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
+        print(f"warning: {path} is not read: a shipped file takes precedence; rename it", file=sys.stderr)
     several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
     checked = overrides.check_overrides(flags.overrides, schema, sources, several)
     if shows:
@@ -97,7 +97,7 @@ def launch(
 
 def _launch_run(call: Command) -> int:
     """Run one job; returns its exit status."""
-    call.refuse_keys_of_sweeps("is about a sweep, and this is one run", "--multirun too, or no such key")
+    call.refuse_keys_of_sweeps("applies to a sweep, and this is a single run", "--multirun, or no such key")
     if _wants_script(call.composition):
         if problems := call.also(call.composition):
             raise ConfigError(problems)
@@ -129,7 +129,7 @@ def _check_sweep(call: Command, restarted: bool) -> None:
     if call.place and (problem := why_occupied(call.place, call.words, continues)):
         raise ConfigError([problem])
     if values["search"]["space"] and values["search"]["sampler"] is None:
-        raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
+        raise UserError("search", "has keys to vary, and this sweep is not a search", "sweep=optuna too")
 
 
 def _launch_search(call: Command, sweep_root: Callable[[Plan], Path]) -> tuple[int, Path | None]:
@@ -171,7 +171,7 @@ def _launch_grid(call: Command, sweep_root: Callable[[Plan], Path], announce: An
         raise ConfigError(common)
 
     def base() -> dict[str, Any]:
-        """What the command sets for all jobs; its words if they are no config by themselves."""
+        """What the command sets for all jobs; its words if they are not a config by themselves."""
         plain = [word for word in words if key_of(word) not in swept]
         on = {f"ablate.{key}": at(composition.values, key) for key in off}
         with contextlib.suppress(ConfigError):

@@ -123,7 +123,7 @@ def _checked_space(command: Command) -> dict[str, Range]:
     listed = composition.values["search"]["warm_start"] or []
     for source in [listed] if isinstance(listed, str) else listed:
         if not (Path(source) / NAME).is_file():
-            problems.append(Problem("search.warm_start", f"{source} is no folder of a sweep", f"one that has {NAME}"))
+            problems.append(Problem("search.warm_start", f"{source} is not a sweep's folder", f"one that has {NAME}"))
     if problems:
         raise ConfigError(composition.with_origins(problems))
     return space

@@ -54,7 +54,7 @@ def status_of_jobs(folder: Path) -> int:
     others = [job for job in records.planned if job not in known or known[job].launch < now]
     left = [job for job in others if ledger.settled(job) is None]
     if left and not records.failed_now:
-        print(f"{len(left)} of {len(records.planned)} jobs have not begun; the same command continues", flush=True)
+        print(f"{len(left)} of {len(records.planned)} jobs have not started; the same command continues", flush=True)
     return FAILED if left else OK
 
 
@@ -69,7 +69,7 @@ def _stopping(launcher: str, folder: Path) -> Iterator[None]:
         name = signal.Signals(number).name
         heard.append(name)
         if launcher == "submitit_slurm":
-            print(f"{name}: the jobs go on in the cluster; the same command continues this sweep", flush=True)
+            print(f"{name}: the jobs continue on the cluster; the same command continues this sweep", flush=True)
             raise SystemExit(PREEMPTED)
         jobs = _processes_of_jobs(launcher)
         if asked:

@@ -207,7 +207,7 @@ class Pool:
             return []
         content = os.read(self._said, 2**16)
         if not content:
-            print("error: the process that starts jobs was killed; give the same command again to continue", flush=True)
+            print("error: the process that starts jobs was killed; repeat the same command to continue", flush=True)
             raise SystemExit(FAILED)
         *lines, self._unread = (self._unread + content).split(b"\n")
         return [found for line in lines if (found := self._take(json.loads(line)))]

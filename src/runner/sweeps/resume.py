@@ -133,7 +133,7 @@ def begin(folder: Path, plan: Plan) -> None:
         for job, entry in gone.items():
             ledger.append("removed", **Job(ledger, job, entry.overrides, entry.folder).line(Outcome("removed")))
         names = ", ".join(entry.folder.name for entry in gone.values())
-        left += f"; folders that are gone: {names}, and their jobs start again" if gone else ""
+        left += f"; missing folders: {names}, and their jobs start again" if gone else ""
         print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
     jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
     wanted = {

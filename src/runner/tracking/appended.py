@@ -87,7 +87,7 @@ class AppendedFile:
             self._size = len(left)
         if not self._reported:
             self._reported = True  # first, because the report may be written to this very file
-            lost = "was cut short by another program during the run; the missing lines are lost"
+            lost = "was truncated by another program during the run; the missing lines are lost"
             again = "was deleted or replaced during the run; it was written again with all of its content"
             self._warn(f"{self.path} {again if gone else lost}")
 

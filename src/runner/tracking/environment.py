@@ -1,6 +1,6 @@
 """The environment of a run: versions, hardware, variables, commit; nothing secret.
 
-`torch.utils.collect_env` is no replacement: it asks pip, compilers and nvidia-smi, which takes about 5 s, and does not know
+`torch.utils.collect_env` is not a replacement: it asks pip, compilers and nvidia-smi, which takes about 5 s, and does not know
 the packages, the commit and the command line.
 """
 
@@ -45,7 +45,7 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def environment() -> dict[str, Any]:
-    """What could make another run differ, ready for JSON, secrets masked. Imports torch; missing tools are no error."""
+    """What could make another run differ, ready for JSON, secrets masked. Imports torch; missing tools are not an error."""
     import psutil
     import torch
 

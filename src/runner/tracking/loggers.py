@@ -266,7 +266,7 @@ class TensorBoard:
         except OSError:
             raise
         except Exception as error:
-            self._warn(f"TensorBoard gets nothing but scalars here: {first_line(error)}")
+            self._warn(f"TensorBoard only gets scalars: {first_line(error)}")
 
     def _begin_again(self, directory: Path, old: IO[bytes]) -> None:
         """A new file with the records of one that was deleted or replaced, which supersede those that readers have."""

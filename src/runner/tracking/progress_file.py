@@ -51,7 +51,7 @@ class Progress:
 
 
 class ProgressFile:
-    """Writes `progress.json` at most every 2 s; a file that cannot be written is no error."""
+    """Writes `progress.json` at most every 2 s; a file that cannot be written is not an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

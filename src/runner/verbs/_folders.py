@@ -14,7 +14,7 @@ _VALUES = {"DIR": "folder", "NAME": "name"}
 def split_words(
     verb: str, argv: Sequence[str], flags: Mapping[str, str], other_flags: bool = False
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Split the words after a verb into those that are no flags, and (flag, value).
+    """Split the words after a verb into those that are not flags, and (flag, value).
 
     `flags` gives the flags and what their values are, `DIR` or `NAME`; with `other_flags`, others are ignored.
 
@@ -67,6 +67,6 @@ def checked_folder(verb: str, word: str, meant: str) -> Path:
 
 
 def sources_and_words(verb: str, argv: Sequence[str], other_flags: bool = False) -> tuple[Sources, list[str]]:
-    """The folders to search (`--config-dir DIR`) and the words that are no flags; arguments as `split_words` takes them."""
+    """The folders to search (`--config-dir DIR`) and the words that are not flags; arguments as `split_words` takes them."""
     words, given = split_words(verb, argv, {"--config-dir": "DIR", "-cd": "DIR"}, other_flags)
     return Sources([Path(folder) for _, folder in given]), words

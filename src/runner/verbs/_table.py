@@ -63,7 +63,7 @@ def _expand_vary(word: str) -> str:
 _ENTRIES = (
     Verb(
         "audit",
-        "Run the same steps twice, or under two settings, and name the first tensor that differs; or compare checkpoints.",
+        "Run the same steps twice, or with two settings, and name the first tensor that differs; or compare checkpoints.",
         "runner.verbs.audit.run",
         sweeps="audits",
         rewrite=_expand_vary,
@@ -77,7 +77,7 @@ _ENTRIES = (
     ),
     Verb(
         "check",
-        "Look for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix.",
+        "Find common mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix.",
         "runner.verbs.check.run",
         sweeps="checks",
         only_lists=("only", "skip"),
@@ -85,7 +85,7 @@ _ENTRIES = (
     ),
     Verb(
         "copy",
-        "Copy an option to your config folder, to change it there: `copy model=vit_tiny my_conf`.",
+        "Copy an option to your config folder: `copy model=vit_tiny my_conf`.",
         "runner.verbs.copy",
     ),
     Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env"),
@@ -106,7 +106,7 @@ _ENTRIES = (
     ),
     Verb(
         "find-lr",
-        "Find a learning rate: the loss while the rate grows from step to step, a suggestion and a plot.",
+        "Find a learning rate with a range test: a suggestion and a plot of the loss over the rate.",
         "runner.verbs.find_lr",
         sweeps="find-lr/sweeps",
     ),
@@ -117,10 +117,10 @@ _ENTRIES = (
         sweeps="inspections",
         only_lists=("what", "tensors", "features"),
     ),
-    Verb("list", "List what can be selected: config groups and their options, one line each.", "runner.verbs.list"),
+    Verb("list", "List the config groups and their options, one line each.", "runner.verbs.list"),
     Verb(
         "new",
-        "Create a model, data set, task, callback or whole project that trains at once: `new model MyNet`.",
+        "Generate a working model, data set, task, callback or project: `new model MyNet`.",
         "runner.verbs.new",
     ),
     Verb(
@@ -141,7 +141,7 @@ _ENTRIES = (
     ),
     Verb(
         "report",
-        "Show and compare runs from their files, also while they run: table, difference, baseline, page with curves.",
+        "Compare runs from their files, also while they run: table, difference, baseline, page with curves.",
         "runner.verbs.report",
     ),
     Verb(
@@ -156,7 +156,7 @@ _ENTRIES = (
     ),
     Verb(
         "sync",
-        "Send what MLflow or Weights & Biases did not get while a run went on: `sync RUN [RUN ...]`.",
+        "Send the data that MLflow or Weights & Biases missed during a run: `sync RUN [RUN ...]`.",
         "runner.verbs.sync",
     ),
     Verb(
@@ -169,7 +169,7 @@ _ENTRIES = (
     ),
     Verb(
         "watch",
-        "Follow a run, a sweep or a folder of runs from its files, live, until nothing runs there any more: `watch DIR`.",
+        "Follow a run, a sweep or a folder of runs from its files, live, until no run is active: `watch DIR`.",
         "runner.verbs.watch",
     ),
 )

@@ -13,7 +13,7 @@ from runner.verbs.show import option_named
 
 
 def main(argv: Sequence[str]) -> int:
-    """Copy an option to your config folder, to change it there: `copy model=vit_tiny my_conf`.
+    """Copy an option to your config folder: `copy model=vit_tiny my_conf`.
 
     The copy is named `my_vit_tiny`, or as `--name NAME` says: of two files with one name, the shipped one is read.
     """

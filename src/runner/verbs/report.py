@@ -66,9 +66,7 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
             allowed += "" if close or word.startswith("-") else f"; or where='{word}' for the runs with this setting"
             raise UserError("report", f"unknown option '{key}'", allowed, close)
         elif word in _OF_CONDITIONS and "where" in options and not Path(word).exists():
-            raise UserError(
-                "where", "has spaces, at which the shell splits it", "quotes around it: where='seed in [0, 1]'"
-            )
+            raise UserError("where", "has spaces, so the shell splits it", "quotes around it: where='seed in [0, 1]'")
         else:
             places.append(word)
     if "diff" in options:

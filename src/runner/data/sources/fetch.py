@@ -52,7 +52,7 @@ def addresses(filename: str, mirror: str | Sequence[str] | None, published: Sequ
     """Where to fetch a file, in order: from folders of the user's, then as published.
 
     Raises:
-        UserError: if `mirror` holds something that is no address.
+        UserError: if `mirror` holds something that is not an address.
     """
     folders = [mirror] if isinstance(mirror, str) else list(mirror or ())
     for folder in folders:
@@ -108,7 +108,7 @@ def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
                     path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
                 return
             if queue:
-                print(f"warning: {url}: {problem}; going on with {queue[0][0]}", file=sys.stderr, flush=True)
+                print(f"warning: {url}: {problem}; trying {queue[0][0]}", file=sys.stderr, flush=True)
         raise FetchFailed("; ".join(failures))
 
 
@@ -149,8 +149,8 @@ def _fetch_from(url: str, name: str, partial: Path, md5: str, stopped: Callable[
         except (OSError, HTTPException) as error:
             cause = error.reason if isinstance(error, URLError) else error
             if isinstance(cause, gaierror):
-                raise _Failed(f"its host is not found, perhaps there is no network ({_said(cause)})") from error
-            broken = f"nothing came for {_SILENCE_S:g} s" if isinstance(cause, TimeoutError) else _said(cause)
+                raise _Failed(f"its host was not found, check the network connection ({_said(cause)})") from error
+            broken = f"no data for {_SILENCE_S:g} s" if isinstance(cause, TimeoutError) else _said(cause)
         if not broken:
             if has_md5(partial, md5):
                 return
@@ -200,7 +200,7 @@ def _receive(url: str, name: str, partial: Path, stopped: Callable[[], bool], pa
                     raise _stopped(partial)
                 took = time.perf_counter() - began
                 if not patient and took > _SLOW_AFTER_S and done < took * _SLOW:
-                    raise _Slow(f"{done / took / 1000:.0f} kB/s are slow")
+                    raise _Slow(f"{done / took / 1000:.0f} kB/s is slow")
         return total is None or start + done >= total
 
 

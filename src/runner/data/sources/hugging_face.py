@@ -84,7 +84,7 @@ def hugging_face(
 
     Args:
         root: folder of the data set.
-        download: whether a `path` that is no file or folder is a name on the Hub, which `datasets` fetches or has in its cache.
+        download: whether a `path` that is not a file or folder is a name on the Hub, which `datasets` fetches or has in its cache.
         path: folder or Parquet file under `root`, or a whole path, or a name on the Hub; None for `root` itself.
         subset: name of the configuration of a data set on the Hub.
         image_key, label_key: columns; None for the only column of images, and the only column of class labels or, without
@@ -174,11 +174,11 @@ def _image_key(datasets: Any, features: Mapping[str, Any], given: str | None) ->
         _check_column("data.dataset.image_key", given, features)
         if given not in images:
             raise UserError(
-                "data.dataset.image_key", f"'{given}' is no column of images", ", ".join(images) or "none here"
+                "data.dataset.image_key", f"'{given}' is not an image column", ", ".join(images) or "none here"
             )
         return given
     if len(images) != 1:
-        what = f"has {len(images)} columns of images" if images else "has no column of images"
+        what = f"has {len(images)} columns of images" if images else "has no image column"
         raise UserError("data.dataset.image_key", f"is null, and the data set {what}", ", ".join(images or features))
     return images[0]
 

@@ -109,7 +109,7 @@ def read_image(
     except Exception as error:  # Pillow's decoders raise a dozen types for damaged files, SyntaxError among them
         text = (getattr(error, "strerror", None) or "").lower() or str(error)
         if isinstance(error, UnidentifiedImageError):  # its text names a Python object, as the file is open
-            text = "its content is no image of a known type"
+            text = "its content is not an image of a known type"
         reason = " ".join(text.split()) or type(error).__name__
         raise UserError(f"cannot read the image {path}: {reason}. Replace it or delete it.") from error
     planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)

@@ -82,7 +82,7 @@ class Table:
         except ValueError:
             number = math.nan
         if not math.isfinite(number) or isinstance(self.columns[column][row], bool):
-            raise self.wrong(row, column, f"is '{text}', which is no finite number", "numbers in this column")
+            raise self.wrong(row, column, f"is '{text}', which is not a finite number", "numbers in this column")
         return number
 
 
@@ -274,7 +274,7 @@ def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple
         for name, number in numbers.items():
             if number != math.floor(number or 0):
                 allowed = "names or whole numbers of classes, or data.dataset.kind=regression task=regression loss=mse"
-                raise table.wrong(names.index(name), column, f"is {name}, which is no class", allowed)
+                raise table.wrong(names.index(name), column, f"is {name}, which is not a class", allowed)
         ordered = sorted(numbers, key=lambda name: (numbers[name], name))
     else:
         ordered = sorted(numbers)
@@ -289,6 +289,6 @@ def _rows_of_splits(table: Table, column: str | None, count: int) -> dict[str, l
     for row in range(count):
         name = table.text(column, row)
         if (split := _SPLITS.get(name.lower())) is None:
-            raise table.wrong(row, column, f"is '{name}', which is no split", "train, val or test")
+            raise table.wrong(row, column, f"is '{name}', which is not a split", "train, val or test")
         found.setdefault(split, []).append(row)
     return found

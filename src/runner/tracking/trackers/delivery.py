@@ -108,7 +108,7 @@ class Delivery:
         settings = spool.state["settings"]
         if is_masked(settings.get("tracking_uri")):
             if "MLFLOW_TRACKING_URI" not in os.environ:
-                problem = f"its address {settings['tracking_uri']} has a password, which files do not hold"
+                problem = f"its address {settings['tracking_uri']} has a password, which is never stored in files"
                 raise UserError("sync", problem, "the address in MLFLOW_TRACKING_URI")
             self._settings = settings | {"tracking_uri": os.environ["MLFLOW_TRACKING_URI"]}
         before = spool.state["count"]

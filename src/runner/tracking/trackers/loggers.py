@@ -175,7 +175,7 @@ class Tracker:
                 break
             process.hear(min(left, 0.2))
         if run not in process.ended:
-            trouble = process.troubles.get(run) or f"it did not take everything within {wait_s:g} s"
+            trouble = process.troubles.get(run) or f"it did not accept all data within {wait_s:g} s"
             self._report(trouble)
 
     def _look(self) -> None:
@@ -185,14 +185,14 @@ class Tracker:
         if trouble := process.troubles.get(str(self._directory.absolute())):
             self._report(trouble)
         elif process.gone:
-            self._report("the process that feeds it has ended")
+            self._report("its process has ended")
 
     def _report(self, trouble: str) -> None:
         if not self._warned:
             self._warned = True
-            later = f"what it lacks is sent when it answers, or by: python -m runner sync {self._directory}"
+            later = f"missing data is sent when it answers, or by: python -m runner sync {self._directory}"
             trouble = trouble.removeprefix(f"{self.name}: ")
-            self._warn(f"{self.name}: {trouble}; the run does not need it, and {later}")
+            self._warn(f"{self.name}: {trouble}; the run continues, and {later}")
 
 
 def _ignore(text: str) -> None:

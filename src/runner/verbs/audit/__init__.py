@@ -1,1 +1,1 @@
-"""Run the same steps twice, or under two settings, and name the first tensor that differs; also of two checkpoints."""
+"""Run the same steps twice, or with two settings, and name the first tensor that differs; also of two checkpoints."""

@@ -11,7 +11,7 @@ from runner.data.nondeterminism import Nondeterminism
 from runner.instrument.observer import module_label
 from runner.verbs.audit.record import Difference, Entry, Phase
 
-# Keys that change how numbers are rounded, so that a difference after the batch is no fault.
+# Keys that change how numbers are rounded, so that a difference after the batch is not a fault.
 _ROUNDING = (
     *("amp", "threads", "channels_last", "compile", "compiler", "tf32", "matmul_precision", "cudnn_benchmark"),
     *("optimizer.fused", "optimizer.foreach", "device", "deterministic"),
@@ -105,7 +105,7 @@ def _of_suspect(suspect: Nondeterminism) -> Cause:
 
 
 _REPEATING_BACKWARD = (
-    "deterministic=true, which uses operations that repeat or names the one that cannot; or a hook that draws nothing"
+    "deterministic=true, which uses deterministic operations or names the one that is not; or a hook that draws nothing"
 )
 _BY_PHASE: dict[str, tuple[str, str]] = {
     Phase.START: (
@@ -117,7 +117,7 @@ _BY_PHASE: dict[str, tuple[str, str]] = {
         "draw from {seeded}, which are seeded",
     ),
     Phase.BATCH: (
-        "the {name} of the same samples differ, although data set and transforms repeat when they are called alone",
+        "the {name} of the same samples differ, although data set and transforms are reproducible when called alone",
         "look for state that a transform or the data set keeps between samples, or for files that change",
     ),
     "order": (
@@ -130,11 +130,11 @@ _BY_PHASE: dict[str, tuple[str, str]] = {
     ),
     Phase.ACTIVATION: (
         "{module} returns another output, although everything before it and the generators are the same: it draws from "
-        "its own generator, or an operation in its forward does not repeat",
-        "draw from {seeded}, which are seeded; or deterministic=true, which refuses operations that do not repeat",
+        "its own generator, or an operation in its forward is not deterministic",
+        "draw from {seeded}, which are seeded; or deterministic=true, which refuses non-deterministic operations",
     ),
     Phase.LOSS: (
-        "the loss differs although all outputs are the same: the loss function does not repeat",
+        "the loss differs although all outputs are the same: the loss function is not deterministic",
         "deterministic=true, or another loss",
     ),
     Phase.FLOW: (
@@ -148,15 +148,15 @@ _BY_PHASE: dict[str, tuple[str, str]] = {
         _REPEATING_BACKWARD,
     ),
     Phase.WEIGHT: (
-        "the gradients are the same and the weights are not: the optimizer's step, or the clipping before it, does not repeat",
+        "the gradients are the same and the weights are not: the optimizer's step, or the clipping before it, is not deterministic",
         "optimizer.fused=false and optimizer.foreach=false, or an optimizer that draws from seeded generators",
     ),
     "buffer": (
-        "the buffer of {owner} differs although all activations are the same: its update does not repeat",
+        "the buffer of {owner} differs although all activations are the same: its update is not deterministic",
         "an update that draws nothing and depends on the inputs alone",
     ),
     Phase.OPTIMIZER: (
-        "gradients and weights are the same and the optimizer's state is not: its step does not repeat",
+        "gradients and weights are the same and the optimizer's state is not: its step is not deterministic",
         "optimizer.fused=false and optimizer.foreach=false, or another optimizer",
     ),
     Phase.GENERATOR: (

@@ -36,9 +36,9 @@ class Entry:
     batch: int  # number of the batch in its step, from 0
     phase: str  # a `Phase`, or a part of a checkpoint
     name: str  # of a module, a parameter or a part of the batch
-    kind: str = ""  # shape and dtype for people; empty for what is no tensor
+    kind: str = ""  # shape and dtype for people; empty for what is not a tensor
     digest: str = ""  # fingerprint; empty where the tensor was kept
-    tensor: Tensor | None = None  # a copy on the CPU; None if there was no memory to keep it, or it is no tensor
+    tensor: Tensor | None = None  # a copy on the CPU; None if there was no memory to keep it, or it is not a tensor
 
     def fingerprint(self) -> str:
         """The digest, computed if it was not."""

@@ -135,4 +135,4 @@ def _cause_of(difference: Difference, keys: list[str]) -> str:
         return f"the configs differ in {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
     if part == "rng":
         return "weights and optimizer agree, and the generators do not: one side has drawn more often"
-    return "the configs are the same; python -m runner audit on this config says which step does not repeat"
+    return "the configs are the same; python -m runner audit on this config says which step is not deterministic"

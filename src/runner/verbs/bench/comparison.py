@@ -88,7 +88,7 @@ class Comparison:
     ) -> None:
         for done in range(repeats):
             if done >= _FEWEST_ROUNDS and time.perf_counter() > self.deadline:
-                self.notes.append(f"{done} measurements instead of {repeats}: the time was up")
+                self.notes.append(f"{done} measurements instead of {repeats}, because time ran out")
                 break
             turn: Round = {}
             for runner in list(runners):

@@ -58,7 +58,7 @@ class DataComparison(Comparison):
             speeds = (number(reading.median), number(speed.median), range_text(speed), f"{result.ratio.median:.2f}")
             rows.append([result.candidate.name, *speeds, self.verdict_text(result)])
         columns = ["overrides", "reading alone", "training", "quartiles", "ratio", "verdict"]
-        title = f"samples/s, medians of {sizes['repeats']} measurements of each, made in turns"
+        title = f"samples/s, medians of {sizes['repeats']} alternating measurements of each"
         self.report.table(title, columns, rows)
         bottleneck = stats.bottleneck(reference.reading, steps, reference.seconds)
         ways = [

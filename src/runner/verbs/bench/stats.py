@@ -207,7 +207,7 @@ def note_of_fewer(wanted: Sizes, sizes: Sizes, step_s: float, budget_s: float) -
         return []
     compared = f", {sizes.compare} compared ({wanted.compare})" if sizes.compare != wanted.compare else ""
     return [
-        f"fewer steps than asked for, as one takes {1000 * step_s:.3g} ms and budget_s={budget_s:g}: "
+        f"fewer steps than requested, because one takes {1000 * step_s:.3g} ms and budget_s={budget_s:g}: "
         f"{sizes.repeats} measurements of {sizes.steps} ({wanted.repeats} of {wanted.steps}){compared}"
     ]
 

@@ -25,8 +25,8 @@ _SEEDS = 2
 _WARMUP = 3
 # Estimates are made with the baseline, and candidates may be slower.
 _MARGIN = 1.3
-_NO_TIME = "no time was left; a larger budget_s gives some"
-_NOT_REPEATED = "some candidates were not repeated: the time was up"
+_NO_TIME = "no time was left; set a larger budget_s"
+_NOT_REPEATED = "some candidates were not repeated, because time ran out"
 
 
 class ToggleComparison(Comparison):
@@ -73,7 +73,7 @@ class ToggleComparison(Comparison):
             "verdict": self.verdict_text,
         }
         rows = [[cell(result) for cell in columns.values()] for result in results]
-        self.report.table(f"medians of {sizes.repeats} measurements of each, made in turns", [*columns], rows)
+        self.report.table(f"medians of {sizes.repeats} alternating measurements of each", [*columns], rows)
         baseline, *others = [self._record(result, reference) for result in results]
         record = {
             "sizes": dataclasses.asdict(sizes),

@@ -162,7 +162,7 @@ def activations(found: Inspection) -> None:
     found.record["dead_units"] = {name: {"dead": dead, "units": units} for name, (dead, units) in passed.dead.items()}
     cells = {name: f"{dead:,} of {units:,}" for name, (dead, units) in passed.dead.items()}
     marks = {name: f"{percent(dead / units)} dead" for name, (dead, units) in passed.dead.items() if dead}
-    notes = ["a dead unit is 0 for every sample of the batch and at every place"] if passed.dead else []
+    notes = ["a dead unit is 0 for every sample of the batch and at every position"] if passed.dead else []
     title = f"activations of a training batch of {len(found.batch.images):,}"
     more = ("dead units", cells)
     found.add_summaries("activations", passed.activations, "output", (title, title), more, notes, marks)
@@ -220,7 +220,7 @@ def errors(found: Inspection) -> None:
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:
-            raise UserError("what", "errors are those of classes, and this task has none", "the other parts")
+            raise UserError("what", "errors needs classes, and this task has none", "the other parts")
         found.skipped.append("errors: the task has no classes")
         return
     mistakes = mistakes_in(
@@ -238,7 +238,7 @@ def errors(found: Inspection) -> None:
     }
     share = percent(mistakes.wrong / max(1, mistakes.samples))
     found.lines.append(
-        f"{mistakes.wrong:,} of {mistakes.samples:,} {config.split} samples are taken for another class ({share})"
+        f"{mistakes.wrong:,} of {mistakes.samples:,} {config.split} samples are predicted as another class ({share})"
     )
     title = f"{config.data.name} {config.split}, {mistakes.samples:,} samples"
     confusion_matrix(mistakes.confusion, classes, found.folder / "confusion.png", title)

@@ -81,7 +81,7 @@ def draw_inputs(images: Tensor, targets: Tensor, splits: DataModule, target: Pat
     count, channels = len(images), images.shape[1]
     first = "" if channels in (1, 3) else f", first of {channels} channels"
     what = "1 training sample" if count == 1 else f"{count} training samples"
-    title = f"{what} as the model is given, normalisation undone ({shape_text(images.shape[1:])}{first})"
+    title = f"{what} as the model sees them, normalisation undone ({shape_text(images.shape[1:])}{first})"
     tiles = [
         Tile(pixels, lines)
         for pixels, lines in zip(pixels_of(images, splits), words_of(targets, splits.classes), strict=True)
@@ -202,7 +202,7 @@ def draw_histograms(
 def draw_errors(mistakes: Mistakes, classes: Sequence[str], splits: DataModule, target: Path) -> str:
     """Draw the samples that were most surely taken for another class; returns a title."""
     surest, wrong = mistakes.surest, compact(mistakes.wrong)
-    title = f"{len(surest)} of {wrong} wrong predictions among {mistakes.samples:,} samples, the surest first"
+    title = f"{len(surest)} of {wrong} wrong predictions among {mistakes.samples:,} samples, the most confident first"
     words = [
         [f"is {classes[each.true]}", f"taken for {classes[each.predicted]}", f"at {percent(each.probability)}"]
         for each in surest

@@ -133,7 +133,7 @@ def _inspected(
         if isinstance(part, Table):
             _show(report, part)
     report.lines(*seen.skipped)
-    where = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
+    where = str(found.path) if found is not None else "untrained, with the initial weights of this config and seed"
     text = page(f"{config.name}: {type(training.model).__name__}", [where, *seen.lines, *seen.skipped], seen.parts)
     files = [*(part[0] for part in seen.parts if not isinstance(part, Table)), folder / "report.html"]
     record = {"folder": str(folder), "what": what, **seen.record, "files": [path.name for path in files]}

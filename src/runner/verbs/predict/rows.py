@@ -36,7 +36,7 @@ class RowBuilder:
                 problem = "this model was trained for several labels per image, and every label has its probability"
                 raise UserError("top_k", problem, "its default")
         elif self.top_k > (count := len(self.classes)):
-            raise UserError("top_k", f"is {self.top_k}, and there are {count} classes", f"1 to {count}")
+            raise UserError("top_k", f"is {self.top_k}, but there are {count} classes", f"1 to {count}")
 
     @property
     def lists(self) -> dict[str, Sequence[str]]:

@@ -109,7 +109,7 @@ def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Pa
     """The report on the terminal, up to the sentence about the bottleneck."""
     counts, unusual, step, compute = record["steps"], record["unusual_steps_ms"], record["step_ms"], record["compute"]
     report.lines(
-        *(f"{phase} ended after {counts[phase]} steps, as budget_s is used up" for phase in record["cut_short"])
+        *(f"{phase} ended after {counts[phase]} steps, because budget_s is used up" for phase in record["cut_short"])
     )
     if unusual:
         report.line(

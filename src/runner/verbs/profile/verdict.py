@@ -67,7 +67,7 @@ def verdict(facts: Facts) -> str:
         return f"The GPU computes in only {percent(facts.busy)} of a step and waits for its next kernel in the rest: {fix}."
     if facts.device == "cpu" and facts.small_ops is not None and facts.small_ops >= _SMALL:
         what = f"Operations of less than {SMALL_OP_MS} ms take {percent(facts.small_ops)} of the computing"
-        return f"{what}, so calling them costs more than what they do: {larger_batch}."
+        return f"{what}, so calling them costs more than computing them: {larger_batch}."
     used, fix = "", f"try {facts.off[0]}=true" if facts.off else ""
     if facts.utilization is not None:
         used = f", at {percent(facts.utilization)} of what the {facts.device} can compute"
@@ -79,7 +79,7 @@ def verdict(facts: Facts) -> str:
 
 def _for_waiting(facts: Facts) -> str:
     if facts.workers is None:
-        return "the data set gives its samples slowly"
+        return "the data set returns its samples slowly"
     if facts.in_memory_possible:
         return "try data.placement=auto, which keeps the images in memory"
     if facts.workers < facts.cores:
