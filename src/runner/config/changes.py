@@ -53,6 +53,7 @@ _OF = {
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
     """,
 }
+_OF_THE_HARDWARE = ("device", "devices", "strategy", "threads", "dist", "fsdp")
 CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}
 
 
@@ -88,6 +89,11 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
             allowed = "the checkpoint's value, or a checkpoint from the end of an epoch"
             problems.append(Problem(key, "cannot change when resuming inside an epoch", allowed))
     return problems
+
+
+def other_run(key: str) -> bool:
+    """Whether a run with another value of a key is another one for `resume=auto`, and not the same on other hardware."""
+    return key == "data.root" or (changes_result(key) and not within(key, _OF_THE_HARDWARE))
 
 
 def changes_result(key: str) -> bool:
