@@ -72,16 +72,12 @@ def merge_with_checkpoint(
 
 
 def settings_changed(text: str, where: str, values: dict[str, Any], composition: Composition) -> list[str]:
-    """Keys in which the config of a run, YAML `text`, makes it another one than a command line with the config `values`.
-
-    What a run found or measured for itself is no difference.
-    """
+    """Keys in which a stored config is that of another run than `values`, those of a command line; what a run finds is none."""
     config, _ = typed(Train, stored.load(text, where))  # which has keys that an older version did not know
     original = to_plain(config) if config else {}
     given = ["data.image_size", *(["data.normalize"] if _at(values, "data.normalize").get("mean") else [])]
     _keep_found(original, values, dataclasses.replace(composition, overrides=[*composition.overrides, *given]))
-    if values["lr"] == "auto":
-        values["lr"] = original.get("lr")
+    values["lr"] = original.get("lr") if values["lr"] == "auto" else values["lr"]
     return [key for key, _, _ in stored.differences(original, values) if other_run(key)]
 
 

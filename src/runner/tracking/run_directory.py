@@ -63,10 +63,10 @@ def claim(parent: Path, stamp: str) -> Path:
 def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple[RunDirectory | None, list[str]]:
     """The newest run in `runs` that is the `same` and has not finished, unless a newer one has, and warnings.
 
-    With `most`, only so many are looked at: those with the last names.
-    Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
+    `most` limits how many are looked at, by their names; 0 is no limit. Directories that cannot be read or used are skipped
+    with a warning, because they may belong to someone else.
     """
-    skipped: list[str] = []
+    skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
 
     def opened(folder: Path) -> RunDirectory | None:
         try:
@@ -80,7 +80,6 @@ def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple
             return None
 
     folders = sorted(path.parent for path in runs.glob("*/overrides.yaml"))[-most:]
-    finished: list[Path] = []  # compared only if it matters, as that takes time
     for folder in sorted(folders, key=_recency, reverse=True):
         if (read_summary(folder) or {}).get("status") == "finished":
             finished.append(folder)
