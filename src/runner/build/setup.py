@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.checkpoint import find
-from runner.config import slurm
+from runner.config import keys, slurm
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain
-from runner.config.keys import key_of
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
 from runner.config.reading import read_overrides, read_regular, read_summary
@@ -48,10 +47,11 @@ def resolve(composition: Composition) -> Setup:
             return Setup(resolve_config(composition, Train), finished=again)
         if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
-    elif ckpt_path is None and composition.job_dir is None:
-        warnings = _left_behind(composition)
     if ckpt_path is None:
-        return Setup(resolve_config(composition, Train), again=again, warnings=warnings)
+        config = resolve_config(composition, Train)
+        if not (composition.resumes or restarted() or composition.job_dir):
+            warnings = _left_behind(composition)
+        return Setup(config, again=again, warnings=warnings)
     found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     if composition.values.get("lr") == "auto" and again is None:
@@ -97,7 +97,7 @@ def _unlike(folder: Path, composition: Composition) -> list[str]:
         words = {*read_overrides(folder)} ^ {*mask_words(composition.overrides)}  # masked as they are stored
     except (OSError, ValueError, UserError) as error:
         raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return sorted({key_of(word) for word in words} - {"resume"})
+    return sorted({keys.key_of(word) for word in words} - {"resume"})
 
 
 def why_occupied(composition: Composition) -> UserError | None:

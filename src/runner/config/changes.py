@@ -53,7 +53,6 @@ _OF = {
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
     """,
 }
-_OF_THE_HARDWARE = ("device", "devices", "strategy", "threads", "dist", "fsdp")
 CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}
 
 
@@ -93,7 +92,8 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
 
 def other_run(key: str) -> bool:
     """Whether a run with another value of a key is another one for `resume=auto`, and not the same on other hardware."""
-    return key == "data.root" or (changes_result(key) and not within(key, _OF_THE_HARDWARE))
+    hardware = ("device", "devices", "strategy", "threads", "dist", "fsdp")
+    return key == "data.root" or (changes_result(key) and not within(key, hardware))
 
 
 def changes_result(key: str) -> bool:

@@ -211,8 +211,7 @@ class Checkpointing:
 
     Saves that are due to an epoch or an evaluation are delayed until `min_seconds` have passed since the last one, and 50
     times the time that it took, so that saving takes at most 2% of the time. If the best state is delayed, it is copied, so
-    that it can be written later. The first save comes at the first step after 2 seconds, so that an early kill costs little.
-    None of this changes a bit of the run.
+    that it can be written later. The first save comes at the first step after 2 seconds. No bit of the run depends on this.
 
     Args:
         every_steps: optimizer steps between saves, which are never delayed; None for no such saves.

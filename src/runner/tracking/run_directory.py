@@ -70,14 +70,13 @@ def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple
 
     def opened(folder: Path) -> RunDirectory | None:
         try:
-            if not same(folder):
-                return None
-            if os.path.lexists(folder / "summary.json") and read_summary(folder) is None:
-                raise ValueError("summary.json cannot be read")
-            return RunDirectory(folder)
+            if same(folder):
+                if os.path.lexists(folder / "summary.json") and read_summary(folder) is None:
+                    raise ValueError("summary.json cannot be read")
+                return RunDirectory(folder)
         except (ValueError, UserError) as error:
             skipped.append(f"resume=auto skips {folder}: {error}")
-            return None
+        return None
 
     folders = sorted(path.parent for path in runs.glob("*/overrides.yaml"))[-most:]
     for folder in sorted(folders, key=_recency, reverse=True):
