@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import runs_that_ended_early
 import torch
 import yaml
 from PIL import Image
@@ -272,11 +273,15 @@ def test_the_code_of_the_page_runs(workdir: Path) -> None:
     page = (DOCS / "howto" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
+    runs_that_ended_early.lay_down(workdir / "outputs" / "digits")
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
     assert names["scores"]["metrics"]["accuracy"] > 0.5
     assert names["found"].table.rows
+    statuses = {run.status for run in names["runs"]("outputs/**")}
+    assert statuses == {"finished", "pruned", "failed", "died"}
+    names["runs"]("outputs/**").to_pandas()
 
 
 def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +290,7 @@ def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     notebook = nbformat.read(DOCS / "tutorial" / "first_model.ipynb", as_version=4)
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    runs_that_ended_early.lay_down(workdir / "outputs" / "digits")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter's own packages
         nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(workdir)}}).execute()

@@ -63,10 +63,12 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     folders = {path.parent for pattern in ("*", "sweeps/*/*") for path in runs.glob(f"{pattern}/checkpoints/last.*")}
     found = [path for path in (named(folder, "last") for folder in folders) if path]
     if not found:
+        begun = max(runs.glob("*/overrides.yaml"), key=lambda path: modified(path) or _LONG_AGO, default=None)
+        none = f"no run with a checkpoint in {runs}" + (f": the newest, {begun.parent}, has none yet" if begun else "")
         beside = (path for path in runs.parent.glob("*/*/checkpoints/last.*") if path.suffix in SUFFIXES)
         others = sorted({path.parts[len(runs.parent.parts)] for path in beside})
-        hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others else ""
-        raise UserError(key, f"no run with a checkpoint in {runs}", f"a checkpoint file or a run directory{hint}")
+        hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others and not begun else ""
+        raise UserError(key, none, f"a checkpoint file or a run directory{hint}")
 
     def age(path: Path) -> tuple[datetime, datetime]:
         written = modified(path) or _LONG_AGO

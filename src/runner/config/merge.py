@@ -15,11 +15,13 @@ from typing import Any
 
 from runner.config import keys, stored
 from runner.config.allowed_targets import IF_TRUSTED, not_packages, packages_in, refusal, remedy, section_of
+from runner.config.changes import other_run
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
+from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.targets import targets_in
-from runner.config.validate import shown
+from runner.config.validate import shown, typed
 
 # Arguments that the program adds where a component's signature names them.
 FACTS: dict[str, tuple[str, ...]] = {
@@ -67,6 +69,16 @@ def merge_with_checkpoint(
     _fetch_nothing(original, composition.values)  # which is not a change of the user's
     changed = stored.differences(original, values)
     return values, [found for found in changed if not keys.within(found[0], (*_OF_THE_CALL[2:], *_FETCHING))]
+
+
+def settings_changed(text: str, where: str, values: dict[str, Any], composition: Composition) -> list[str]:
+    """Keys in which a stored config is that of another run than `values`, those of a command line; what a run finds is none."""
+    config, _ = typed(Train, stored.load(text, where))  # which has keys that an older version did not know
+    original = to_plain(config) if config else {}
+    given = ["data.image_size", *(["data.normalize"] if _at(values, "data.normalize").get("mean") else [])]
+    _keep_found(original, values, dataclasses.replace(composition, overrides=[*composition.overrides, *given]))
+    values["lr"] = original.get("lr") if values["lr"] == "auto" else values["lr"]
+    return [key for key, _, _ in stored.differences(original, values) if other_run(key)]
 
 
 def _at(values: dict[str, Any], key: str) -> dict[str, Any]:
