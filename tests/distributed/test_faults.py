@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import collective_ranks
 import pytest
 import torch.distributed as dist
 from agent import Agent
@@ -74,6 +75,16 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
     assert result.status == 2
     assert "rank 1 of 2 has different data from rank 0" in result.err
     assert result.err.count("error: ") == 1
+
+
+def test_an_error_that_cannot_be_sent_reaches_every_rank(tmp_path: Path, pool: RankPool) -> None:
+    pool(collective_ranks.errors, tmp_path, 2)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert (
+        found[0]
+        == found[1]
+        == ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
+    )
 
 
 def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,11 @@ def _measure(
         count += pixels.numel() // pixels.shape[1]
         total = total + pixels.sum(dim=(0, 2, 3))
         squares = squares + pixels.square().sum(dim=(0, 2, 3))
+    if not count:
+        problem = "none of the samples of 'train' on which data.normalize is measured can be read"
+        raise UserError(
+            "data.dataset", problem, "files that can be read, or data.normalize.mean and data.normalize.std"
+        )
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     if not bool((mean + std).isfinite().all()):
