@@ -33,7 +33,9 @@ def build_parts(
         clip_value=grad_clip.value,
         clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
         compiled_loss=toggled.objective,
-        guard=NonFiniteGuard(state.model, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
+        guard=NonFiniteGuard(
+            nn.ModuleList([state.model, state.loss]), state.optimizer, config.on_nonfinite, state.scaler is not None
+        ),
         optimizer_step=plain_step(state.optimizer),
     )
 
