@@ -169,8 +169,9 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _metadata(contents: dict[str, Any], tensors: Tensors) -> dict[str, str]:
-    """The texts of the metadata; tensors go to `tensors`."""
-    return {key: _text(key, contents[key], tensors) for key in (*KEYS[1:], *OPTIONAL) if key in contents}
+    """The texts of the metadata; tensors go to `tensors`, one that several parts have under the name in the first."""
+    keys = [key for key in ("model", *OPTIONAL, *KEYS[2:]) if key in contents]
+    return {key: _text(key, contents[key], tensors) for key in keys}
 
 
 def _text(key: str, value: Any, tensors: Tensors) -> str:
