@@ -231,7 +231,7 @@ def test_if_no_measured_image_can_be_read_this_is_what_is_said(folder: Path, mon
     for index in indices[:: len(indices) // 2]:
         path = sorted(folder.rglob("*.png"))[int(index)]
         damage(path.parent, path.name)
-    with pytest.raises(UserError, match=r"data.dataset: none of the samples .* can be read"), assembled(data(folder)):
+    with pytest.raises(UserError, match=r"data.dataset: no sample of .* can be read"), assembled(data(folder)):
         pass
 
 

@@ -15,6 +15,7 @@ from agent import Agent
 
 from rank_pool import RankPool
 from runner.build.ranks import Job
+from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
@@ -85,6 +86,18 @@ def test_an_error_that_cannot_be_sent_reaches_every_rank(tmp_path: Path, pool: R
         == found[1]
         == ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
     )
+
+
+@pytest.mark.slow
+def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    workdir: Path, train: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNNER_TRUST", "kept_losses")
+    mixing = "transform.mix={_target_: runner.data.transforms.mixing.Mixup}"  # batches are made of rows of all ranks
+    with pool.installed():
+        result = train(*WORDS[:-1], "max_steps=8", "loss={_target_: kept_losses.Spoiled}", "devices=2", "amp=fp16",
+                       "on_nonfinite=skip", "ema=0.9", mixing, "dist.timeout_s=30")  # fmt: skip
+    assert read(result.directory / "checkpoints/last.safetensors")["averaged"]["updates"] == 7
 
 
 def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Losses with tensors of their own, and what kills a run."""
+"""Losses with parameters or buffers, and what kills a run."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ class Constant(nn.CrossEntropyLoss):
 
     def __init__(self, last: float = 1.0, **unused: Any) -> None:
         super().__init__(weight=torch.tensor([1.0] * 9 + [last]))
+
+
+class Spoiled(nn.Module):
+    """Not finite once, on the second of two ranks."""
+
+    def __init__(self, call: int = 6, **unused: Any) -> None:
+        super().__init__()
+        self.call, self.calls = call, 0
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.calls += self.training and torch.is_grad_enabled()
+        wrong = self.training and self.calls == self.call and os.environ["RANK"] == "1"
+        return F.cross_entropy(logits, targets) * (torch.nan if wrong else 1.0)
 
 
 class Kill:

@@ -46,8 +46,7 @@ class Evaluator:
     def weights(self, name: str) -> dict[str, float]:
         """Loss and metrics of the weights on a split, as {"val/loss": 0.1, ...}."""
         run, split, size = self._run, self._run.data.eval_split(name), self._run.config.evaluate.batch_size
-        # BatchNorm's statistics are those of each rank's rows, and so is what a loss keeps of outputs.
-        world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))
+        world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))  # each rank's are of its own rows
         assert split is not None, f"there is no split {name}"
         with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
             found = evaluate(

@@ -26,15 +26,13 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
-    Those of the loss come first: optimizers that treat the head separately, such as Muon, find it at the end.
-
     Raises:
         UserError: if there is nothing to train, or the optimizer refuses its arguments.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("model", "has no trainable parameter", "a model with weights that require gradients")
-    if loss is not None:
+    if loss is not None:  # first, as Muon takes the last matrix as the head
         parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     kernels = choose_kernels(config.optimizer, parameters, sparse)
@@ -91,9 +89,7 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
     return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 
-def divide(
-    config: Train, extras: OptimizerExtras, model: nn.Module, loss: nn.Module | None = None
-) -> list[dict[str, Any]]:
+def divide(config: Train, extras: OptimizerExtras, model: nn.Module, loss: nn.Module | None) -> list[dict[str, Any]]:
     """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike."""
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []

@@ -227,9 +227,8 @@ class Saving:
 
     def _not_finite(self, contents: dict[str, Any]) -> str:
         """See `not_finite`; of what all ranks have, if they save together."""
-        name = not_finite(
-            {key: only_local(contents.get(key)) for key in ("model", "loss", "optimizer")}, self._by_design
-        )
+        found = {key: only_local(contents.get(key)) for key in ("model", "loss", "optimizer")}
+        name = not_finite(found, self._by_design)
         return next(filter(None, self._channel.gather(name)), "") if self._channel else name
 
     def __enter__(self) -> Saving:

@@ -33,6 +33,7 @@ KEYS = (
     "versions",
 )  # fmt: skip
 OPTIONAL = ("loss",)  # of a loss with tensors
+_ORDER = ("model", *OPTIONAL, *KEYS[2:])  # a tensor that several parts have is stored under its name in the first
 
 
 def _from_format_1(contents: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def write(path: Path, contents: dict[str, Any]) -> None:
     assert set(contents) - set(OPTIONAL) == set(KEYS), f"a checkpoint has the keys {KEYS}"
     try:
         tensors = Tensors()
-        metadata = _metadata(contents, tensors)
+        metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
         with _replacing(path) as temporary, temporary.open("wb") as file:
             layout.write(file, str(contents["format"]), metadata, tensors.by_name)
             file.flush()
@@ -110,7 +111,7 @@ def write_together(path: Path, contents: dict[str, Any], channel: Channel) -> No
         tensors, plans = Tensors(), list[layout.Plan]()
 
         def begin() -> Any:
-            metadata = _metadata(contents, tensors)
+            metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
             if not ranks.first:
                 return None
             plans.append(layout.Plan(str(contents["format"]), metadata, tensors.by_name))
@@ -166,12 +167,6 @@ def _replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):  # also there where both names are one file: then replacing does nothing
             temporary.unlink()
-
-
-def _metadata(contents: dict[str, Any], tensors: Tensors) -> dict[str, str]:
-    """The texts of the metadata; tensors go to `tensors`, one that several parts have under the name in the first."""
-    keys = [key for key in ("model", *OPTIONAL, *KEYS[2:]) if key in contents]
-    return {key: _text(key, contents[key], tensors) for key in keys}
 
 
 def _text(key: str, value: Any, tensors: Tensors) -> str:

@@ -71,10 +71,9 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
 
 
 def loss_of(contents: dict[str, Any], kind: str, config: Train, loss: nn.Module) -> dict[str, Any]:
-    """A state dict for a loss beside the weights of a kind, see `weights_of`.
+    """A state dict for a loss beside the weights of a kind; what the checkpoint lacks, as older ones do, is as the loss has it.
 
-    Of a loss that `config` changes, the checkpoint's parameters are taken and buffers are those of the config. A checkpoint of
-    a loss without tensors, or of an older version, changes nothing.
+    Of a loss that `config` changes, only the parameters are the checkpoint's.
     """
     saved = (contents if kind == "raw" else contents["averaged"]).get("loss") or {}
     if stored.load(contents["config"], "").get("loss") != stored.load(stored.dump(config), "").get("loss"):

@@ -324,10 +324,8 @@ def _measure(
         total = total + pixels.sum(dim=(0, 2, 3))
         squares = squares + pixels.square().sum(dim=(0, 2, 3))
     if not count:
-        problem = "none of the samples of 'train' on which data.normalize is measured can be read"
-        raise UserError(
-            "data.dataset", problem, "files that can be read, or data.normalize.mean and data.normalize.std"
-        )
+        allowed = "samples that can be read, or data.normalize.mean and data.normalize.std"
+        raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read", allowed)
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     if not bool((mean + std).isfinite().all()):

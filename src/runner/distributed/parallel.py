@@ -29,9 +29,7 @@ class ParallelStep:
     mean loss by its share of the samples, so batches that the ranks do not divide are exact too. With `retries`, a step may
     compute the same rows several times (`on_oom=split`), so the gradients are averaged once, after the last of them.
 
-    A model that is sharded averages its gradients itself, so it is called as it is.
-
-    Buffers are those of rank 0 at the begin of each window, as torch's module sends them around.
+    A model that is sharded averages its gradients itself, so it is called as it is. Buffers of a loss are those of rank 0.
 
     Args:
         state: model and loss, see `runner.engine.state.TrainState`.
@@ -49,8 +47,9 @@ class ParallelStep:
         self._learner = _Learner(state.model, state.loss, objective)
         self._find_unused, self._retries, self._sharded = find_unused, retries, is_sharded(state.model)
         if self._sharded and any(parameter.requires_grad for parameter in state.loss.parameters()):
-            allowed = "strategy=ddp, or a loss without parameters"
-            raise UserError("loss", "has parameters, whose gradients strategy=fsdp does not average", allowed)
+            raise UserError(
+                "loss", "has parameters, which strategy=fsdp does not train", "strategy=ddp, or another loss"
+            )
         self._masks = SharedMasks()
         self._norms = [module for module in self._model.modules() if isinstance(module, GlobalBatchNorm)]
         self._parallel: DistributedDataParallel | None = None

@@ -164,9 +164,7 @@ def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        described = RuntimeError(f"{type(error).__name__}: {error}")
-        described.__cause__ = error  # which rank 0 shows, and which is not sent
-        return described
+        return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
     return error
 
 

@@ -165,7 +165,7 @@ class Loop:
             method(self)
             late = self.stop_reason and not self.stopping and self._evaluated_at != self.state.position.global_step
             if late and self._evaluation_due():
-                # This callback requested the end after the decision whether to evaluate; the others have yet to save.
+                # A callback requested the end after the decision whether to evaluate; others have yet to save.
                 self.state.position.evaluation_due = True
                 self._evaluate_if_due()
         if self.stopping:

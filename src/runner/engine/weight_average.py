@@ -178,10 +178,8 @@ class AveragedModel:
 
     def _averages(self, module: nn.Module) -> dict[str, Any]:
         """A state dict of model or loss with averages."""
-        places = self._names(module).items()
-        return module.state_dict() | {
-            n: with_part(self._average[place], self._parameters[place]) for n, place in places
-        }
+        pairs = [(name, self._average[place], self._parameters[place]) for name, place in self._names(module).items()]
+        return module.state_dict() | {name: with_part(average, weight) for name, average, weight in pairs}
 
     def _names(self, module: nn.Module) -> dict[str, int]:
         """The place of each averaged weight by its names in a state dict of model or loss."""
@@ -189,10 +187,7 @@ class AveragedModel:
         return {name: self._places[id(value)] for name, value in named if id(value) in self._places}
 
     def state_dict(self) -> dict[str, Any]:
-        """Kind, number of updates, averaged weights by name (None before the first), and whether BatchNorm is calibrated.
-
-        `loss` has those of a loss with tensors.
-        """
+        """Kind, number of updates, averaged weights by name (None before the first), whether BatchNorm is calibrated; the loss."""
         weights = self.weights() if self.begun else None
         state = {"kind": self.kind, "updates": self.updates, "calibrated": self._calibrated, "weights": weights}
         loss = self._averages(self._loss) if self.begun else {}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from runner.build.hardware import set_switches
 from runner.checkpoint import resume, rng
 from runner.checkpoint.find import LoadedCheckpoint
-from runner.checkpoint.weights import loss_of
 from runner.config.schema.verbs import Audit
 from runner.data.loaders import Batch
 from runner.engine.loop import Loop
@@ -47,9 +46,7 @@ class Side:
         self._recomputes = is_switched_on()
         if found:
             # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.
-            contents = copy.deepcopy(found.contents)
-            contents["loss"] = loss_of(contents, "raw", config, training.state.loss)
-            resume.restore(found._replace(contents=contents), training.state, {})
+            resume.restore(found._replace(contents=copy.deepcopy(found.contents)), training.state, {})
         training.state.position.evaluation_due = False
         self.names = {parameter: name for name, parameter in training.state.named_parameters()}
         self.epoch = 0  # of the latest batch
