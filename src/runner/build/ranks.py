@@ -189,7 +189,8 @@ def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
         return
     own = {"a different version of torch": torch.__version__, "different data": _digest(repr(fingerprint))}
     own |= {"a different config": _digest(stored.dump(run.config))}
-    own |= {} if is_sharded(run.model) else {_WEIGHTS: weights_sha256(run.model.state_dict())}
+    loss = {f"loss/{name}": tensor for name, tensor in run.state.loss.state_dict().items()}
+    own |= {_WEIGHTS: weights_sha256(loss | ({} if is_sharded(run.model) else run.model.state_dict()))}
     _require_same(own, world)
 
 

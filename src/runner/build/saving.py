@@ -15,6 +15,7 @@ from runner.checkpoint import file, resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
+from runner.checkpoint.weights import loss_of
 from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build
@@ -93,10 +94,11 @@ class Saving:
     def begin(self, loop: Loop) -> None:
         """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it."""
         state, folder = loop.state, self._record.directory.checkpoints
-        trained = {name for name, _ in state.model.named_parameters()}
+        trained = {name for name, _ in state.named_parameters()}
+        of_loss = {f"loss.{name}": tensor for name, tensor in state.loss.state_dict().items()}
         self._by_design = {
             name
-            for name, tensor in state.model.state_dict().items()
+            for name, tensor in (state.model.state_dict() | of_loss).items()
             if name not in trained and tensor.is_floating_point() and not bool(tensor.isfinite().all())
         }
         weights = size_of(state.model.state_dict())
@@ -121,7 +123,8 @@ class Saving:
         `continued` says whether the checkpoint lies in this run's own directory.
         """
         state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
-        resume.restore(found, state, self._callbacks)
+        saved = loss_of(found.contents, "raw", self._run.config, state.loss)
+        resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
         warnings, path, best, step = [], found.path.resolve(), state.best, state.position.global_step
         if best is not None and (best.metric, best.mode) != monitor:
             now = f"{monitor.metric} ({monitor.mode})"
@@ -224,7 +227,8 @@ class Saving:
 
     def _not_finite(self, contents: dict[str, Any]) -> str:
         """See `not_finite`; of what all ranks have, if they save together."""
-        name = not_finite({key: only_local(contents[key]) for key in ("model", "optimizer")}, self._by_design)
+        found = {key: only_local(contents.get(key)) for key in ("model", "loss", "optimizer")}
+        name = not_finite(found, self._by_design)
         return next(filter(None, self._channel.gather(name)), "") if self._channel else name
 
     def __enter__(self) -> Saving:

@@ -50,6 +50,7 @@ def _is_average(value: Any) -> bool:
         and value.get("kind") in ("ema", "swa")
         and _is_count(value.get("updates"))
         and _or_none(_is_state_dict)(value.get("weights", 0))
+        and _is_state_dict(value.get("loss", {}))
         and type(value.get("calibrated", True)) is bool
     )
 
@@ -83,7 +84,7 @@ _STEPS = (_list(_is(int)), "a list of steps")
 # What a value at a place has to be, in this order; where the place ends with a question mark, it need not be there.
 _RULES: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "rng", "position", "metrics"), _MAPPING),
-    "model": (_is_state_dict, "tensors by name"),
+    **dict.fromkeys(("model", "loss?"), (_is_state_dict, "tensors by name")),
     "versions": _MAPPING,
     "config": _TEXT,
     "classes": (_list(_is(str)), "a list of names"),

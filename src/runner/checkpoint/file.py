@@ -32,6 +32,8 @@ KEYS = (
     "format", "model", "optimizer", "scheduler", "scaler", "averaged", "rng", "position", "config", "classes", "metrics",
     "versions",
 )  # fmt: skip
+OPTIONAL = ("loss",)  # of a loss with tensors
+_ORDER = ("model", *OPTIONAL, *KEYS[2:])  # a tensor that several parts have is stored under its name in the first
 
 
 def _from_format_1(contents: dict[str, Any]) -> dict[str, Any]:
@@ -59,16 +61,16 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 
     Args:
         path: target; an older file there is replaced only once the new one is complete.
-        contents: tensors and plain containers under `KEYS`.
+        contents: tensors and plain containers under `KEYS` and `OPTIONAL`.
 
     Raises:
         UserError: if it cannot be written, or holds what could not be read back; nothing is left behind and the older
             file is untouched.
     """
-    assert set(contents) == set(KEYS), f"a checkpoint has exactly the keys {KEYS}"
+    assert set(contents) - set(OPTIONAL) == set(KEYS), f"a checkpoint has the keys {KEYS}"
     try:
         tensors = Tensors()
-        metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]}
+        metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
         with _replacing(path) as temporary, temporary.open("wb") as file:
             layout.write(file, str(contents["format"]), metadata, tensors.by_name)
             file.flush()
@@ -109,7 +111,7 @@ def write_together(path: Path, contents: dict[str, Any], channel: Channel) -> No
         tensors, plans = Tensors(), list[layout.Plan]()
 
         def begin() -> Any:
-            metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]}
+            metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
             if not ranks.first:
                 return None
             plans.append(layout.Plan(str(contents["format"]), metadata, tensors.by_name))
@@ -267,7 +269,7 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
     if len(set().union(*named.values())) < len(header.tensors):
         raise layout.Damaged("is not a checkpoint of runner's: it has tensors that belong to no part")
     contents = _migrated({"format": header.format, **contents}, path)
-    keys = values if parts is None else parts(contents)
+    keys = [key for key in (values if parts is None else parts(contents)) if key in values]
     needed = set[str]().union(*(named[key] for key in keys))
     left = set[str]()
     if later:
@@ -301,7 +303,7 @@ def _migrated(contents: Any, path: Path) -> dict[str, Any]:
     # A newer format may have other keys, and is not damage: looked at first, so that no older file is taken instead.
     written = contents.get("format") if isinstance(contents, dict) else None
     _refuse_newer(written, path)
-    if not isinstance(contents, dict) or set(contents) != set(KEYS):
+    if not isinstance(contents, dict) or set(contents) - set(OPTIONAL) != set(KEYS):
         raise layout.Damaged(f"is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
     if type(written) is not int or written < 1:
         raise layout.Damaged("is not a checkpoint of runner's: its format is not a number from 1 on")

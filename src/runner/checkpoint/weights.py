@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.checkpoint import find, pickles
 from runner.checkpoint.file import Parts, is_checkpoint
+from runner.config import stored
 from runner.config.errors import UserError, first_line
 from runner.config.reading import open_regular
+from runner.config.schema.train import Train
 from runner.config.schema.verbs import Weights as Which
 from runner.distributed.sharding import whole
 
@@ -68,12 +70,23 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
     return contents["model"], "raw"
 
 
+def loss_of(contents: dict[str, Any], kind: str, config: Train, loss: nn.Module) -> dict[str, Any]:
+    """A state dict for a loss beside the weights of a kind; what the checkpoint lacks, as older ones do, is as the loss has it.
+
+    Of a loss that `config` changes, only the parameters are the checkpoint's.
+    """
+    saved = (contents if kind == "raw" else contents["averaged"]).get("loss") or {}
+    if stored.load(contents["config"], "").get("loss") != stored.load(stored.dump(config), "").get("loss"):
+        saved = {name: saved[name] for name, _ in loss.named_parameters() if name in saved}
+    return loss.state_dict() | saved
+
+
 def part_with(which: Which = "auto") -> Parts:
-    """The part of a checkpoint that `weights_of` takes: all that is read of a file to use its weights."""
+    """The parts of a checkpoint that `weights_of` and `loss_of` take: all that is read of a file to use its weights."""
 
     def part(contents: dict[str, Any]) -> tuple[str, ...]:
         try:
-            return ("model" if weights_of(contents, which)[1] == "raw" else "averaged",)
+            return ("model", "loss") if weights_of(contents, which)[1] == "raw" else ("averaged",)
         except UserError:  # raised again by whoever takes them
             return ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,6 +101,7 @@ class TrainState:
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: AveragedModel | None = None
+    loss: nn.Module = field(default_factory=nn.Identity)  # one with tensors of its own; any other has nothing to train
     freezing: Freezing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +111,11 @@ class TrainState:
         """Put the model into training mode for the next step, except for what is frozen."""
         self.freezing.train(self.position)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of the model, and those of the loss as `loss.NAME`."""
+        yield from self.model.named_parameters()
+        yield from self.loss.named_parameters("loss")
+
     def set_learning_rate(self) -> None:
         """Set each group's learning rate for the next step."""
         factor = self.schedule.factor(self.position.global_step)
@@ -117,8 +123,9 @@ class TrainState:
             group["lr"] = group["initial_lr"] * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain containers under the names that a checkpoint has."""
-        return {
+        """Tensors and plain containers under the names that a checkpoint has; `loss` only if it has tensors."""
+        loss = self.loss.state_dict()
+        return ({"loss": loss} if loss else {}) | {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.schedule.state_dict(),
@@ -135,6 +142,8 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; `ValueError` if weights or optimizer groups do not match."""
         load_weights(self.model, state["model"])
+        if saved := state.get("loss"):
+            load_weights(self.loss, saved, "loss")
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"])
@@ -150,11 +159,12 @@ class TrainState:
 
 
 def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:
-    """Name of the first tensor in the state dicts `model` and `optimizer` that is not finite, or ""; waits for the device.
+    """Name of the first tensor in the state dicts `model`, `loss` and `optimizer` that is not finite, or ""; waits for the device.
 
-    Tensors of the model that are `by_design` never finite, such as a mask of infinities, do not count.
+    Tensors of model and loss that are `by_design` never finite, such as a mask of infinities, do not count.
     """
-    found = [*named_tensors(contents["model"]), *named_tensors(contents["optimizer"], "optimizer")]
+    found = list(named_tensors(contents["model"]))
+    found += [named for part in ("loss", "optimizer") for named in named_tensors(contents.get(part), part)]
     named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in by_design]
     if not named:
         return ""
@@ -163,8 +173,8 @@ def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> 
     return "" if bool(flags.all()) else named[int(flags.int().argmin())][0]
 
 
-def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load a complete state dict; `ValueError` names the first tensors that do not fit."""
+def load_weights(model: nn.Module, weights: dict[str, Any], what: str = "model") -> None:
+    """Load a complete state dict; `ValueError` names the first tensors that do not fit, and `what` they do not fit."""
     own = model.state_dict()
     problems = {
         "missing": [name for name in own if name not in weights],
@@ -176,7 +186,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
         ],
     }
     if any(problems.values()):
-        raise ValueError(f"the checkpoint's tensors are not those of this model: {list_problems(problems)}")
+        raise ValueError(f"the checkpoint's tensors are not those of this {what}: {list_problems(problems)}")
     # Some models, such as MNASNet, refuse a state dict without version metadata, which a checkpoint does not keep.
     own.update({name: divided_like(value, own[name]) for name, value in weights.items()})
     model.load_state_dict(own)

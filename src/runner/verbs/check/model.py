@@ -122,7 +122,7 @@ def optimizer_parameters(context: CheckContext) -> Result:
     """Trainable parameters that the optimizer does not have."""
     groups = context.training.state.optimizer.param_groups
     known = {id(parameter) for group in groups for parameter in group["params"]}
-    trainable = [(name, p) for name, p in context.model.named_parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in context.training.state.named_parameters() if p.requires_grad]
     missing = [name for name, parameter in trainable if id(parameter) not in known]
     what, fix = f"of {len(trainable)} are in no parameter group", "pass all parameters on to the optimizer"
     return none_of(missing, what, fix, f"all {len(trainable)} are in its {amount(len(groups), 'group')}")
@@ -279,9 +279,9 @@ def unregistered_parameters(context: CheckContext) -> Result:
     known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
     graph = context.loss()  # keeps the tensors alive, so no two have one identity
     found = [each for each in _graph_leaves(graph) if id(each) not in known]
-    of_loss = loss.named_parameters() if isinstance(loss, nn.Module) and found else ()
-    names = {id(each): f"loss.{name}" for name, each in of_loss}
-    for place, module in model.named_modules() if found else ():
+    names: dict[int, str] = {}
+    modules = [*model.named_modules(), *(loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ())]
+    for place, module in modules if found else ():
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for name, tensor in _nested_tensors(value, f"{place}.{key}" if place else key):
