@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -326,14 +328,47 @@ def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, co
         assert values["name"] == name
 
 
-@pytest.mark.parametrize("key", ["threads", "data.num_workers"])
-def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, original, compose) -> None:
-    section, _, last = key.rpartition(".")
-    (original[section] if section else original)[last] = 10**6
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("threads", 10**6), ("devices", 10**6), ("devices", list(range(2000))), ("max_restarts", 10**9),
+        ("data.num_workers", 10**6), ("data.prefetch", 10**6), ("data.split.folds", 10**9), ("data.image_size", 10**6),
+        ("epochs", 10**15), ("model.dropout", 1e9), ("model.hidden", [3, 10**9]),
+        ("transform.eval", [{"_target_": "torchvision.transforms.Resize", "size": 10**9}]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, given: Any, original, compose) -> None:
+    *sections, last = key.split(".")
+    functools.reduce(dict.__getitem__, sections, original)[last] = given
     text = stored.dump(original)
-    with pytest.raises(ConfigError, match=f"{key}: cannot be 1000000, as it comes from a file"):
+    with pytest.raises(ConfigError, match=rf"{key}[\w.]*: cannot be .*, as it comes from a file"):
         merge_with_checkpoint(text, "c.pt", compose())
-    assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
+    if "." not in key or key.startswith("data"):
+        assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
+
+
+def test_loggers_that_may_send_elsewhere_come_from_the_command_line_alone(original, compose) -> None:
+    trackers = "runner.tracking.trackers.loggers"
+    original["logger"] = {
+        "csv": {"_target_": "runner.tracking.loggers.Csv"},
+        "mlflow": {"_target_": f"{trackers}.MLflow", "tracking_uri": "http://other", "experiment": "other"},
+        "own": {"_target_": "my_package.Logger", "url": "http://other"},
+    }
+    text = stored.dump(original)
+
+    def loggers(*words: str) -> dict[str, Any]:
+        return merge_with_checkpoint(text, "c.pt", compose(*words))[0]["logger"]
+
+    assert list(loggers()) == ["csv"]
+    assert loggers("logger=mlflow")["mlflow"]["tracking_uri"] is None
+    given = loggers("logger.mlflow.wait_s=1")  # which does not bring the rest back
+    assert given["mlflow"] == {"wait_s": 1}
+    own = dataclasses.replace(
+        compose(), values=compose().values | {"logger": compose("logger=mlflow").values["logger"]}
+    )
+    taken = merge_with_checkpoint(text, "c.pt", own)[0]["logger"]["mlflow"]
+    assert (taken["tracking_uri"], taken["experiment"]) == (None, None), "the user's config folder has this logger"
 
 
 def test_a_file_cannot_have_data_fetched(original, compose) -> None:

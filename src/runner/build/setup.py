@@ -11,6 +11,7 @@ from runner.config import slurm
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
+from runner.config.keys import key_of, within
 from runner.config.reading import read_overrides, read_summary
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
@@ -50,6 +51,16 @@ def resolve(composition: Composition) -> Setup:
     if composition.values.get("lr") == "auto" and again is None:
         rate = config.optimizer.get("lr")
         found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
+    # Where a run sends to is for the command line to say.
+    gone = dict.fromkeys(key.split(".")[1] for key, _, _ in differences if key.startswith("logger."))
+    gone = [name for name in gone if name not in config.logger]
+    if gone and not any(key_of(word) == "logger" for word in composition.overrides):
+        hidden = ("logger", *(f"logger.{name}" for name in gone))
+        differences = [each for each in differences if each[0] not in hidden and not within(each[0], hidden[1:])]
+        which = ", ".join(gone[:3])
+        found.warnings.append(
+            f"logger: {which} not taken from the checkpoint; logger={gone[0]} on the command line logs there"
+        )
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
     return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])

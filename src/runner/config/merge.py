@@ -1,6 +1,6 @@
 """The config of a checkpoint with the command line on top.
 
-Whom to trust, where to read and write, and how long to run come from the command line only, never from a checkpoint.
+Whom to trust, where to read, write and send, and how long to run come from the command line only, never from a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,11 +36,21 @@ FACTS: dict[str, tuple[str, ...]] = {
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
 
-_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", *keys.OF_THE_SWEEP)
+_OF_THE_CALL = (
+    "trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", "dry_run", "slurm", *keys.OF_THE_SWEEP
+)  # fmt: skip
 # Fetching writes to disk, so the command line decides.
 _FETCHING = ("data.download", "data.dataset.download", "data.mirror", "data.dataset.mirror")
-_MOST = 1024  # threads or processes that a file may ask for
+# The largest numbers, and the most items of a list, that a file may have in these sections. They multiply processes, memory
+# or time. How large a model can be in all is bounded where it is built.
+_MOST = {
+    "devices": 1024, "threads": 1024, "max_restarts": 1024, "fsdp.replicas": 1024, "dist.timeout_s": 10**6, "epochs": 10**7,
+    "max_steps": 10**12, "accumulate": 2**20, "data.num_workers": 128, "data.prefetch": 128, "data.image_size": 2**14,
+    "data.batch_size": 2**20, "evaluate.batch_size": 2**20, "data.split.folds": 10**4, "checkpoint.keep": 10**4,
+    "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
+}  # fmt: skip
 _LONGEST_NAME = 200
+_LOCAL_LOGGERS = ("runner.tracking.loggers",)  # write into the run directory alone
 
 
 def merge_with_checkpoint(
@@ -54,7 +64,7 @@ def merge_with_checkpoint(
         ConfigError: if the file names something to build that is neither allowed nor trusted.
     """
     original = stored.load(text, where)
-    values = stored.overlay(original, composition)
+    values = stored.overlay(original | {"logger": _local_loggers(original, composition)}, composition)
     _keep_found(original, values, composition)
     rate = values.get("lr")
     if isinstance(rate, int | float) and rate is not True and rate > 0 and not two_rates(values, composition.overrides):
@@ -67,6 +77,18 @@ def merge_with_checkpoint(
     _fetch_nothing(original, composition.values)  # which is no change of the user's
     changed = stored.differences(original, values)
     return values, [found for found in changed if not keys.within(found[0], (*_OF_THE_CALL[2:], *_FETCHING))]
+
+
+def _local_loggers(original: dict[str, Any], composition: Composition) -> dict[str, Any]:
+    """The loggers of a file that write into the run directory; of those that may send elsewhere, the user's own settings."""
+    found, own = dict[str, Any](), composition.values["logger"]
+    for name, node in _at(original, "logger").items():
+        target = str(node.get("_target_")) if isinstance(node, dict) else ""
+        if keys.within(target, _LOCAL_LOGGERS):
+            found[name] = node
+        elif isinstance(own.get(name), dict) and own[name].get("_target_") == target:
+            found[name] = copy.deepcopy(own[name])
+    return found
 
 
 def _at(values: dict[str, Any], key: str) -> dict[str, Any]:
@@ -109,12 +131,13 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
     if name != str(composed["name"]) and not (inside and len(name) <= _LONGEST_NAME):
         allowed = "a short name without .. and control characters, given on the command line: name=..."
         problems.append(Problem("name", f"cannot be {shown(name)}", allowed))
-    own, after = keys.flatten(composed), keys.flatten(values)
-    for key in ("threads", "data.num_workers"):
-        number = after.get(key)
-        if isinstance(number, int) and number > _MOST and number != own.get(key):
-            message = f"cannot be {number}, as it comes from a file"
-            problems.append(Problem(key, message, f"{_MOST}, or {key}=... on the command line"))
+    for section, most in _MOST.items():
+        for key, value in keys.walk(keys.at(values, section), section):
+            number = len(value) if isinstance(value, list) else value
+            if isinstance(number, int | float) and number > most and value != keys.at(composed, key):
+                what = f"{len(value):,} items" if isinstance(value, list) else shown(value)
+                message = f"cannot be {what}, as it comes from a file"
+                problems.append(Problem(key, message, f"at most {most:,}, or {key}=... on the command line"))
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
     problems += [Problem(*wrong, origin="trust") for wrong in not_packages(trust)]
     # The command line allows a target only in the section that names it: a data set is no loss.
