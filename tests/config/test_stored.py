@@ -348,27 +348,24 @@ def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, given: A
         assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
 
 
-def test_loggers_that_may_send_elsewhere_come_from_the_command_line_alone(original, compose) -> None:
-    trackers = "runner.tracking.trackers.loggers"
+def test_loggers_that_may_send_elsewhere_come_from_the_command_line_alone(original, compose, monkeypatch) -> None:
+    monkeypatch.setenv("RUNNER_TRUST", "yaml")
     original["logger"] = {
         "csv": {"_target_": "runner.tracking.loggers.Csv"},
-        "mlflow": {"_target_": f"{trackers}.MLflow", "tracking_uri": "http://other", "experiment": "other"},
-        "own": {"_target_": "my_package.Logger", "url": "http://other"},
+        "mlflow": {"_target_": "runner.tracking.trackers.loggers.MLflow", "tracking_uri": "http://other"},
+        "own": {"_target_": "yaml.YAMLObject", "url": "http://other"},
     }
     text = stored.dump(original)
 
-    def loggers(*words: str) -> dict[str, Any]:
-        return merge_with_checkpoint(text, "c.pt", compose(*words))[0]["logger"]
+    def loggers(*words: str, **values: Any) -> dict[str, Any]:
+        line = compose(*words)
+        return merge_with_checkpoint(text, "c.pt", dataclasses.replace(line, values=line.values | values))[0]["logger"]
 
     assert list(loggers()) == ["csv"]
+    assert list(loggers("logger.mlflow.wait_s=1")) == ["csv"], "a part of it does not bring the rest back"
     assert loggers("logger=mlflow")["mlflow"]["tracking_uri"] is None
-    given = loggers("logger.mlflow.wait_s=1")  # which does not bring the rest back
-    assert given["mlflow"] == {"wait_s": 1}
-    own = dataclasses.replace(
-        compose(), values=compose().values | {"logger": compose("logger=mlflow").values["logger"]}
-    )
-    taken = merge_with_checkpoint(text, "c.pt", own)[0]["logger"]["mlflow"]
-    assert (taken["tracking_uri"], taken["experiment"]) == (None, None), "the user's config folder has this logger"
+    in_folder = loggers(logger=compose("logger=mlflow").values["logger"])
+    assert (list(in_folder), in_folder["mlflow"]["tracking_uri"]) == (["csv", "mlflow"], None)
 
 
 def test_a_file_cannot_have_data_fetched(original, compose) -> None:

@@ -64,7 +64,7 @@ def merge_with_checkpoint(
         ConfigError: if the file names something to build that is neither allowed nor trusted.
     """
     original = stored.load(text, where)
-    values = stored.overlay(original | {"logger": _local_loggers(original, composition)}, composition)
+    values = stored.overlay(original, composition)
     _keep_found(original, values, composition)
     rate = values.get("lr")
     if isinstance(rate, int | float) and rate is not True and rate > 0 and not two_rates(values, composition.overrides):
@@ -74,17 +74,19 @@ def merge_with_checkpoint(
     _fetch_nothing(values, composition.values)
     if problems := _refused(values, composition, builds):
         raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
+    if "logger" in values:
+        values["logger"] = _own_loggers(_at(values, "logger"), composition.values["logger"])
     _fetch_nothing(original, composition.values)  # which is no change of the user's
     changed = stored.differences(original, values)
     return values, [found for found in changed if not keys.within(found[0], (*_OF_THE_CALL[2:], *_FETCHING))]
 
 
-def _local_loggers(original: dict[str, Any], composition: Composition) -> dict[str, Any]:
-    """The loggers of a file that write into the run directory; of those that may send elsewhere, the user's own settings."""
-    found, own = dict[str, Any](), composition.values["logger"]
-    for name, node in _at(original, "logger").items():
-        target = str(node.get("_target_")) if isinstance(node, dict) else ""
-        if keys.within(target, _LOCAL_LOGGERS):
+def _own_loggers(loggers: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The loggers that write into the run directory; of those that may send elsewhere, the ones that the user has, too."""
+    found = dict[str, Any]()
+    for name, node in loggers.items():
+        target = node.get("_target_") if isinstance(node, dict) else None
+        if keys.within(str(target), _LOCAL_LOGGERS):
             found[name] = node
         elif isinstance(own.get(name), dict) and own[name].get("_target_") == target:
             found[name] = copy.deepcopy(own[name])
