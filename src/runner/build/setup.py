@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,14 +53,11 @@ def resolve(composition: Composition) -> Setup:
         rate = config.optimizer.get("lr")
         found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
     # Where a run sends to is for the command line to say.
-    gone = dict.fromkeys(key.split(".")[1] for key, _, _ in differences if key.startswith("logger."))
-    gone = [name for name in gone if name not in config.logger]
-    if gone and not any(key_of(word) == "logger" for word in composition.overrides):
-        hidden = ("logger", *(f"logger.{name}" for name in gone))
-        differences = [each for each in differences if each[0] not in hidden and not within(each[0], hidden[1:])]
-        which = ", ".join(gone[:3])
+    gone = [key[:-9] for key, _, now in differences if now == "-" and re.fullmatch(r"logger\.[^.]+\._target_", key)]
+    if gone and "logger" not in map(key_of, composition.overrides):
+        differences = [each for each in differences if each[0] != "logger" and not within(each[0], gone)]
         found.warnings.append(
-            f"logger: {which} not taken from the checkpoint; logger={gone[0]} on the command line logs there"
+            f"{', '.join(gone[:3])}: not taken from the checkpoint; logger=... on the command line sets it"
         )
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
