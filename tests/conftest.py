@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import extras
 import forked
 import pytest
 from composition_cache import install
@@ -75,11 +76,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not PROGRAM.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("program")
+        for marker in item.iter_markers("extra"):
+            if not extras.installed(name := marker.kwargs["name"]):
+                item.add_marker(pytest.mark.skip(reason=f"the extra [{name}] is not installed"))
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if needing and not _has_gpu():
         for item in needing:
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the tests that were skipped because an extra is not installed."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    for name in extras.PACKAGES:
+        if count := sum(f"the extra [{name}] is not installed" in reason for reason in reasons):
+            terminalreporter.write_line(f"{count} tests skipped: pip install -e '.[{name}]' to run them")
 
 
 def _has_gpu() -> bool:

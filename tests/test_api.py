@@ -280,7 +280,9 @@ def test_the_code_of_the_page_runs(workdir: Path) -> None:
 
 
 def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    import nbclient
+    import nbformat
+
     notebook = nbformat.read(DOCS / "tutorial" / "first_model.ipynb", as_version=4)
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     with warnings.catch_warnings():

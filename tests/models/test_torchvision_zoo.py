@@ -224,7 +224,7 @@ def test_trained_weights_are_fitted_frozen_and_said_to_be(
     assert all(torch.equal(last[name], stored[name]) for name in trunk), "weights and statistics are those of the file"
     row = next(line for line in result.out.splitlines() if line.startswith("  images"))
     assert "224 pixels, mean 0.485, 0.456, 0.406" in row
-    assert "(as the trained weights of the model want them, but for data.image_size)" in row
+    assert "(from the pretrained weights, except data.image_size)" in row
     evaluated = run("eval", f"ckpt_path={result.directory}", "split=val", "threads=1")
     assert evaluated.status == 0, evaluated.err
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from extras import PACKAGES, needs
 from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
@@ -23,9 +24,8 @@ from runner.verbs.export import formats
 
 CALL = ("export", "threads=1")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
-HAVE = all(importlib.util.find_spec(name) for name in NEEDED)
-with_packages = pytest.mark.skipif(not HAVE, reason="the extra [export] is not installed")
+NEEDED = PACKAGES["export"]
+with_packages = needs("export")
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +212,9 @@ def test_what_a_untrusted_names_is_not_built(run: Callable[..., Any], trained: P
     assert "its package is not trusted" in result.err
 
 
-@pytest.mark.parametrize("name", ["torch_export", "safetensors", "torchscript", *(["onnx"] if HAVE else [])])
+@pytest.mark.parametrize(
+    "name", ["torch_export", "safetensors", "torchscript", pytest.param("onnx", marks=needs("export"))]
+)
 def test_a_file_that_the_disk_refuses_is_a_sentence_and_leaves_nothing(
     name: str, run: Callable[..., Any], trained: Path
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from extras import needs
 from PIL import EpsImagePlugin, Image
 
 from runner.checkpoint.file import read, write
@@ -302,8 +303,10 @@ def test_the_likeliest_classes_come_first_and_probabilities_add_up(predict: Call
     assert sum(row["probabilities"]) == pytest.approx(1)
 
 
+@needs("parquet")
 def test_the_three_formats_hold_the_same_rows(run: Callable[..., Any], trained: Path, photos: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import parquet
+
     words = (*CALL, f"ckpt_path={trained}", "input=photos", "probabilities=true", "evaluate.batch_size=10")
     for name in ("rows.csv", "rows.jsonl", "rows.parquet"):
         assert run(*words, f"output={name}").status == 0

@@ -92,7 +92,7 @@ def _class(node: dict[str, Any]) -> str:
 
 
 def _preferred(config: Train, channels: int) -> list[Row]:
-    """Whether images are prepared as the trained weights of the model want them."""
+    """The image size and normalisation of the pretrained weights, if the model has any."""
     wanted = preferred_data(config.model, grey=channels == 1)
     if not wanted:
         return []
@@ -102,8 +102,8 @@ def _preferred(config: Train, channels: int) -> list[Row]:
     statistics = wanted.get("normalize", {}).items()
     parts = [f"{wanted['image_size']} pixels"] if "image_size" in wanted else []
     parts += [f"{name} {', '.join(f'{value:.4g}' for value in values)}" for name, values in statistics]
-    reason = "as the trained weights of the model want them"
-    return [("images", ", ".join(parts), f"{reason}, but for {' and '.join(own)}" if own else reason)]
+    reason = "from the pretrained weights"
+    return [("images", ", ".join(parts), f"{reason}, except {' and '.join(own)}" if own else reason)]
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[Row]:

@@ -17,7 +17,7 @@ def post_mortem(error: BaseException) -> None:
         return
     while error.__cause__ is not None:  # errors of user code are wrapped in ours
         error = error.__cause__
-    print(f"post_mortem: {type(error).__name__}: {error} (q leaves, h helps)", file=sys.stdout, flush=True)
+    print(f"post_mortem: {type(error).__name__}: {error} (q to quit, h for help)", file=sys.stdout, flush=True)
     tracer = sys.gettrace()  # of a debugger or a measurement of coverage, which goes on afterwards
     try:
         pdb.post_mortem(error.__traceback__)
