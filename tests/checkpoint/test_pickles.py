@@ -79,7 +79,7 @@ def test_a_large_header_of_small_values_takes_little_more_memory_than_the_file(
         path.write_bytes(forging.forged(contents(), metrics=many))
     with (
         Peak() as peak,
-        pytest.raises(DamagedCheckpoint, match="more values or more lists and mappings than runs save"),
+        pytest.raises(DamagedCheckpoint, match="more values, lists or mappings than runs save"),
     ):
         read(path)
     assert peak.mib < 100

@@ -140,14 +140,10 @@ def _of_bounded_size() -> Iterator[None]:
             problem = "needs more memory than is free" if free < 0 else f"has over {_MOST_TENSORS:,} tensors"
             raise UserError("model", problem, "a smaller one, of fewer or narrower layers")
 
-    register = nn.modules.module
-    hooks = [register.register_module_parameter_registration_hook(count)]
-    hooks.append(register.register_module_buffer_registration_hook(count))
-    try:
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(nn.modules.module.register_module_parameter_registration_hook(count).remove)
+        hooks.callback(nn.modules.module.register_module_buffer_registration_hook(count).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _check_targets(task: Task, splits: DataModule) -> None:

@@ -40,7 +40,6 @@ from runner.runtime.blocks import Block, named_blocks, repeated_blocks
 T = TypeVar("T", bound=Train)
 
 _TRIED = 32  # targets
-_PROCESSES = 8  # on the CPU, whatever its cores: enough to try a layout
 _WEIGHTS = "different initial weights"
 
 
@@ -119,7 +118,7 @@ def count_ranks(config: Train) -> int:
     if devices == "auto":
         return max(1, gpus)
     numbers = devices if isinstance(devices, list) else range(devices)
-    if not gpus and len(numbers) > (most := max(_PROCESSES, cores())):
+    if not gpus and len(numbers) > (most := max(8, cores())):  # a few can try a layout on any machine
         raise UserError("devices", f"asks for {len(numbers):,} processes on the CPU", f"at most {most}")
     if gpus and len(numbers) > 1 and max(numbers) >= gpus:
         raise UserError(

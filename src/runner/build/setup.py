@@ -57,7 +57,7 @@ def resolve(composition: Composition) -> Setup:
     if gone and "logger" not in map(key_of, composition.overrides):
         differences = [each for each in differences if each[0] != "logger" and not within(each[0], gone)]
         found.warnings.append(
-            f"{', '.join(gone[:3])}: not taken from the checkpoint; logger=... on the command line sets it"
+            f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it"
         )
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)

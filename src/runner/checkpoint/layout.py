@@ -91,7 +91,7 @@ class Plan:
         text += b" " * (-len(text) % 8)
         if len(text) > _LARGEST_HEADER or _too_dense(text):
             raise ValueError(
-                "what is saved beside tensors is more than 32 MiB, 1,048,576 values, or 262,144 lists and mappings"
+                "what is saved beside tensors is over 32 MiB, 1,048,576 values, or 262,144 lists and mappings"
             )
         return len(text).to_bytes(8, "little") + text
 
@@ -214,9 +214,7 @@ def read_header(file: BinaryIO) -> Header:
     if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
         raise Damaged("its contents do not fit its checksum (header): the file is damaged")
     if _too_dense(data):
-        raise Damaged(
-            "is not a checkpoint of runner's: its header has more values or more lists and mappings than runs save"
-        )
+        raise Damaged("is not a checkpoint of runner's: its header has more values, lists or mappings than runs save")
     entries = json.loads(data[8:], object_pairs_hook=_unique)
     metadata = entries.pop("__metadata__")
     if not all(isinstance(text, str) for text in metadata.values()):

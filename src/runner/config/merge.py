@@ -50,7 +50,6 @@ _MOST = {
     "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
 }  # fmt: skip
 _LONGEST_NAME = 200
-_LOCAL_LOGGERS = ("runner.tracking.loggers",)  # write into the run directory alone
 
 
 def merge_with_checkpoint(
@@ -86,7 +85,7 @@ def _own_loggers(loggers: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]
     found = dict[str, Any]()
     for name, node in loggers.items():
         target = node.get("_target_") if isinstance(node, dict) else None
-        if keys.within(str(target), _LOCAL_LOGGERS):
+        if keys.within(str(target), ["runner.tracking.loggers"]):
             found[name] = node
         elif isinstance(own.get(name), dict) and own[name].get("_target_") == target:
             found[name] = copy.deepcopy(own[name])
@@ -138,8 +137,8 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
             number = len(value) if isinstance(value, list) else value
             if isinstance(number, int | float) and number > most and value != keys.at(composed, key):
                 what = f"{len(value):,} items" if isinstance(value, list) else shown(value)
-                message = f"cannot be {what}, as it comes from a file"
-                problems.append(Problem(key, message, f"at most {most:,}, or {key}=... on the command line"))
+                allowed = f"at most {most:,}, or {key}=... on the command line"
+                problems.append(Problem(key, f"cannot be {what}, as it comes from a file", allowed))
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
     problems += [Problem(*wrong, origin="trust") for wrong in not_packages(trust)]
     # The command line allows a target only in the section that names it: a data set is no loss.

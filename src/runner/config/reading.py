@@ -78,13 +78,10 @@ def _object(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and not _too_deep(found) else None
 
 
-def _too_deep(value: Any) -> bool:
+def _too_deep(value: Any, levels: int = _DEEPEST) -> bool:
     """Whether mappings and lists have more levels than a run writes, and than recursive functions should meet."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        items = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [item for some in items for item in some]
-    return bool(level)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(_too_deep(each, levels - 1) for each in inner)
 
 
 def read_overrides(folder: Path) -> list[str]:

@@ -23,8 +23,7 @@ _SECRET = re.compile(
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _PASSWORD_IN_URL = re.compile(r"""(?<=://)([^/\s:@'"]*):([^/\s'"]+)@""")
 _USER_IN_URL = re.compile(r"""(?<=http://|ttps://)([^/\s:@'"]+)@""")
-_QUERY = re.compile(r"""(?<=[?&#])([\w.\-]+)=([^&#;\s'"]+)""")
-_IN_QUERIES = ("token", "sig", "signature", "key")  # names that are secret in a URL alone
+_QUERY = re.compile(r"""(?i)(?<=[?&#])([\w.\-]*(?:password|secret|token|key|sig|signature))=([^&#;\s'"]+)""")
 # Begins where a name does and never backtracks: a text from a checkpoint may have a million letters.
 _NAME = re.compile(r"""(?<![\w.\-])([\w.\-]++)['"]?\s*[=:]\s*""")
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
@@ -47,9 +46,7 @@ def mask_text(text: str) -> str:
     if "://" not in text:
         return text
     text = _USER_IN_URL.sub(f"{MASK}@", _PASSWORD_IN_URL.sub(rf"\1:{MASK}@", text))
-    return _QUERY.sub(
-        lambda each: f"{each[1]}={MASK}" if each[1].lower() in _IN_QUERIES or is_secret(each[1]) else each[0], text
-    )
+    return _QUERY.sub(rf"\1={MASK}", text)
 
 
 def mask_word(word: str) -> str:

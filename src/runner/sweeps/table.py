@@ -67,12 +67,8 @@ def _write(sweep_dir: Path, rows: list[JobRow]) -> None:
     page = [f"# {sweep_dir.name}", "", *markdown_table(head, lines)]
     for row in rows:
         if row.failed:
-            page += [
-                "",
-                markdown_text(f"Job {row.job} {row.status}: {row.error}"),
-                f"- log: `{row.log}`",
-                f"- again: `{row.repeat}`",
-            ]
+            told = markdown_text(f"Job {row.job} {row.status}: {row.error}")
+            page += ["", told, f"- log: `{row.log}`", f"- again: `{row.repeat}`"]
     write_json(sweep_dir / "sweep.json", content)
     write_atomically(sweep_dir / "sweep.csv", csv_text(head, lines).encode())
     write_atomically(sweep_dir / "sweep.md", ("\n".join(page) + "\n").encode())

@@ -197,17 +197,16 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 
 def harmless(cell: object) -> object:
-    """A cell that no spreadsheet takes for a formula (CWE-1236): a text that begins like one begins with an apostrophe."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) and not is_number(cell) else cell
+    """A cell for CSV: a text that a spreadsheet would take for a formula (CWE-1236) begins with an apostrophe."""
+    text = isinstance(cell, str) and cell.startswith(_FORMULA) and cell != "-" and not is_number(cell)
+    return f"'{cell}" if text else cell
 
 
 def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table as CSV, without control characters and formulas; a lone `-` stands for no value."""
+    """A table as CSV, without control characters and formulas."""
     text = io.StringIO()
     cells = [[clean(cell) if isinstance(cell, str) else cell for cell in row] for row in (head, *rows)]
-    csv.writer(text, lineterminator="\n").writerows(
-        [cell if cell == "-" else harmless(cell) for cell in row] for row in cells
-    )
+    csv.writer(text, lineterminator="\n").writerows([harmless(cell) for cell in row] for row in cells)
     return text.getvalue()
 
 

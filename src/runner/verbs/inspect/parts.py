@@ -221,9 +221,9 @@ def errors(found: Inspection) -> None:
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:
             raise UserError(
-                "what", "errors are those of up to 2048 classes, which this task does not have", "the other parts"
+                "what", "errors are those of 2 to 2048 classes, and this task has others", "the other parts"
             )
-        found.skipped.append("errors: the task has no classes, or over 2048")
+        found.skipped.append("errors: the task has no classes, or over 2048 of them")
         return
     mistakes = mistakes_in(
         training, split_of(training.data, config.split), outputs, config.limit.eval_batches, config.samples
