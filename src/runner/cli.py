@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, UserError, file_error, nearest, too_many_files
+from runner.config.errors import FAILED, OK, UserError, beyond_limit, file_error, nearest
 from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, UserError) as error:
-        text = str(error) if isinstance(error, UserError) else too_many_files(error) or file_error(error)
+        text = str(error) if isinstance(error, UserError) else beyond_limit(error) or file_error(error)
         if not text:
             raise
         if os.environ.get("HYDRA_FULL_ERROR") == "1":

@@ -67,8 +67,8 @@ def test_small_weights_that_ask_for_gigabytes_are_refused_within_100_mib(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 @pytest.mark.parametrize("part", ["header", "text"])
-@pytest.mark.parametrize("item", ["[],", "{},"])
-def test_a_large_header_of_empty_containers_takes_little_more_memory_than_the_file(
+@pytest.mark.parametrize("item", ["[],", "{},", "777,"])
+def test_a_large_header_of_small_values_takes_little_more_memory_than_the_file(
     part: str, item: str, tmp_path: Path, contents: Callable[..., dict[str, Any]]
 ) -> None:
     many, path = "[" + item * (20 * MIB // len(item)) + "0]", tmp_path / "bomb.safetensors"
@@ -77,9 +77,20 @@ def test_a_large_header_of_empty_containers_takes_little_more_memory_than_the_fi
         path.write_bytes(forging.sealed_header(head.encode()))
     else:
         path.write_bytes(forging.forged(contents(), metrics=many))
-    with Peak() as peak, pytest.raises(DamagedCheckpoint, match="more lists and mappings than runs save"):
+    with (
+        Peak() as peak,
+        pytest.raises(DamagedCheckpoint, match="more values, lists or mappings than runs save"),
+    ):
         read(path)
     assert peak.mib < 100
+
+
+def test_a_header_of_more_than_32_mib_is_refused(tmp_path: Path) -> None:
+    head = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '","a":"' + "x" * (33 * MIB) + '"}}'
+    (tmp_path / "bomb.safetensors").write_bytes(forging.sealed_header(head.encode()))
+    with Peak() as peak, pytest.raises(DamagedCheckpoint, match="its header is larger than 32 MiB"):
+        read(tmp_path / "bomb.safetensors")
+    assert peak.mib < 10
 
 
 def test_a_state_of_too_many_containers_is_refused_when_it_is_written(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import pickle
 import random
+import socket
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -285,6 +287,9 @@ def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
             "transform.sample_train, transform.sample_eval: cannot take",
         ),
         (lambda config: config["model"].update(hidden="x"), "from: odd.safetensors"),
+        (lambda config: config["model"].update(hidden=[10**9]), "model.hidden.0: cannot be 1000000000, as it comes"),
+        (lambda config: config["model"].update(hidden=[1] * 20_000), "model: has over 32,768 tensors"),
+        (lambda config: config.update(devices=10**6), "devices: cannot be 1000000, as it comes from a file"),
     ]
     for change, words in cases:
         config = yaml.safe_load(found["config"])
@@ -295,3 +300,64 @@ def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
             assert result.status == 2, (words, result.out, result.err)
             assert words in result.err
             assert "Traceback" not in result.err
+
+
+def test_a_run_sends_nothing_to_an_address_in_a_checkpoint_and_says_so(
+    checkpoint: Path, workdir: Path, run: Callable[..., Any]
+) -> None:
+    found, trackers = read(checkpoint), "runner.tracking.trackers.loggers"
+    config = yaml.safe_load(found["config"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        config["logger"] = {
+            "csv": {"_target_": "runner.tracking.loggers.Csv"},
+            "mlflow": {"_target_": f"{trackers}.MLflow", "tracking_uri": address, "wait_s": 30},
+            "other": {"_target_": f"{trackers}.MLflow", "tracking_uri": address, "wait_s": 30},
+        }
+        write(Path("odd.safetensors"), found | {"config": yaml.safe_dump(config)})
+        result = run("train", "ckpt_path=odd.safetensors", "epochs=2", "log.progress=false", "log.curves=false")
+        assert result.status == 0, result.err
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert list(yaml.safe_load((result.directory / "config.yaml").read_text())["logger"]) == ["csv"]
+    assert "logger.mlflow, logger.other: not taken from the checkpoint; logger= on the command line" in result.out
+    assert "tracking_uri" not in result.out
+
+
+@pytest.mark.parametrize("key", ["dry_run", "slurm.script", "post_mortem"])
+def test_what_a_command_does_is_not_taken_from_a_checkpoint(
+    key: str, checkpoint: Path, workdir: Path, run: Callable[..., Any]
+) -> None:
+    found = read(checkpoint)
+    config = yaml.safe_load(found["config"])
+    section, _, name = key.rpartition(".")
+    (config[section] if section else config)[name] = True
+    write(Path("odd.safetensors"), found | {"config": yaml.safe_dump(config)})
+    result = run("train", "ckpt_path=odd.safetensors", "epochs=2", "log.progress=false", "log.curves=false")
+    assert (result.status, result.summary["status"], result.summary["global_step"]) == (0, "finished", 8)
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor.int() for name, tensor in state.items()}
+
+
+def test_tensors_of_another_kind_than_those_of_the_run_are_refused(
+    train: Callable[..., Any], workdir: Path, run: Callable[..., Any]
+) -> None:
+    averaging = ("ema=0.9", "averaging.warmup=false", "logger=none", "log.progress=false", "log.curves=false")
+    found = read(train(*SMALL, *averaging).directory / "checkpoints" / "last.safetensors")
+    optimizer = copy.deepcopy(found["optimizer"])
+    optimizer["state"][0]["exp_avg"] = optimizer["state"][0]["exp_avg"].long()
+    cases = [
+        ({"model": whole(found["model"])}, "4 of another kind (layers.0.weight torch.int32 for torch.float32"),
+        ({"optimizer": optimizer}, "the optimizer's exp_avg is torch.int64, and its weight torch.float32"),
+        ({"averaged": found["averaged"] | {"weights": whole(found["averaged"]["weights"])}}, "torch.float32"),
+    ]
+    for change, words in cases:
+        write(Path("odd.safetensors"), found | change)
+        for verb in ("train", *(() if "optimizer" in change else ("eval",))):
+            which = [f"weights={'averaged' if 'averaged' in change else 'raw'}"] if verb == "eval" else []
+            result = run(verb, "ckpt_path=odd.safetensors", *which)
+            assert result.status == 2, (words, result.out, result.err)
+            assert words in result.err

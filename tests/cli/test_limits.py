@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.errors import too_many_files
+from runner.config.errors import beyond_limit
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",
@@ -55,6 +55,6 @@ def test_a_limit_on_open_files_is_a_sentence(workdir: Path) -> None:
 def test_the_limit_is_recognised_behind_other_errors_and_nothing_else_is() -> None:
     outer = RuntimeError("a worker failed")
     outer.__cause__ = OSError(24, "Too many open files")
-    assert "ulimit -n" in too_many_files(outer)
-    assert "ulimit -n" in too_many_files(RuntimeError("Too many open files. Communication is no longer possible"))
-    assert too_many_files(OSError(2, "No such file or directory")) == ""
+    assert "ulimit -n" in beyond_limit(outer)
+    assert "ulimit -n" in beyond_limit(RuntimeError("Too many open files. Communication is no longer possible"))
+    assert beyond_limit(OSError(2, "No such file or directory")) == ""

@@ -229,6 +229,9 @@ ROWS = [
         ("epochs: cannot be many", "allowed: a whole number of at least 1 or null", "from: the override epochs=many"),
     ),
     Mistake("range", ("train", "data.hflip=1.5"), ("data.hflip: cannot be 1.5", "at least 0 and at most 1")),
+    Mistake(
+        "processes", ("train", "devices=1000000", "device=cpu"), ("devices: asks for 1,000,000 processes", "at most ")
+    ),
     Mistake("threads", ("train", "threads=100000"), ("threads: cannot be 100000", "at least 1 and at most 1024")),
     Mistake(
         "numbers that are not finite",

@@ -22,6 +22,11 @@ def test_classification_needs_two_classes() -> None:
         Classification(1)
 
 
+def test_thousands_of_classes_have_no_confusion_matrix() -> None:
+    names = [list(Classification(number).tables(torch.device("cpu"))) for number in (2048, 100_000)]
+    assert names == [["per_class", "confusion"], ["per_class"]]
+
+
 def test_targets_come_in_the_form_of_the_loss() -> None:
     assert Classification(3).targets(torch.tensor([1, 2], dtype=torch.int32)).dtype == torch.int64
     soft = torch.tensor([[0.25, 0.75, 0.0]])

@@ -16,6 +16,7 @@ from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import DataModule
 from runner.engine.state import list_problems
+from runner.instrument.nested import kind_of
 from runner.models.heads import Head
 
 _SHOWN = 40
@@ -102,10 +103,10 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         raise UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")
     for name, tensor in fitting.items():
-        wanted = _kind(own[name])
+        wanted = kind_of(own[name])
         # In a state dict converted to half precision, counters are floats too.
         is_counter = name.endswith("num_batches_tracked") and tensor.is_floating_point()
-        if _kind(tensor) != wanted and not is_counter:
+        if kind_of(tensor) != wanted and not is_counter:
             problem = f"the tensor {name} of {given.path} is {tensor.dtype}, and the model's is {own[name].dtype}"
             raise UserError("init_from", problem, f"{wanted} values of any precision")
     with torch.no_grad():
@@ -119,14 +120,6 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         misfits=misfits,
         warnings=given.warnings,
     )
-
-
-def _kind(tensor: Tensor) -> str:
-    if tensor.is_complex():
-        return "complex"
-    if tensor.dtype == torch.bool:
-        return "boolean"
-    return "floating-point" if tensor.is_floating_point() else "integer"
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain
+from runner.config.keys import key_of, within
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
 from runner.config.reading import read_overrides, read_regular, read_summary
@@ -57,6 +59,13 @@ def resolve(composition: Composition) -> Setup:
     if composition.values.get("lr") == "auto" and again is None:
         rate = config.optimizer.get("lr")
         found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
+    # Where a run sends to is for the command line to say.
+    gone = [key[:-9] for key, _, now in differences if now == "-" and re.fullmatch(r"logger\.[^.]+\._target_", key)]
+    if gone and "logger" not in map(key_of, composition.overrides):
+        differences = [each for each in differences if each[0] != "logger" and not within(each[0], gone)]
+        found.warnings.append(
+            f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it"
+        )
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
     return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])

@@ -276,7 +276,8 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
         layout.verify(file)
         states = set[str]().union(*(named[key] for key in keys if key in _LARGE))
         left = {name for name in needed & states if header.tensors[name].large}
-    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in needed - left])
+    now = needed - left
+    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in now])
     for name in left:
         tensors[name] = torch.empty_like(blanks[name])
         tensors[name].read_now = partial(_read_now, path, header, name)  # type: ignore[attr-defined]

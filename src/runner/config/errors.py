@@ -108,8 +108,8 @@ def nearest_path(path: Path) -> str:
     return str(path.parent / close) if close else ""
 
 
-def too_many_files(error: BaseException) -> str:
-    """The sentence for an error caused by the system's limit on open files, or an empty string."""
+def beyond_limit(error: BaseException) -> str:
+    """The sentence for an error caused by the system's limits on open files and names, or an empty string."""
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
@@ -118,6 +118,9 @@ def too_many_files(error: BaseException) -> str:
                 "there are too many open files: the limit of this process (ulimit -n) or of the system is reached\n"
                 "    allowed: a larger limit, such as ulimit -n 4096, or fewer workers, such as data.num_workers=0"
             )
+        if isinstance(cause, OSError) and number == errno.ENAMETOOLONG:
+            name = f"{str(cause.filename)[:60]}..."
+            return f"{name}: the name is too long for a file or folder\n    allowed: a shorter one, such as 50 letters"
         cause = cause.__cause__ or cause.__context__
     return ""
 
@@ -126,13 +129,8 @@ def file_error(error: OSError) -> str:
     """The sentence for a file or folder that the system refuses, or an empty string for another error."""
     if error.errno == errno.ENOSPC and error.filename is None:
         return "no space left on the disk; free some space or choose another output directory"
-    if error.filename is None or error.errno not in (
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOSPC,
-        errno.ENOTDIR,
-    ):
+    known = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR)
+    if error.filename is None or error.errno not in known:
         return ""
     allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
     return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"
@@ -172,7 +170,7 @@ def explain(error: BaseException) -> tuple[int, str, str]:
         own = bool(user_frames.own_frames(error)) and not user_frames.wants_all()
         first, *others = sentence.split("\n")
         text = "\n".join([first, *where, *others]) if own else whole(error)
-        return FAILED, sentence, too_many_files(error) or text
+        return FAILED, sentence, beyond_limit(error) or text
     sentence = f"{getattr(error, 'prefix', '')}{error}"
     lines = where if isinstance(error, UserError) else []
     return code, sentence, "\n".join([f"{sentence}{getattr(error, 'hint', '')}", *lines])

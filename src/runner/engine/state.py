@@ -15,7 +15,7 @@ from runner.engine.freezing import Freezing
 from runner.engine.position import Best, Position
 from runner.engine.protocols import Schedule
 from runner.engine.weight_average import AveragedModel
-from runner.instrument.nested import named_tensors
+from runner.instrument.nested import kind_of, named_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
 
@@ -184,6 +184,11 @@ def load_weights(model: nn.Module, weights: dict[str, Any], what: str = "model")
             for name in own
             if name in weights and weights[name].shape != own[name].shape
         ],
+        "of another kind": [
+            f"{name} {weights[name].dtype} for {own[name].dtype}"
+            for name in own
+            if name in weights and kind_of(weights[name]) != kind_of(own[name])
+        ],
     }
     if any(problems.values()):
         raise ValueError(f"the checkpoint's tensors are not those of this {what}: {list_problems(problems)}")
@@ -208,6 +213,9 @@ def _divided(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[An
     moments = dict(state["state"])
     for number, weight in zip(numbers, weights, strict=False):
         if number in moments:
+            for name, value in moments[number].items():
+                if name in _MOMENTS and isinstance(value, torch.Tensor) and kind_of(value) != kind_of(weight):
+                    raise ValueError(f"the optimizer's {name} is {value.dtype}, and its weight {weight.dtype}")
             moments[number] = {
                 name: divided_like(value, weight) if getattr(value, "shape", None) == weight.shape else loaded(value)
                 for name, value in moments[number].items()
@@ -222,7 +230,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     write out of bounds, those of another memory layout pair the wrong numbers. So moments get the layout of their weights.
 
     Raises:
-        ValueError: if the parameter groups do not match, or moments have another shape than their weights.
+        ValueError: if the parameter groups do not match, or moments have another shape or kind of values than their weights.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     groups = state["param_groups"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.distributed.sharding import divided_like, loaded, local, with_part
+from runner.instrument.nested import kind_of
 from runner.instrument.no_trace import preserved_buffers
 
 Kind = Literal["ema", "swa"]
@@ -197,7 +198,7 @@ class AveragedModel:
         """Continue from a saved state; without one of this kind, start with the current weights.
 
         Raises:
-            ValueError: if names or shapes do not match.
+            ValueError: if names, shapes or kinds of values do not match.
         """
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._current)
@@ -210,6 +211,10 @@ class AveragedModel:
                     parameter = self._parameters[place]
                     if name not in saved or saved[name].shape != parameter.shape:
                         raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(parameter.shape)}")
+                    if kind_of(saved[name]) != kind_of(parameter):
+                        raise ValueError(
+                            f"the averaged '{name}' is {saved[name].dtype}, and the weight {parameter.dtype}"
+                        )
                     self._average[place].copy_(local(divided_like(saved[name], parameter)))
             for name, tensor in self._norm_buffers().items():
                 self._statistics[name] = loaded(state["weights"][name]).to(tensor.device, copy=True)

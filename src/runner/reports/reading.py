@@ -26,6 +26,8 @@ from runner.tracking.jsonl import parse, read_records
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
 _LARGEST = 2**28  # bytes of a metrics file
 _OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
+_DEEPEST = 64  # levels of a config
+_NESTING = ("[", "{", "- ", "-\n", "? ", "?\n")  # what begins another level on the same line or the next
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
 """Names beside keys and metrics that `where`, `columns` and `sort` know."""
@@ -82,9 +84,9 @@ class Run:
         """
         found: dict[str, Any] = {}
         best, summary = self.summary.get("best"), self.summary
-        if isinstance(best, dict) and best.get("metric") is not None:
+        if isinstance(best, dict) and isinstance(best.get("metric"), str):
             found = {
-                f"{str(best['metric']).partition('/')[0]}/loss": best.get("loss"),
+                f"{best['metric'].partition('/')[0]}/loss": best.get("loss"),
                 best["metric"]: best.get("value"),
             }
         for split in ("last", "test"):
@@ -234,12 +236,17 @@ def _section(text: str) -> dict[str, Any]:
         return {}
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
-            raise ValueError("it has aliases, of which a few lines can stand for gigabytes")
+        if "*" in text or sum(map(text.count, _NESTING)) > _DEEPEST:
+            depth = 0
+            for event in yaml.parse(text, Loader=loader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                # A few lines of aliases can stand for gigabytes, and the reader of deep nesting runs out of stack.
+                if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                    raise ValueError("it has aliases, or is nested too deeply")
         content = yaml.load(text, Loader=loader)
+        return flatten(content) if isinstance(content, dict) else {}
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError("it is not plain YAML") from error
-    return flatten(content) if isinstance(content, dict) else {}
 
 
 def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:
