@@ -372,12 +372,12 @@ def test_a_header_and_a_bar_fit_the_terminal(monkeypatch, columns):
 
 
 def test_counting_without_a_terminal_says_more_and_more_rarely_how_far_it_is(monkeypatch):
-    stream, now = io.StringIO(), 0.0
-    monkeypatch.setattr("runner.tracking.console.perf_counter", lambda: now)
+    stream, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr("runner.tracking.console.perf_counter", lambda: clock[0])
     with Console(None, stream=stream).counting("find-lr", 300) as begin:
         begin("first")
         assert not stream.getvalue()
-        for now in range(1, 300):
+        for clock[0] in range(1, 300):
             begin()
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == [f"{at}/300" for at in (5, 15, 35, 75, 135, 195, 255)]
