@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, UserError, beyond_limit, file_error, nearest
+from runner.config.errors import FAILED, INTERRUPTED, OK, UserError, beyond_limit, file_error, nearest
 from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
@@ -19,8 +18,6 @@ from runner.verbs._table import VERBS
 
 _MEANT = {"test": "eval", "evaluate": "eval", "validate": "eval", "val": "eval", "fit": "train", "infer": "predict"}
 _MEANT |= {"-V": "--version", "-v": "--version", "version": "--version"}
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; those of the process if None.
 
     Returns:
-        Exit status: 0 success, 1 failed, 2 user error, 3 diverged, 4 worse than a baseline, 75 preempted.
+        Exit status: see `runner.config.errors`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"-sc", "--shell-completion"}.isdisjoint(words):

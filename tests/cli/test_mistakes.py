@@ -482,14 +482,14 @@ ROWS = [
     Mistake(
         "truncated image",
         ("train", *IMAGES, "data.num_workers=0"),
-        ("cannot read the image images/cat/", ".png", "Replace it or delete it"),
+        ("cannot read the image images/cat/", ".png", "Replace it or delete it", "data.on_error=skip"),
         truncated_images,
         tiny=False,
     ),
     Mistake(
         "truncated image in a worker",
         ("train", *IMAGES, "data.num_workers=1"),
-        ("cannot read the image images/cat/", ".png", "Replace it or delete it"),
+        ("cannot read the image images/cat/", ".png", "Replace it or delete it", "data.on_error=skip"),
         truncated_images,
         tiny=False,
     ),

@@ -260,7 +260,7 @@ def test_weights_that_numpy_has_no_numbers_for_are_compared_and_damaged_ones_tol
         (["."], "holds no run"),
         (["RUNS", "column=seed"], "columns"),
         (["RUNS", "columns=optimizer.rl"], "optimizer.lr"),
-        (["RUNS", "sort=acc"], "sort"),
+        (["RUNS", "sort=acc"], "sort: cannot be acc: no run has it; did you mean 'val/accuracy'"),
         (["RUNS", "where=seed>100"], "where"),
         (["RUNS", "seeds=some"], "seeds"),
         (["RUNS", "diff=true"], "diff"),

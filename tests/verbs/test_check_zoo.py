@@ -58,6 +58,11 @@ def test_each_fault_is_found_and_named(check: Callable[..., Any], case: check_zo
     assert not alarms
 
 
+def test_dropout_that_is_always_on_does_not_look_like_samples_that_mix(check: Callable[..., Any]) -> None:
+    made = check("model.fault=dropout always on", "only=[outputs]")
+    assert [name for name, each in made.items() if each["status"] == "fail"] == ["repeatable-evaluation"]
+
+
 @pytest.mark.parametrize("words", [(), check_zoo.REGRESSION], ids=["classification", "regression"])
 def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., Any], words: tuple[str, ...]) -> None:
     made = check_by_hydra("train=true", "train_steps=20", *words)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.finetune import find_head, initialize
-from runner.checkpoint.weights import read_weights, weights_sha256
+from runner.checkpoint.weights import Weights, read_weights, weights_sha256
+from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import DataModule
@@ -99,7 +100,8 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         for each in refused or misfits:
             shapes = f" {each.given} for {each.wanted}" if each.lack == "of another shape" else ""
             lacks.setdefault(each.lack, []).append(each.name + shapes)
-        problem = f"the tensors of {given.path} are not those of this model: {list_problems(lacks)}"
+        told = _other_model(given, config.model)
+        problem = f"the tensors of {given.path} are not those of this model{told}: {list_problems(lacks)}"
         others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         raise UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")
     for name, tensor in fitting.items():
@@ -120,6 +122,18 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         misfits=misfits,
         warnings=given.warnings,
     )
+
+
+def _other_model(given: Weights, own: dict[str, Any]) -> str:
+    """Which model a checkpoint holds if it is another one, with the arguments that differ."""
+    theirs = stored.load(given.config, str(given.path)).get("model")
+    if not isinstance(theirs, dict) or "_target_" not in theirs:
+        return ""
+    both = [str(node["_target_"]).rpartition(".")[2] for node in (theirs, own)]
+    keys = [key for key in own if None not in (theirs.get(key), own[key]) and theirs[key] != own[key]]
+    if keys and both[0] == both[1]:
+        both = [f"{both[0]}({', '.join(f'{key}={node[key]}' for key in keys)})" for node in (theirs, own)]
+    return f", as the file holds {both[0]} and the config builds {both[1]}" if keys else ""
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ class Weights:
         classes: names of the classes that the model tells apart; empty where the file does not say.
         kind: of a checkpoint's, see `weights_of`; those of other files are `raw`.
         warnings: what was passed over on the way to the file.
+        config: that of a checkpoint, as YAML.
     """
 
     path: Path
@@ -110,6 +111,7 @@ class Weights:
     classes: tuple[str, ...] = ()
     kind: str = "raw"
     warnings: list[str] = field(default_factory=list)
+    config: str = "{}"
 
 
 def read_weights(init_from: str, runs: Path) -> Weights:
@@ -130,7 +132,9 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return Weights(found.path, tensors, tuple(found.contents["classes"]), kind, found.warnings)
+    return Weights(
+        found.path, tensors, tuple(found.contents["classes"]), kind, found.warnings, found.contents["config"]
+    )
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

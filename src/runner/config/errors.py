@@ -17,8 +17,8 @@ from runner.config.secrets import MASK, is_secret, mask_word
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
-OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED = 0, 1, 2, 3, 4, 75
-"""Exit codes of a job; `WORSE` is that of a report that finds a run worse than its baseline."""
+OK, FAILED, USAGE, DIVERGED, WORSE, INCOMPLETE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 75, 130
+"""Exit codes of all verbs: `WORSE` than a baseline (report), `INCOMPLETE` if some checks could not run and none failed (check)."""
 
 
 @dataclass(frozen=True)

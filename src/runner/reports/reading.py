@@ -19,7 +19,7 @@ from runner.config.errors import UserError, nearest_path
 from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
 from runner.config.reading import is_number, open_regular, read_json, read_regular
-from runner.sweeps.rows import Found, JobRow
+from runner.sweeps.rows import Found, JobRow, comparable
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
@@ -67,7 +67,7 @@ class Run:
         """The metric that the best checkpoint was chosen by."""
         best = self.summary.get("best")
         found = best.get("metric") if isinstance(best, dict) else self.summary.get("monitor")
-        return None if found is None else str(found)
+        return None if found is None else comparable(str(found))
 
     @property
     def mode(self) -> str:
@@ -75,12 +75,18 @@ class Run:
         best = self.summary.get("best")
         return "min" if isinstance(best, dict) and best.get("mode") == "min" else "max"
 
+    @property
+    def choices(self) -> dict[str, str]:
+        """The option of each group; a run that resumed another one keeps those of that one."""
+        found = self.summary.get("choices")
+        return found if isinstance(found, dict) else {}
+
     @functools.cached_property
     def metrics(self) -> dict[str, float]:
         """Final metrics by name.
 
-        `val/...` are those of the best step, `last/...` of the last evaluation, `test/...` of the test. See `MEASURED` for the
-        others.
+        `val/...` are those of the best step (of averaged weights, if they decide which is best), `last/...` of the last evaluation,
+        `test/...` of the test. See `MEASURED` for the others.
         """
         found: dict[str, Any] = {}
         best, summary = self.summary.get("best"), self.summary
@@ -88,6 +94,7 @@ class Run:
             found = {
                 f"{best['metric'].partition('/')[0]}/loss": best.get("loss"),
                 best["metric"]: best.get("value"),
+                str(self.monitor): best.get("value"),
             }
         for split in ("last", "test"):
             values = summary.get(split)
@@ -141,6 +148,8 @@ class Run:
             return self.speed.get(name)
         if (target := self.config.get(f"{name}._target_")) is not None:
             return str(target).rpartition(".")[2]
+        if name in self.choices:
+            return self.choices[name]
         given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
         return _typed(given[-1]) if given else self.config.get(f"{name}.name")
 

@@ -16,7 +16,7 @@ from typing import Any
 from runner.build.describe import describe
 from runner.build.hardware import set_switches
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.errors import FAILED, INCOMPLETE, ConfigError, Problem, UserError, nearest
 from runner.config.schema.verbs import Check as Settings
 from runner.config.signals import raising_after
 from runner.engine.errors import Diverged
@@ -28,7 +28,6 @@ from runner.verbs.check.result import NotApplicable, Result, failed, join_names,
 from runner.verbs.check.split_stats import is_classes
 from runner.verbs.check.table import BUILD, CHECKS, Check, turn
 
-FAILED, INCOMPLETE = 1, 3  # exit statuses
 _MOST_CLASSES = 12  # that the report lists
 _KINDS = {  # status or lack: the words of the summary, and whether it names the checks
     "fail": ("failed", True),
@@ -52,7 +51,7 @@ def run(composition: Composition) -> float:
         The number of checks that failed, for sweepers.
 
     Raises:
-        SystemExit: with exit status 1 if a check failed, 3 if one could not run, unless the job is part of a sweep.
+        SystemExit: with exit status 1 if a check failed, 5 if one could not run, unless the job is part of a sweep.
     """
     config, found = config_and_checkpoint(composition, Settings, "best")
     chosen, report = select_checks(config), Report(config.json)
