@@ -19,6 +19,7 @@ from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.renamed import new_key, new_target
 from runner.config.schema.sections import EXTRAS
 from runner.config.secrets import is_masked
+from runner.config.signatures import read_signature
 from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed
 
@@ -71,13 +72,13 @@ class Component:
         arguments: what is passed by name.
     """
 
-    def __init__(self, key: str, node: Mapping[str, Any]) -> None:
-        """Resolve the target.
+    def __init__(self, key: str, node: Mapping[str, Any], target: Any = None) -> None:
+        """Resolve the target, unless something with its signature is given.
 
         Raises:
             UserError: if there is no such object.
         """
-        self.target = resolve(str(node["_target_"]))
+        self.target = resolve(str(node["_target_"])) if target is None else target
         self.parameters: Mapping[str, inspect.Parameter] | None
         try:
             self.parameters = inspect.signature(self.target).parameters
@@ -102,7 +103,9 @@ def targets_in(value: Any) -> Iterator[tuple[str, str]]:
     )
 
 
-def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0) -> list[Problem]:
+def bind(
+    key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0, imports: bool = True
+) -> list[Problem]:
     """Check a component's arguments against the signature of its target, without calling it.
 
     Args:
@@ -110,6 +113,7 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         node: `_target_` and the arguments.
         facts: names of arguments that the program adds where the signature has them.
         positional: how many leading arguments the program passes by position.
+        imports: False reads signatures from source files, and finds no problem where these do not tell them.
 
     Returns:
         Problems: target not found or not callable, unknown, missing and wrongly typed arguments; of nested
@@ -119,12 +123,15 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     for name, value in node.items():
         for at, inner in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(inner, dict) and "_target_" in inner:
-                problems += bind(f"{key}.{name}" if at is None else f"{key}.{name}.{at}", inner)
+                problems += bind(f"{key}.{name}" if at is None else f"{key}.{name}.{at}", inner, imports=imports)
     path = str(node["_target_"])
     if (new := new_target(path)) != path:
         return [*problems, Problem(f"{key}._target_", f"{path} was renamed to {new}", new)]
+    read = None if imports else read_signature(path)
+    if not imports and read is None:
+        return problems
     try:
-        component = Component(key, node)
+        component = Component(key, node, read)
     except UserError as error:
         return [*problems, Problem(f"{key}._target_", str(error))]
     if not callable(component.target):
