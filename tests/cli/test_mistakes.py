@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -627,6 +629,33 @@ def test_a_mistake_is_a_sentence_in_a_process_of_its_own(name, spawn, workdir, t
     row.prepare(Place(workdir, trained, monkeypatch))
     done = spawn(*call_of(row, tiny))
     check(row, done.returncode, done.stdout, done.stderr)
+
+
+WITHOUT_TORCH = {
+    "train sede=1": "sede: is not a key",
+    "train modle=mlp": "modle: is not a key",
+    "train model=cnn": "model: has no option",
+    "train data.dataset.kind=a data=csv": "data.dataset.kind: cannot be a",
+    "train amp=fp17": "amp: cannot be fp17",
+    "train optimizer.lr=high": "optimizer.lr: cannot be high",
+    "train data.batch_size=0": "data.batch_size: cannot be 0",
+    "train model.widht=3": "model.widht: is not an argument",
+    "train scheduler.warmpu=3": "scheduler.warmpu: is not an argument",
+    "train --multirun seed=0,1 epochs=0": "epochs: cannot be 0",
+    "train resume=auto epochs=0": "epochs: cannot be 0",
+    "eval ckpt_path=last split=tset": "split: cannot be tset",
+    "train epoch=5 amp=fp17 model.widht=64": "3 problems",
+    "train model=vit_tiny sede=1 optimizer.eps=x scheduler.warmup=a data.image_size=-1 model.heads=x": "5 problems",
+}
+
+
+def test_mistakes_in_keys_and_values_are_reported_without_importing_torch(workdir):
+    code = "import sys; from runner.cli import main; calls = %r\nfor call in calls: print(main(call.split()), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code % [*WITHOUT_TORCH]], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(WITHOUT_TORCH), done.stderr
+    errors = done.stderr.split("error: ")[1:]
+    wrong = [call for (call, says), error in zip(WITHOUT_TORCH.items(), errors, strict=True) if says not in error]
+    assert not wrong, done.stderr
 
 
 def test_every_row_has_a_name_of_its_own():
