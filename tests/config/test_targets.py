@@ -13,7 +13,7 @@ import torch
 
 from runner.config.allowed_targets import refusal
 from runner.config.errors import UserError
-from runner.config.targets import bind, build, resolve, targets_in
+from runner.config.targets import bind, build, called, resolve, targets_in
 
 PACKAGE = '''
 """A package of the user's."""
@@ -362,3 +362,18 @@ def test_parts_that_could_run_what_they_are_given_are_refused(path: str) -> None
             build("model", resolve(path)([("_target_", "os.system"), ("_args_", ["true"])]))
     else:
         assert "not on the list" in refusal(path, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "name"),
+    [
+        ((), "model", "SmallCNN"),
+        (("model=torchvision",), "model", "resnet18 (torchvision)"),
+        (("model=timm", "model.name=vit_tiny_patch16_224"), "model", "vit_tiny_patch16_224 (timm)"),
+        (("scheduler=torch", "scheduler.name=StepLR"), "scheduler", "StepLR"),
+        (("model._target_=my_nets.classifier", "+model.name=wide"), "model", "classifier"),
+    ],
+)
+def test_a_component_is_called_what_people_call_it(compose, words, section, name):
+    node = compose(*words).values[section]
+    assert called(node["_target_"], node.get("name")) == name

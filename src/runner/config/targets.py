@@ -61,6 +61,16 @@ def resolve(path: str) -> Any:
     return found
 
 
+def called(target: str, name: Any) -> str:
+    """What people call a component: its class, or the `name` by which a library makes it, such as `resnet18 (torchvision)`."""
+    by_name = {
+        "runner.models.timm_zoo.classifier": f"{name} (timm)",
+        "runner.models.torchvision_zoo.classifier": f"{name} (torchvision)",
+        "runner.optim.schedules.Torch": str(name),
+    }
+    return by_name.get(target) or target.rpartition(".")[2]
+
+
 class Component:
     """A mapping with `_target_` taken apart.
 
