@@ -393,12 +393,41 @@ ROWS = [
         ("train", "model.width=wide"),
         ("model.width: cannot be wide", "allowed: a whole number", "from: the override model.width=wide"),
     ),
-    Mistake("refused by the model", ("train", "model.dropout=2"), ("model: ", "dropout must be", "got 2")),
-    Mistake("refused by the optimizer", ("train", "optimizer.lr=-1"), ("optimizer: ", "Invalid learning rate: -1")),
+    *(
+        Mistake(f"{word} is refused", ("train", *others, word), (f"{key or word.partition('=')[0]}: ", says))
+        for word, says, key, *others in (
+            ("model.dropout=2", "dropout must be at least 0 and below 1, got 2", ""),
+            ("optimizer.lr=-1", "Invalid learning rate: -1", ""),
+            ("optimizer.betas=[2,0.9]", "Invalid beta parameter at index 0: 2", ""),
+            ("optimizer.eps=-1", "Invalid epsilon value", ""),
+            ("optimizer.weight_decay=-1", "Invalid weight_decay value", ""),
+            ("optimizer.momentum=-1", "Invalid momentum value", "", "optimizer=sgd"),
+            (
+                "optimizer.momentum=0",
+                "Nesterov momentum requires",
+                "optimizer.nesterov",
+                "optimizer=sgd",
+                "optimizer.nesterov=true",
+            ),
+            ("loss.label_smoothing=2", "label_smoothing must be", ""),
+            ("scheduler.warmup=-1", "warmup must not be negative", ""),
+            (
+                "scheduler.options.pct_start=2",
+                "pct_start",
+                "",
+                "scheduler=torch",
+                "scheduler.name=OneCycleLR",
+                "scheduler.options.max_lr=1",
+            ),
+            ("scheduler.options.step_size=0", "by zero", "", "scheduler=torch", "scheduler.name=StepLR"),
+            ("scheduler.options.step_size=a", "unsupported operand", "", "scheduler=torch", "scheduler.name=StepLR"),
+            ("logger.tensorboard.flush_s=0", "flush_s must be", "", "logger=tensorboard"),
+        )
+    ),
     Mistake(
         "refused by a nested component",
         ("train", "data.shift=0", "transform.train.0.share=9"),
-        ("transform.train.0: runner.data.transforms.augment.RandomShift refuses", "got 9"),
+        ("transform.train.0.share: runner.data.transforms.augment.RandomShift refuses", "got 9"),
     ),
     Mistake(
         "patch size", ("train", "model=vit_tiny", "~model.width", "model.patch_size=3"), ("patch_size must divide",)

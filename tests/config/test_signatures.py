@@ -18,7 +18,7 @@ SHIPPED = {
 }
 OTHERS = {f"torch.optim.{name}" for name in ("Adagrad", "NAdam", "LBFGS", "Adafactor")}
 
-UNCLEAR = '''
+UNCLEAR = """
 import functools
 from abc import ABCMeta
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ Twice = decorated(Twice)
 
 assigned = decorated(None)
 partial: int = 3
-'''
+"""
 
 
 @pytest.mark.parametrize("target", sorted(SHIPPED | OTHERS))

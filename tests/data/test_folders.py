@@ -412,7 +412,14 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
         for color, name in enumerate(("cat", "dog")):
             for number in range(count):
                 _save(workdir / "images" / split / name / f"{number}.png", (color * 200, number, 0), (8, 8))
-    words = ("data=image_folder", "data.root=images", "data.image_size=8", "data.num_workers=0", "model=mlp", "model.hidden=[4]")
+    words = (
+        "data=image_folder",
+        "data.root=images",
+        "data.image_size=8",
+        "data.num_workers=0",
+        "model=mlp",
+        "model.hidden=[4]",
+    )
     words += ("device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1", "data.batch_size=4")
     result = run("train", *words, "hydra.run.dir=mine")
     assert result.status == 0, result.err

@@ -26,6 +26,7 @@ from runner.config.validate import adapter, shown, typed
 _CONTROL = ("_target_", "_partial_", "_args_")
 # How torch says that a number in the config asks for more memory than there is.
 _TOO_LARGE = re.compile(r"can't allocate memory|not enough memory|overflow")
+_IN_WORDS = {"lr": "lr|learning rate", "betas": "betas?", "eps": "eps|epsilon"}  # how torch's errors name its arguments
 _DOWNLOADS = ("download", "pretrained", "pretrained_backbone", "fetch_weights")
 
 
@@ -280,15 +281,31 @@ def build(
         return functools.partial(component.target, *positional, **kwargs)
     try:
         return component.target(*positional, **kwargs)
-    except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, ArithmeticError, MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and not _TOO_LARGE.search(str(error)):
             error.add_note(f"while {key} was built")
             raise
         reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]
-        raise UserError(f"{key}: {node['_target_']} refuses its arguments: {reason}") from error
+        argument = _refused(reason, component.arguments)
+        raise UserError(
+            f"{key}.{argument}".rstrip("."), f"{node['_target_']} refuses its arguments: {reason}"
+        ) from error
     except Exception as error:
         error.add_note(f"while {key} was built")
         raise
+
+
+def _refused(reason: str, arguments: Mapping[str, Any]) -> str:
+    """The argument that an error is about: the first that it names, or the only one with the value that it ends with."""
+    flat = keys.flatten(dict(arguments)).items()
+    given = {name: value for name, value in flat if value is not None and not name.endswith("_target_")}
+    places = list[tuple[int, int, str]]()
+    for name in given:
+        words = _IN_WORDS.get(name, re.escape(name.rpartition(".")[2]).replace("_", "[_ ]"))
+        if found := re.search(rf"(?<!\w)({words})(?!\w)", reason, re.IGNORECASE):
+            places.append((found.start(), -len(name), name))
+    ending = [name for name, value in given.items() if re.search(rf"[\s=:]{re.escape(str(value))}\.?$", reason)]
+    return min(places)[2] if places else ending[0] if len(ending) == 1 else ""
 
 
 def _built(key: str, value: Any, fetch: bool) -> Any:
