@@ -72,6 +72,12 @@ def an_odd_package(place: Place) -> None:
     place.patch.syspath_prepend(place.folder)
 
 
+def a_package_with_a_signature(place: Place) -> None:
+    (place.folder / "odd_package.py").write_text("class Odd:\n    def __init__(self, num_classes):\n        pass\n")
+    place.patch.syspath_prepend(place.folder)
+    place.patch.delitem(sys.modules, "odd_package", raising=False)
+
+
 def offline(place: Place) -> None:
     from runner.data.sources import fetch
 
@@ -384,6 +390,16 @@ ROWS = [
         ("model.widht: is not an argument of runner.models.small_cnn.SmallCNN", "did you mean 'width'?", "dropout"),
     ),
     Mistake(
+        "arguments of the option that a new target does not take",
+        ("train", "model._target_=odd_package.Odd", "model.widht=3"),
+        (
+            "model.dropout: is not an argument of odd_package.Odd",
+            "allowed: ~model.dropout too, as it is an argument of model=small_cnn",
+            "model.widht: is not an argument",
+        ),
+        a_package_with_a_signature,
+    ),
+    Mistake(
         "missing argument",
         ("train", "transform.train=[{_target_: torch.nn.Linear, bias: 3}]"),
         ("transform.train.0.in_features: is missing: torch.nn.Linear needs it", "transform.train.0.bias: cannot be 3"),
@@ -679,7 +695,7 @@ WITHOUT_TORCH = {
 
 
 def test_mistakes_in_keys_and_values_are_reported_without_importing_torch(workdir):
-    code = "import sys; from runner.cli import main; calls = %r\nfor call in calls: print(main(call.split()), 'torch' in sys.modules)"
+    code = "import sys; from runner.cli import main\nfor call in %r: print(main(call.split()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code % [*WITHOUT_TORCH]], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["2 False"] * len(WITHOUT_TORCH), done.stderr
     errors = done.stderr.split("error: ")[1:]

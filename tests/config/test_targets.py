@@ -220,7 +220,9 @@ def test_facts_fill_in_what_the_signature_names_and_the_config_leaves_open(packa
 def test_a_refusal_of_the_target_is_a_sentence_with_its_key(package):
     with pytest.raises(UserError, match=r"^model\.width: package_of_the_user.Typed refuses .*: width must not be"):
         build("model", {"_target_": f"{package}.Typed", "width": -1})
-    with pytest.raises(UserError, match=r"^model\.a\.1\.width: package_of_the_user.Typed refuses its arguments: .*got -2"):
+    with pytest.raises(
+        UserError, match=r"^model\.a\.1\.width: package_of_the_user.Typed refuses its arguments: .*got -2"
+    ):
         build("model", {"_target_": f"{package}.Box", "a": [0, {"_target_": f"{package}.Typed", "width": -2}]})
 
 

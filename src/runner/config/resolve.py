@@ -87,7 +87,16 @@ def _of_torch(node: Mapping[str, Any]) -> list[Problem]:
 
 
 def _of_an_option(problem: Problem, composition: Composition) -> Problem:
-    """For keys of a callback or logger that no option brings, name the option that does."""
+    """Say what to do about a key that an option brings or should bring.
+
+    A new `_target_` may not take the arguments of the option, and keys of a callback or logger need its option.
+    """
+    section = problem.key.rpartition(".")[0]
+    if "is not an argument" in problem.message and says(f"{section}._target_", composition.overrides):
+        if says(problem.key, composition.overrides):
+            return problem
+        allowed = f"~{problem.key} too, as it is an argument of {section}={composition.group_choices.get(section)}"
+        return dataclasses.replace(problem, allowed=allowed, nearest="")
     group, _, name = problem.key.partition(".")
     if group not in ("callbacks", "logger"):
         return problem
