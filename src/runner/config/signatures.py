@@ -60,7 +60,7 @@ def _bound(node: ast.stmt) -> set[str]:
         return {node.name}
     inner = list(ast.walk(node))
     names = {each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    return names | {getattr(each, "asname", None) or getattr(each, "name", "") for each in inner}
+    return names | {str(getattr(each, "asname", None) or getattr(each, "name", "")) for each in inner}
 
 
 def _class(node: ast.ClassDef, module: str) -> ast.ClassDef:

@@ -17,7 +17,7 @@ Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
 TEST_SHARE = 0.2
-"""What `data.split.test=null` means for data without a validation split of their own."""
+"""What `data.split.test=null` takes where the data set has no validation split."""
 Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "zero_gamma", "prior_bias"]
 
 
