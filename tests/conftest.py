@@ -231,7 +231,7 @@ def compose(workdir: Path) -> Callable[..., Composition]:
             VERBS[verb],
             verb,
             words,
-            also=lambda composition: [],
+            also=lambda *_: [],
             sweep_root=lambda values: workdir / "sweep",
         )
         if not any(word.startswith("--") for word in words):

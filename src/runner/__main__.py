@@ -1,5 +1,6 @@
 """The program: `python -m runner`, or `runner`."""
 
+import gc
 import sys
 
 
@@ -12,6 +13,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        if "torch" not in sys.modules:
+            gc.freeze()  # at exit Python would look for garbage, and a mistake be reported a quarter later
 
 
 if __name__ == "__main__":

@@ -328,6 +328,8 @@ def _train(
             epoch = state.position.epoch + (state.position.batch > 0)
             tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
             buffer("test", tested, state.position.global_step, epoch)
+        elif data.test is None and config.evaluate.test:
+            console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
     except Interrupted:
         raise Preempted(interrupted() or signals.asked()) from None
     return best

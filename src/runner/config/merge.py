@@ -120,6 +120,9 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
         before, after = _at(original, section), _at(values, section)
         if same(section):
             after |= {name: before.get(name) for name in names if name in after and after[name] is None}
+    before, after = _at(original, "data.split"), _at(values, "data.split")
+    if same("data.dataset") and after.get("test") is None and not says("data.split.test", composition.overrides):
+        after["test"] = before.get("test")
     before, after = _at(original, "data"), _at(values, "data")
     if before and after.get("batch_size") == "auto":
         after["batch_size"] = before.get("batch_size")

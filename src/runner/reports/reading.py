@@ -19,6 +19,7 @@ from runner.config.errors import UserError, nearest_path
 from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
 from runner.config.reading import is_number, open_regular, read_json, read_regular
+from runner.config.targets import called
 from runner.sweeps.rows import Found, JobRow, comparable
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
@@ -134,7 +135,7 @@ class Run:
     def value(self, name: str) -> Any:
         """The value of a config key, a group of options, a metric or one of `SPECIAL`; None if the run has none.
 
-        A group has the name of its component, such as `SmallCNN` for `model`.
+        A group has the name of its component, such as `SmallCNN` or `resnet18 (timm)` for `model`.
         """
         if name in SPECIAL:
             time = self.summary.get("wall_s")
@@ -147,7 +148,7 @@ class Run:
         if name in MEASURED:
             return self.speed.get(name)
         if (target := self.config.get(f"{name}._target_")) is not None:
-            return str(target).rpartition(".")[2]
+            return called(str(target), self.config.get(f"{name}.name"))
         if name in self.choices:
             return self.choices[name]
         given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
