@@ -132,6 +132,7 @@ def file_error(error: OSError) -> str:
         errno.EROFS,
         errno.ENOSPC,
         errno.ENOTDIR,
+        errno.ENAMETOOLONG,
     ):
         return ""
     allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
