@@ -6,11 +6,13 @@ import dataclasses
 import html
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,53 @@ def test_a_model_needs_no_package_that_only_trained_it(
         assert "data.dataset._target_: 'only_here.data' comes from a file" in refused.err
         assert "optimizer" not in refused.err
     assert "only_here" not in sys.modules, "nobody imported it"
+
+
+def test_threads_compose_and_load_side_by_side(trained: Path) -> None:
+    def use(number: int) -> tuple[int, int]:
+        return compose(f"seed={number}").seed, load(trained).step
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(use, range(8)))
+    assert [seed for seed, _ in found] == list(range(8))
+    assert len({step for _, step in found}) == 1
+
+
+def test_a_dry_run_is_refused_as_it_makes_no_run(workdir: Path) -> None:
+    with pytest.raises(UserError, match="dry_run: makes no run"):
+        train(*WORDS, "dry_run=true")
+    assert not (workdir / "outputs").exists()
+
+
+def test_what_training_sets_for_the_process_is_as_it_was_afterwards(workdir: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def switches() -> tuple[Any, ...]:
+        cudnn = torch.backends.cudnn
+        own = (torch.get_num_threads(), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision())
+        return *own, torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, dict(os.environ)
+
+    threads, before = torch.get_num_threads(), os.environ.get("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", before)
+    torch.set_num_threads(2)
+    try:
+        found = switches()
+        train(*WORDS, "deterministic=true", "detect_anomaly=true", "max_steps=1", "evaluate.test=false")
+        assert switches() == found
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["${seed}", "a\\b", "it's", "a\\'b", "a=b,c"])
+def test_a_checkpoint_is_named_by_its_path_whatever_is_in_it(trained: Path, workdir: Path, name: str) -> None:
+    (workdir / name).symlink_to(trained.absolute())
+    assert load(name).step == load(trained).step
+
+
+@pytest.mark.parametrize("use", [load, evaluate])
+def test_a_path_that_no_system_takes_is_a_mistake(use: Callable[[str], Any]) -> None:
+    with pytest.raises(UserError, match="file name too long"):
+        use("x" * 5000)
 
 
 def test_the_code_of_the_page_runs(workdir: Path) -> None:

@@ -50,10 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader closed the pipe (`| head`); without this, Python would complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
     except (OSError, UserError) as error:
         text = str(error) if isinstance(error, UserError) else beyond_limit(error) or file_error(error)
         if not text:

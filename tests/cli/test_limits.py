@@ -58,3 +58,42 @@ def test_the_limit_is_recognised_behind_other_errors_and_nothing_else_is() -> No
     assert "ulimit -n" in beyond_limit(outer)
     assert "ulimit -n" in beyond_limit(RuntimeError("Too many open files. Communication is no longer possible"))
     assert beyond_limit(OSError(2, "No such file or directory")) == ""
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of bash in which `$0 -m runner` is the program."""
+    words = ["bash", "-o", "pipefail", "-c", command, sys.executable]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("display", "sweep"),
+    [
+        ("<&- >&- 2>&-", ()),
+        ("2>/dev/full >/dev/full", ("--multirun", "seed=0,1")),
+        ("2>&1 | head -n 1", ("--multirun", "seed=0,1")),
+    ],
+)
+def test_a_run_does_not_end_with_its_display(workdir: Path, display: str, sweep: tuple[str, ...]) -> None:
+    done = shell(f'"$0" -m runner train {" ".join((*SMALL, *sweep))} {display}')
+    assert (done.returncode, done.stderr) == (0, "")
+    summaries = [path.read_text() for path in workdir.rglob("summary.json")]
+    assert len(summaries) == (2 if sweep else 1)
+    assert all('"status": "finished"' in summary for summary in summaries)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ("list model >&-", 0, ""),
+        ("list model | head -n 1", 0, ""),
+        ("--version >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("list model >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("no_verb 2>&-", 2, ""),
+        ("no_verb 2>/dev/full", 2, ""),
+    ],
+)
+def test_the_other_verbs_say_that_their_output_was_lost(words: str, status: int, says: str) -> None:
+    done = shell(f'"$0" -m runner {words}')
+    assert (done.returncode, done.stderr) == (status, says)

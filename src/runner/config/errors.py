@@ -129,7 +129,7 @@ def file_error(error: OSError) -> str:
     """The sentence for a file or folder that the system refuses, or an empty string for another error."""
     if error.errno == errno.ENOSPC and error.filename is None:
         return "no space left on the disk; free some space or choose another output directory"
-    known = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR)
+    known = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.ENAMETOOLONG)
     if error.filename is None or error.errno not in known:
         return ""
     allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -122,6 +124,33 @@ def configure_torch(
             f"matmul_precision={matmul_precision} has no effect on this {device.type}: it has no faster product"
         )
     return warnings
+
+
+@contextlib.contextmanager
+def switches_kept() -> Iterator[None]:
+    """Afterwards, the switches that `configure_torch` sets are as they were, and so is the variable for cuBLAS."""
+    cudnn, threads, anomaly = torch.backends.cudnn, torch.get_num_threads(), torch.is_anomaly_enabled()
+    repeats = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    flags, precision = (cudnn.deterministic, cudnn.benchmark), torch.get_float32_matmul_precision()
+    tf32 = cudnn.allow_tf32 if torch.cuda.is_available() else None
+    filled, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get(_WORKSPACE)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if repeats != (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ):
+            torch.use_deterministic_algorithms(repeats[0], warn_only=repeats[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        torch.set_num_threads(threads)
+        torch.autograd.set_detect_anomaly(anomaly)
+        cudnn.deterministic, cudnn.benchmark = flags
+        torch.set_float32_matmul_precision(precision)
+        if tf32 is not None:
+            cudnn.allow_tf32 = tf32
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
 
 
 def _rounds_products(device: torch.device) -> bool:

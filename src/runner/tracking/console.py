@@ -315,7 +315,7 @@ class Console:
         try:
             self._stream.write(encodable("\n".join(lines) + "\n", getattr(self._stream, "encoding", None)))
             self._stream.flush()
-        except (OSError, ValueError):
+        except (AttributeError, OSError, ValueError):  # a closed standard output is None
             self._give_up()
 
     def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:
