@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runner.verbs.check.run import OutOfTime, time_limit
 from runner.verbs.check.split_stats import stratified_order
+from runner.verbs.check.table import CHECKS, turn
 
 CLASSES, EACH = 5, 80
 
@@ -74,7 +75,8 @@ def model(seconds: float = 0.0) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Import before the clock starts what the first call of a process would import."""
-    importlib.import_module("torch._dynamo")
+    for name in ("torch._dynamo", "sklearn.linear_model", "sklearn.metrics", "scipy.stats"):
+        importlib.import_module(name)
 
 
 @pytest.fixture
@@ -156,6 +158,14 @@ def test_the_budget_holds(check: Callable[..., Any], words: tuple[str, ...], lac
     assert found["seconds"] < 2.4
     assert found["checks"][lacks]["lack"], found["checks"][lacks]
     assert all(each["status"] in ("pass", "warn", "skip") for each in found["checks"].values())
+
+
+def test_settings_are_checked_first_and_without_reading_images(check: Callable[..., Any]) -> None:
+    names = {"optimizer-settings", "schedule", "averaging", "norm-statistics", "dropout-rate", "epoch-length"}
+    assert {each.name for each in sorted(CHECKS, key=turn)[: len(names)]} == names
+    status, found = check(data(0.0), model(), "budget_s=300", "ema=0.9999", f"only=[{','.join(names)}]")
+    assert (status, found["seen"]) == (0, {})
+    assert found["checks"]["averaging"]["status"] == "warn"
 
 
 def test_the_last_line_says_what_was_not_run(run: Callable[..., Any]) -> None:

@@ -99,10 +99,8 @@ def repeatable_evaluation(context: CheckContext) -> Result:
 
 def _output_bounds(context: CheckContext) -> tuple[float, float]:
     """Lowest and highest output for any weights of the last layer, infinite without a bound."""
-    scales, unknown = (
-        context.cached(observe_pass).scales,
-        "the last layer cannot be found, or does not change the outputs",
-    )
+    scales = context.cached(observe_pass).scales
+    unknown = "the last layer cannot be found, or does not change the outputs"
     need(scales, unknown)
     weight: Tensor = context.model.get_submodule(scales[-1][0]).weight  # type: ignore[assignment]
     reached: list[tuple[float, float]] = []

@@ -28,6 +28,7 @@ from runner.verbs.check.result import NotApplicable, Result, failed, join_names,
 from runner.verbs.check.split_stats import is_classes
 from runner.verbs.check.table import BUILD, CHECKS, Check, turn
 
+_SHARE = 0.5  # of the time left, for one check: others need the time too
 _MOST_CLASSES = 12  # that the report lists
 _KINDS = {  # status or lack: the words of the summary, and whether it names the checks
     "fail": ("failed", True),
@@ -129,7 +130,8 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
 def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
     """The result of one check, after which the context is restored.
 
-    A check that raises has failed. Later checks that raise the same are skipped: `errors` collects the first check of each.
+    It may take half of the time that is left, or a second. A check that raises has failed. Later checks that raise the same
+    are skipped: `errors` collects the first check of each.
     """
     budget = f"budget_s={context.config.budget_s:g}"
     if context.left <= 0:
@@ -138,13 +140,14 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(context.restore)
-            stack.enter_context(time_limit(context.left))
+            share = 1.0 if each is BUILD else _SHARE
+            stack.enter_context(time_limit(min(context.left, max(1.0, share * context.left))))
             result = each.run(context)
             # A fault found in a few images is a fault; that a few images show none proves little.
             few = context.undersampled() if context.used_stats and result.status == "pass" else []
         return Result("skip", f"saw only {join_names(few)}", lack="images") if few else result
     except OutOfTime:
-        return out_of_time(f"{budget} ran out while it was running")
+        return out_of_time(f"{budget} is too short: it took half of the time left, or all")
     except NotApplicable as reason:
         return Result("skip", str(reason))
     except (MemoryError, KeyboardInterrupt):
