@@ -47,8 +47,7 @@ class AveragedModel:
     Args:
         kind: `ema` or `swa`.
         model: the trained model, on its device and in its memory layout.
-        parameters: the parameters to average; the others keep their current values.
-        loss: the loss, if it has parameters among them.
+        parameters: the parameters to average, also those of `loss`; the others keep their current values.
         decay, warmup: of EMA.
         start, every: optimizer steps before the first that counts, and from one update to the next.
         can_skip: whether steps may be skipped on the device.
