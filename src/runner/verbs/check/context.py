@@ -89,7 +89,8 @@ class CheckContext:
             except ValueError as error:
                 raise UserError(str(self.found.path), str(error)) from error
         state = training.state
-        self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter
+        rates = [group["initial_lr"] for group in state.optimizer.param_groups]
+        self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter, rates
         self._training = training
 
     def close(self) -> None:
@@ -208,8 +209,7 @@ class CheckContext:
         good = stats.indices[stats.finite]
         if not stats.kept:  # images that are kept were read in a random order
             good = good[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
-        indices: list[int] = good[:count].tolist()
-        return indices
+        return list(map(int, good[:count]))
 
     @property
     def most_samples(self) -> int:
@@ -227,9 +227,8 @@ class CheckContext:
             seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms)
             kept = self.unmarked_stats[name].kept
             pairs: list[tuple[Tensor, Tensor]] = []
-            for index in self.readable(name, self.most_samples):
-                if kept and index not in kept:
-                    continue  # it takes long to read images again
+            # It takes long to read images again.
+            for index in (each for each in self.readable(name, self.most_samples) if not kept or each in kept):
                 image, target = kept[index] if kept else seeded[0, index]
                 image = as_tensor(image)
                 if not pairs or (image.shape, image.dtype) == (pairs[0][0].shape, pairs[0][0].dtype):
@@ -304,9 +303,11 @@ class CheckContext:
         state, guard = self._training.state, self._training.parts.guard
         for parameter in self.model.parameters():
             parameter.grad = None
-        start, generators, buffers, state.meter = self._start
+        start, generators, buffers, state.meter, rates = self._start
         buffers.restore()
         state.load_state_dict(resume.copied(start))
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
         state.meter.reset()
         if guard is not None:
             guard.start()

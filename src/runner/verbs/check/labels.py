@@ -92,8 +92,8 @@ def class_balance(context: CheckContext) -> Result:
     if shares := _label_shares(context):
         low, high = float(shares["train"].min()), float(shares["train"].max())
         evidence = f"{low:.1%} to {high:.1%} of the training samples have each label"
-        fix, warn = "loss.pos_weight=auto, which weighs positives", low < 0.02 or high > 0.98
-        return passed(f"{evidence}; {handled}") if handled else graded(evidence, fix, warn=warn)
+        fix = "loss.pos_weight=auto, which weighs positives"
+        return passed(f"{evidence}; {handled}") if handled else graded(evidence, fix, warn=low < 0.02 or high > 0.98)
     counts = _class_counts(context)
     ours, classes = counts["train"], context.classes
     low, high, largest = float(ours[ours > 0].min()), float(ours.max()), float(ours.max() / ours.sum())
@@ -109,9 +109,8 @@ def class_balance(context: CheckContext) -> Result:
             return warned(evidence, "data.split.stratified=true, or splits from the same source")
     evidence = f"{low:,.0f} to {high:,.0f} training samples per class, the largest has {largest:.1%}"
     fix = "loss.class_weights=balanced, and other metrics than accuracy"
-    if handled:
-        return passed(f"{evidence}; {handled}")
-    return graded(evidence, fix, warn=largest > 0.9 or high > 50 * low)
+    warn = largest > 0.9 or high > 50 * low
+    return passed(f"{evidence}; {handled}") if handled else graded(evidence, fix, warn=warn)
 
 
 def class_order(context: CheckContext) -> Result:

@@ -47,8 +47,7 @@ def train_on_batch(
 ) -> LearningCurve:
     """Train from the start with AdamW and without dropout on `images` with the targets of `overfit_samples`.
 
-    Training ends after `most` steps, if the loss is not finite or has no gradient, or with `until_learned` once the batch is
-    learned.
+    It ends after `most` steps, if the loss is not finite or has no gradient, or with `until_learned` once that is learned.
     """
     context.restore()
     loss_of, targets = context.training.parts.loss, overfit_samples(context).targets

@@ -21,8 +21,7 @@ def unit_vectors(images: Tensor) -> Tensor:
     """Images as vectors of length 1 without their mean, so that brightness and contrast do not count: (N, D)."""
     flat = images.flatten(1).double()
     flat = flat - flat.mean(1, keepdim=True)
-    units: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-6)
-    return units.float()
+    return F.normalize(flat, dim=1, eps=1e-6).float()
 
 
 def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:

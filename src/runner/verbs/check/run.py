@@ -130,8 +130,8 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
 def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
     """The result of one check, after which the context is restored.
 
-    It may take half of the time that is left, or a second. A check that raises has failed. Later checks that raise the same
-    are skipped: `errors` collects the first check of each.
+    It may take half of the time left, or a second. One that raises has failed; later ones that raise the same are skipped:
+    `errors` collects the first check of each.
     """
     budget = f"budget_s={context.config.budget_s:g}"
     if context.left <= 0:
@@ -140,8 +140,8 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(context.restore)
-            share = 1.0 if each is BUILD else _SHARE
-            stack.enter_context(time_limit(min(context.left, max(1.0, share * context.left))))
+            share = context.left if each is BUILD else max(1.0, _SHARE * context.left)
+            stack.enter_context(time_limit(min(context.left, share)))
             result = each.run(context)
             # A fault found in a few images is a fault; that a few images show none proves little.
             few = context.undersampled() if context.used_stats and result.status == "pass" else []

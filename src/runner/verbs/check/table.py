@@ -87,10 +87,8 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     "steps": (training.short_training,),
 }
 # Before all others: they read no images.
-_FIRST = (
-    settings.optimizer_settings, settings.schedule, settings.averaging, settings.norm_statistics, settings.dropout_rate,
-    settings.epoch_length,
-)
+_FIRST = (settings.optimizer_settings, settings.schedule, settings.averaging, settings.norm_statistics,
+          settings.dropout_rate, settings.epoch_length)
 # After all others, in this order: with a pass or two through the model, then a few steps, then many.
 _LATER = (
     loss.loss_of_samples, loss.loss_axis, loss.loss_broadcast, baselines.learnable, baselines.class_meaning,
