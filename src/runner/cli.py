@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, UserError, file_error, nearest, too_many_files
+from runner.config.errors import FAILED, OK, UserError, file_error, nearest, no_memory, too_many_files
 from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
@@ -53,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (OSError, UserError) as error:
-        text = str(error) if isinstance(error, UserError) else too_many_files(error) or file_error(error)
+    except (ImportError, MemoryError, OSError, RuntimeError, UserError) as error:
+        text = str(error) if isinstance(error, UserError) else too_many_files(error) or no_memory(error)
+        text = text or (file_error(error) if isinstance(error, OSError) else "")
         if not text:
             raise
         if os.environ.get("HYDRA_FULL_ERROR") == "1":

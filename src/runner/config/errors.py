@@ -14,6 +14,7 @@ from pathlib import Path
 from runner.config import user_frames
 from runner.config.secrets import MASK, is_secret, mask_word
 
+_NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't start new thread")
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
@@ -122,6 +123,16 @@ def too_many_files(error: BaseException) -> str:
     return ""
 
 
+def no_memory(error: BaseException) -> str:
+    """The sentence for memory that the system refuses, or an empty string."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError) or any(said in str(cause) for said in _NO_MEMORY):
+            return f"there is not enough memory, or a limit on it (ulimit -v) is too small: {first_line(cause)}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
 def file_error(error: OSError) -> str:
     """The sentence for a file or folder that the system refuses, or an empty string for another error."""
     if error.errno == errno.ENOSPC and error.filename is None:
@@ -133,6 +144,8 @@ def file_error(error: OSError) -> str:
         errno.ENOSPC,
         errno.ENOTDIR,
         errno.ENAMETOOLONG,
+        errno.EEXIST,
+        errno.EISDIR,
     ):
         return ""
     allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
@@ -172,7 +185,8 @@ def explain(error: BaseException) -> tuple[int, str, str]:
         sentence = f"{type(error).__name__}: {error}"
         own = bool(user_frames.own_frames(error)) and not user_frames.wants_all()
         first, *others = sentence.split("\n")
-        text = "\n".join([first, *where, *others]) if own else whole(error)
+        refused = no_memory(error) or (file_error(error) if isinstance(error, OSError) else "")
+        text = "\n".join([first, *where, *others]) if own else refused or whole(error)
         return FAILED, sentence, too_many_files(error) or text
     sentence = f"{getattr(error, 'prefix', '')}{error}"
     lines = where if isinstance(error, UserError) else []
