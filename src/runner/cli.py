@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, UserError, file_error, nearest, no_memory, too_many_files
+from runner.config.errors import FAILED, OK, UserError, file_error, nearest, system_limit
 from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except (ImportError, MemoryError, OSError, RuntimeError, UserError) as error:
-        text = str(error) if isinstance(error, UserError) else too_many_files(error) or no_memory(error)
+        text = str(error) if isinstance(error, UserError) else system_limit(error)
         text = text or (file_error(error) if isinstance(error, OSError) else "")
         if not text:
             raise
@@ -111,7 +111,3 @@ def _complete(words: list[str]) -> int:
     elif words[0] in VERBS:
         verb, words = VERBS[words[0]], words[1:]
     return complete_verb(verb, words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

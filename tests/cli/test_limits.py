@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.errors import too_many_files
+from runner.config.errors import system_limit
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",
@@ -72,9 +72,9 @@ def test_a_file_where_the_folder_for_logs_belongs_is_a_sentence(run: Callable[..
 def test_the_limit_is_recognised_behind_other_errors_and_nothing_else_is() -> None:
     outer = RuntimeError("a worker failed")
     outer.__cause__ = OSError(24, "Too many open files")
-    assert "ulimit -n" in too_many_files(outer)
-    assert "ulimit -n" in too_many_files(RuntimeError("Too many open files. Communication is no longer possible"))
-    assert too_many_files(OSError(2, "No such file or directory")) == ""
+    assert "ulimit -n" in system_limit(outer)
+    assert "ulimit -n" in system_limit(RuntimeError("Too many open files. Communication is no longer possible"))
+    assert system_limit(OSError(2, "No such file or directory")) == ""
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:

@@ -109,8 +109,8 @@ def nearest_path(path: Path) -> str:
     return str(path.parent / close) if close else ""
 
 
-def too_many_files(error: BaseException) -> str:
-    """The sentence for an error caused by the system's limit on open files, or an empty string."""
+def system_limit(error: BaseException) -> str:
+    """The sentence for an error caused by a limit of the system on open files or memory, or an empty string."""
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
@@ -119,15 +119,7 @@ def too_many_files(error: BaseException) -> str:
                 "there are too many open files: the limit of this process (ulimit -n) or of the system is reached\n"
                 "    allowed: a larger limit, such as ulimit -n 4096, or fewer workers, such as data.num_workers=0"
             )
-        cause = cause.__cause__ or cause.__context__
-    return ""
-
-
-def no_memory(error: BaseException) -> str:
-    """The sentence for memory that the system refuses, or an empty string."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, MemoryError) or any(said in str(cause) for said in _NO_MEMORY):
+        if type(cause) is MemoryError or any(said in str(cause) for said in _NO_MEMORY):
             return f"there is not enough memory, or a limit on it (ulimit -v) is too small: {first_line(cause)}"
         cause = cause.__cause__ or cause.__context__
     return ""
@@ -185,9 +177,9 @@ def explain(error: BaseException) -> tuple[int, str, str]:
         sentence = f"{type(error).__name__}: {error}"
         own = bool(user_frames.own_frames(error)) and not user_frames.wants_all()
         first, *others = sentence.split("\n")
-        refused = no_memory(error) or (file_error(error) if isinstance(error, OSError) else "")
+        refused = file_error(error) if isinstance(error, OSError) else ""
         text = "\n".join([first, *where, *others]) if own else refused or whole(error)
-        return FAILED, sentence, too_many_files(error) or text
+        return FAILED, sentence, system_limit(error) or text
     sentence = f"{getattr(error, 'prefix', '')}{error}"
     lines = where if isinstance(error, UserError) else []
     return code, sentence, "\n".join([f"{sentence}{getattr(error, 'hint', '')}", *lines])
