@@ -28,9 +28,15 @@ def _displays() -> list[_Display]:
             number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
         if name != "stdin":
-            old, display = getattr(sys, name) or open(number, "w", closefd=False), _Display(number, "w", closefd=False)
-            how = {"encoding": old.encoding, "errors": old.errors, "line_buffering": old.line_buffering}
-            stream = io.TextIOWrapper(io.BufferedWriter(display), write_through=old.write_through, **how)
+            old = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115
+            display = _Display(number, "w", closefd=False)
+            stream = io.TextIOWrapper(
+                io.BufferedWriter(display),  # type: ignore[type-var]
+                encoding=old.encoding,
+                errors=old.errors,
+                line_buffering=old.line_buffering,
+                write_through=old.write_through,
+            )
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
             displays.append(display)

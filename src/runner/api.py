@@ -68,13 +68,6 @@ _RUNNING = threading.RLock()  # torch's switches are those of the process: threa
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Run while no other thread does, and leave torch's switches as they were."""
-    with _RUNNING, switches_kept():
-        yield
-
-
-@contextlib.contextmanager
 def _files_reported() -> Iterator[None]:
     """A file or folder that the system refuses is a `UserError`."""
     try:
@@ -215,7 +208,7 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
         raise mistake
     if composition.values["dry_run"] is True:
         raise UserError("dry_run", "makes no run that train() could return", "python -m runner train dry_run=true")
-    with _alone():
+    with _RUNNING, switches_kept():
         record, value = train_verb.run_composition(composition)
     if record.exit_code != OK and record.error is not None:
         raise record.error
@@ -236,7 +229,7 @@ def evaluate(checkpoint: str | Path, *overrides: str, config_dir: str | Path | N
         UserError: with everything that is wrong.
     """
     composition = _of_checkpoint("eval", checkpoint, overrides, config_dir)
-    with _alone():
+    with _RUNNING, switches_kept():
         return eval_verb.evaluation(resolve_checkpoint(composition, Eval), _Warnings())
 
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, INTERRUPTED, OK, UserError, beyond_limit, file_error, nearest
+from runner.config.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
 from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (OSError, UserError) as error:
-        text = str(error) if isinstance(error, UserError) else beyond_limit(error) or file_error(error)
+    except (ImportError, MemoryError, OSError, RuntimeError, UserError) as error:
+        text = str(error) if isinstance(error, UserError) else system_limit(error)
+        text = text or (file_error(error) if isinstance(error, OSError) else "")
         if not text:
             raise
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -107,7 +108,3 @@ def _complete(words: list[str]) -> int:
     elif words[0] in VERBS:
         verb, words = VERBS[words[0]], words[1:]
     return complete_verb(verb, words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.errors import beyond_limit
+from runner.config.errors import system_limit
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",
@@ -52,12 +52,29 @@ def test_a_limit_on_open_files_is_a_sentence(workdir: Path) -> None:
     assert '"status": "failed"' in (workdir / "run" / "summary.json").read_text()
 
 
+@pytest.mark.slow
+def test_a_limit_on_memory_is_a_sentence(workdir: Path) -> None:
+    done = shell(f'ulimit -v 2000000; exec "$0" -m runner train {" ".join(SMALL)}')
+    assert done.returncode == 1, done.stderr
+    assert "there is not enough memory, or a limit on it (ulimit -v) is too small" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_file_where_the_folder_for_logs_belongs_is_a_sentence(run: Callable[..., Any], workdir: Path) -> None:
+    (workdir / "run").mkdir()
+    (workdir / "run" / "logs").touch()
+    result = run("train", *SMALL, "devices=2", "hydra.run.dir=run")
+    assert result.status == 1, result.err
+    assert "run/logs: file exists" in result.err
+    assert "Traceback" not in result.err
+
+
 def test_the_limit_is_recognised_behind_other_errors_and_nothing_else_is() -> None:
     outer = RuntimeError("a worker failed")
     outer.__cause__ = OSError(24, "Too many open files")
-    assert "ulimit -n" in beyond_limit(outer)
-    assert "ulimit -n" in beyond_limit(RuntimeError("Too many open files. Communication is no longer possible"))
-    assert beyond_limit(OSError(2, "No such file or directory")) == ""
+    assert "ulimit -n" in system_limit(outer)
+    assert "ulimit -n" in system_limit(RuntimeError("Too many open files. Communication is no longer possible"))
+    assert system_limit(OSError(2, "No such file or directory")) == ""
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from runner.build.interfaces import calls_of, require_methods
@@ -17,7 +18,7 @@ from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
 from runner.checkpoint.weights import loss_of
 from runner.config import stored
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.config.targets import build
 from runner.distributed.sharding import is_sharded, only_local
 from runner.distributed.world import Channel, world
@@ -256,7 +257,25 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
     loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
     for name, logger in loggers.items():
         require_methods(f"logger.{name}", chosen[name]["_target_"], logger, calls_of(Logger))
+        if not type(logger).__module__.startswith("runner."):
+            loggers[name] = _sheltered(name, logger, warn)
     return [JsonLines(warn), *loggers.values()]
+
+
+def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
+    """The methods of a logger of the user's: one that raises is reported once, and the run goes on."""
+    reported = set[str]()
+
+    def call(method: str, *arguments: Any) -> None:
+        try:
+            getattr(logger, method)(*arguments)
+        except Exception as error:
+            if method not in reported:
+                reported.add(method)
+                warn(f"logger.{name}: {method} raised {type(error).__name__}: {first_line(error)}; the run goes on")
+
+    methods = [each for each in (*calls_of(Logger), "finish") if hasattr(logger, each)]
+    return SimpleNamespace(**{each: functools.partial(call, each) for each in methods})
 
 
 def _repeated(state: TrainState) -> tuple[str, ...]:

@@ -129,26 +129,21 @@ def configure_torch(
 @contextlib.contextmanager
 def switches_kept() -> Iterator[None]:
     """Afterwards, the switches that `configure_torch` sets are as they were, and so is the variable for cuBLAS."""
-    cudnn, threads, anomaly = torch.backends.cudnn, torch.get_num_threads(), torch.is_anomaly_enabled()
-    repeats = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    flags, precision = (cudnn.deterministic, cudnn.benchmark), torch.get_float32_matmul_precision()
-    tf32 = cudnn.allow_tf32 if torch.cuda.is_available() else None
-    filled, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get(_WORKSPACE)  # type: ignore[attr-defined]
+    names = [(torch.backends.cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")]
+    names += [(torch.utils.deterministic, "fill_uninitialized_memory")]
+    flags, workspace = [(*place, getattr(*place)) for place in names], os.environ.get(_WORKSPACE)
+    threads, anomaly = torch.get_num_threads(), torch.is_anomaly_enabled()
+    precision, mode = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
     try:
         yield
     finally:
-        if repeats != (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ):
-            torch.use_deterministic_algorithms(repeats[0], warn_only=repeats[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        if mode != torch.get_deterministic_debug_mode():
+            torch.set_deterministic_debug_mode(mode)
         torch.set_num_threads(threads)
         torch.autograd.set_detect_anomaly(anomaly)
-        cudnn.deterministic, cudnn.benchmark = flags
         torch.set_float32_matmul_precision(precision)
-        if tf32 is not None:
-            cudnn.allow_tf32 = tf32
+        for flag in flags:
+            setattr(*flag)
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
 
