@@ -161,6 +161,11 @@ ROWS = [
         ("2 problems", "allowed: ckpt_path=last.safetensors", "run: is a path without a key", "allowed: input=run"),
         another_run,
     ),
+    Mistake(
+        "path of images as a word after the checkpoint's key",
+        ("predict", "ckpt_path=run", "photos/cats"),
+        ("photos/cats: is a path without a key", "allowed: input=photos/cats"),
+    ),
     Mistake("flag", ("train", "--multrun"), ("--multrun", "did you mean '--multirun'?")),
     Mistake("value of a flag", ("train", "--cfg", "jobs"), ("--cfg", "'jobs'", "job", "hydra")),
     Mistake("flag of list", ("list", "--groups"), ("unknown flag '--groups'", "allowed: --config-dir DIR")),

@@ -132,9 +132,8 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return Weights(
-        found.path, tensors, tuple(found.contents["classes"]), kind, found.warnings, found.contents["config"]
-    )
+    classes, config = tuple(found.contents["classes"]), found.contents["config"]
+    return Weights(found.path, tensors, classes, kind, found.warnings, config)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ before Hydra sees them; a key inside an open section (an argument of a component
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,12 @@ def parsed(words: Iterable[str]) -> list[Override]:
     return found
 
 
-def check_overrides(words: Iterable[str], schema: type, sources: Sources, multirun: bool) -> CheckedOverrides:
+def check_overrides(words: Sequence[str], schema: type, sources: Sources, multirun: bool) -> CheckedOverrides:
     """Check each override by itself; a wrong one never hides the others."""
     groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
     result = CheckedOverrides()
-    paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) is not None]
-    readable, problems = not_overrides(list(words), _is_readable, paths)
+    paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) and key not in map(keys.key_of, words)]
+    readable, problems = not_overrides(words, _is_readable, paths)
     result.problems.extend(problems)
     for word in readable:
         [override] = parsed([word])

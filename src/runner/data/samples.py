@@ -109,9 +109,7 @@ def read_sample(
     except (UserError, MemoryError) as error:
         if type(error) is not UserError or transforming or error.problems[0].key or error.problems[0].allowed:
             raise
-        raise UserError(
-            "", str(error), "data.on_error=skip, which replaces samples that cannot be read by others"
-        ) from error
+        raise UserError("", str(error), "data.on_error=skip, which reads other samples instead") from error
     except Exception as error:
         name, why = _name(index, split), _located(error)
         if (path := path_of(dataset, index)) is not None and path not in why:

@@ -78,9 +78,8 @@ class Run:
 
     @property
     def choices(self) -> dict[str, str]:
-        """The option of each group; a run that resumed another one keeps those of that one."""
-        found = self.summary.get("choices")
-        return found if isinstance(found, dict) else {}
+        """The option of each group; those of the run that it resumed, too."""
+        return found if isinstance(found := self.summary.get("choices"), dict) else {}
 
     @functools.cached_property
     def metrics(self) -> dict[str, float]:
