@@ -197,7 +197,7 @@ def rounds(job: Job, names: Sequence[str], repeats: int) -> tuple[dict[str, list
 
 
 def curves(job: Job, seeds: int) -> dict[str, list[list[tuple[int, float]]]]:
-    """Loss curves of both presets for several seeds, each in a process of its own."""
+    """Loss curves of both presets for several seeds, each in a separate process."""
     found: dict[str, list[list[tuple[int, float]]]] = {"runner": [], "runner-fast": []}
     for seed in range(seeds):
         for name, those in found.items():

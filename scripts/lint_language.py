@@ -40,6 +40,16 @@ PHRASES = {
     r"\bthe line (?:selects|says|names)\b": "the command line",
     r"\btells? of\b": "reports",
     r"\bwords of the line\b": "overrides",
+    r"(?<!there.)\bis no (?!longer|more|faster|better|worse|less|job|reason|result)[a-z]": "is not a",
+    r"(?<!there.)\bare no (?!longer|more|faster|better|worse|less)[a-z]": "are not",
+    r"\breads? no \w+ again": "does not read ... again",
+    r"\blies? there\b": "it contains",
+    r"\bto go on:": "to resume:",
+    r"\bclause that people read": "is printed",
+    r"\bas the \w+ wants?\b": "as required",
+    r"\bwhatever \w+ says\b": "regardless of",
+    r"\bin a process of (?:its|their)\b": "in a separate process",
+    r"\bto the bit\b": "bit for bit, bit-identical",
 }
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE), plain) for pattern, plain in PHRASES.items()]
 

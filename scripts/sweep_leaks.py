@@ -4,7 +4,7 @@
 
 Runs a sweep of short jobs on digits in one process, as `python -m runner train --multirun` does, and looks at the process
 after each job: memory, open files, threads, and the settings of Python and torch that one job could leave to the next. Three
-jobs are repeated, each in a process of its own, to compare their weights. The exit status is 1 if the last job has 5% more
+jobs are repeated, each in a separate process, to compare their weights. The exit status is 1 if the last job has 5% more
 memory or files than the tenth, or more threads, or other settings, or other weights than alone, or if a job takes more than
 `--most` seconds beside its training loop.
 """
@@ -112,7 +112,7 @@ def weights(folder: Path) -> str:
 
 
 def alone(seed: int, folder: Path, steps: int, further: list[str]) -> str:
-    """The digest of the weights of one job, run in a process of its own."""
+    """The digest of the weights of one job, run in a separate process."""
     command = [sys.executable, "-m", "runner", "train", f"seed={seed}", *words(folder, steps, further)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return weights(Path(done.stdout.splitlines()[-1]))

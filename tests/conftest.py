@@ -208,7 +208,7 @@ def train_once(
 
 @pytest.fixture
 def spawn(workdir: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Call the program in a process of its own, and wait for it."""
+    """Call the program in a separate process, and wait for it."""
 
     return lambda *words: forked.run(words)
 

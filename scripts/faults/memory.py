@@ -1,4 +1,4 @@
-"""Small files that want to become large: how much memory the program takes to read each, measured in a process of its own."""
+"""Small files that want to become large: how much memory the program takes to read each, measured in a separate process."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_after_the_clock_was_set_back_the_newest_run_is_still_the_newest(
     )
     for path in (ahead / "checkpoints").iterdir():
         os.utime(path, (2e9, 2e9))
-    reading._newest.clear()  # as in a process of its own
+    reading._newest.clear()  # as in a separate process
     (workdir / "stopped").unlink()
     second = again()
     assert second.status == 75, second.err

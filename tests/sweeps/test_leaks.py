@@ -7,7 +7,7 @@ from pathlib import Path
 
 import forked
 
-# In a process of its own: other tests leave threads in theirs, which begin and end when they like.
+# In a separate process: other tests leave threads in theirs, which begin and end when they like.
 MEASURE = """
 import json, sys
 from pathlib import Path

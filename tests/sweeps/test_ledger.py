@@ -386,4 +386,4 @@ def test_a_sweep_with_jobs_that_never_began_does_not_end_with_status_0(tmp_path,
     for job in seen.split():
         ledger.append("finished", job=job, overrides=[], folder=job)
     assert status_of_jobs(tmp_path) == status
-    assert (f"{2 - len(seen.split())} of 2 jobs have not begun" in capsys.readouterr().out) == (status == 1)
+    assert (f"{2 - len(seen.split())} of 2 jobs have not started" in capsys.readouterr().out) == (status == 1)

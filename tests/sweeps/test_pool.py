@@ -1,4 +1,4 @@
-"""`hydra/launcher=pool`: jobs side by side, each in a process of its own that hurts no other."""
+"""`hydra/launcher=pool`: jobs side by side, each in a separate process that hurts no other."""
 
 from __future__ import annotations
 

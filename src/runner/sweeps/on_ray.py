@@ -41,7 +41,7 @@ def register() -> None:
 
 
 class RayLauncher(Launcher):
-    """Runs each job as a task of Ray, in a process of its own; see `RayConfig`."""
+    """Runs each job as a task of Ray, in a separate process; see `RayConfig`."""
 
     __module__ = "hydra_plugins.runner_ray"
 
