@@ -27,7 +27,7 @@ from runner.config import keys
 from runner.config.app import application, run_dir_of
 from runner.config.app import compose as compose_first
 from runner.config.composition import Composition
-from runner.config.errors import OK, Problem, UserError, file_error
+from runner.config.errors import OK, Problem, UserError, file_error, system_limit
 from runner.config.frozen import to_plain
 from runner.config.merge import says
 from runner.config.overrides import check_overrides
@@ -73,7 +73,7 @@ def _files_reported() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not (text := file_error(error)):
+        if not (text := system_limit(error) or file_error(error)):
             raise
         raise UserError(text) from error
 
