@@ -250,7 +250,7 @@ def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
     hidden.write_text("# Mine.\n_target_: nowhere.Net\n")
     result = run("train", *tiny, "--config-dir", "mine", "debug=smoke")
     assert result.status == 0
-    assert f"{hidden} is never read" in result.err
+    assert f"{hidden} is not read" in result.err
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
