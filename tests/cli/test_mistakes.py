@@ -603,7 +603,7 @@ ROWS = [
     Mistake(
         "file of another program",
         (*EVAL, "ckpt_path=mine.safetensors"),
-        ("mine.safetensors: has no checksum", "another program", "init_from="),
+        ("mine.safetensors: ", "is not a checkpoint of runner's", "other programs", "init_from="),
         a_foreign_file,
     ),
     Mistake(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runner.checkpoint.file import read, write
+from runner.checkpoint.file import read
 from runner.config.schema.verbs import FindLr
 
 # A data set that is read through workers, in one of which something goes wrong in the second epoch.
@@ -305,18 +305,6 @@ def test_inside_an_epoch_another_number_of_samples_cannot_be_gone_on_with(
     result = run("train", *words)
     assert result.status == 2
     assert "a checkpoint from the end of an epoch" in result.err
-
-
-def test_a_checkpoint_that_does_not_know_its_data_is_resumed_with_a_warning(
-    folder: Path, train: Callable[..., Any]
-) -> None:
-    directory = train(*ON_FOLDER).directory
-    path = directory / "checkpoints" / "last.safetensors"
-    contents = read(path)
-    assert set(contents["metrics"].pop("data")) == {"train", "val", "test"}
-    write(path, contents)
-    result = train(f"ckpt_path={path}", "epochs=3")
-    assert "does not say which data it was trained on" in (result.directory / "run.log").read_text()
 
 
 def test_what_is_changed_is_shown_with_whether_it_matters(train: Callable[..., Any]) -> None:

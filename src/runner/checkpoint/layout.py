@@ -29,6 +29,8 @@ _CONTAINERS, _VALUES, _BYTES_OF_ONE = 2**18, 2**20, 32
 _ZEROS = "0" * 64
 _HEAD = re.compile(rb'.{8}\{"__metadata__":\{"format":"(\d{1,9})","sha256":"([0-9a-f]{64})"', re.DOTALL)
 
+OTHERS = "init_from= starts a run from weights of other programs"
+
 
 class Damaged(Exception):
     """The file is truncated, altered, or something else."""
@@ -203,14 +205,14 @@ def read_header(file: BinaryIO) -> Header:
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= size - 8:
-        raise Damaged("is truncated, or not a safetensors file")
+        raise Damaged(f"is truncated, or is not a checkpoint of runner's; {OTHERS}")
     if length > _LARGEST_HEADER:
         raise Damaged("is not a checkpoint of runner's: its header is larger than 32 MiB")
     file.seek(0)
     data = file.read(8 + length)
     head = _HEAD.match(data)
     if head is None:
-        raise Damaged("is not a checkpoint of runner's: its header has no checksum")
+        raise Damaged(f"is not a checkpoint of runner's: its header has no checksum; {OTHERS}")
     if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
         raise Damaged("its contents do not match its checksum (header): the file is damaged")
     if _too_dense(data):

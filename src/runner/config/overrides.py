@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 
 from runner.config import keys
 from runner.config.errors import Problem, nearest
-from runner.config.renamed import renamed_problem
 from runner.config.sources import Sources
 from runner.config.synonyms import option_meant, target_meant
 from runner.config.words import not_overrides
@@ -90,8 +89,6 @@ def _checked(
     if options is not None and not isinstance(value, dict):
         return _checked_group(override, word, options, sources)
     annotation = keys.find(schema, key)
-    if renamed := renamed_problem(key):
-        return renamed
     if annotation is None:
         return None
     if override.is_delete() and annotation is not Any:

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from runner.config import keys
 from runner.config.errors import ConfigError, Problem, UserError, nearest
-from runner.config.renamed import new_key, new_target
 from runner.config.schema.sections import EXTRAS
 from runner.config.secrets import is_masked
 from runner.config.signatures import read_signature
@@ -136,8 +135,6 @@ def bind(
             if isinstance(inner, dict) and "_target_" in inner:
                 problems += bind(f"{key}.{name}" if at is None else f"{key}.{name}.{at}", inner, imports=imports)
     path = str(node["_target_"])
-    if (new := new_target(path)) != path:
-        return [*problems, Problem(f"{key}._target_", f"{path} was renamed to {new}", new)]
     read = None if imports else read_signature(path)
     if not imports and read is None:
         return problems
@@ -166,7 +163,7 @@ def bind(
             continue
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
-        elif not takes_any and new_key(f"{key}.{name}") is None:  # a renamed key has been reported
+        elif not takes_any:
             # What the program gives to a logger is not a setting.
             listed = [each for each in named if not (key.startswith("logger.") and each in facts)]
             listed += sorted(component.known_extras)

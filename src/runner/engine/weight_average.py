@@ -204,7 +204,7 @@ class AveragedModel:
         self._statistics, self._calibrated, updates = {}, True, 0
         if state is not None and state["kind"] == self.kind and state["weights"] is not None:
             updates = int(state["updates"])
-            self._calibrated = bool(state.get("calibrated", True))  # older files do not record it
+            self._calibrated = bool(state["calibrated"])
             for module, saved in ((self._model, state["weights"]), (self._loss, state.get("loss") or {})):
                 for name, place in self._names(module).items():
                     parameter = self._parameters[place]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -109,16 +108,8 @@ class ResolvedCheckpoint(Generic[T]):
         return splits
 
     def data_facts(self) -> DataFacts:
-        """What the model was trained on; `data.image_size=` on the command line replaces the size of its images.
-
-        Raises:
-            UserError: if an old checkpoint does not store it, and the data cannot be read.
-        """
-        shape = self.found.contents["metrics"].get("images")
-        if shape is None:
-            with contextlib.closing(self.data(_CPU)) as splits:
-                shape = splits.image_shape
-        channels, height, width = shape
+        """What the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
+        channels, height, width = self.found.contents["metrics"]["images"]
         if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
             height = width = self.config.data.image_size
         return DataFacts(self.classes, channels, (height, width))
