@@ -23,6 +23,7 @@ import forked
 import pytest
 from composition_cache import install
 
+from runner.config import signatures
 from runner.config.app import Composition, current
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
@@ -148,6 +149,8 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
+    for cached in (signatures.read_signature, signatures._source, signatures._annotation):
+        cached.cache_clear()
 
 
 @pytest.fixture

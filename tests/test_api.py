@@ -95,7 +95,18 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         Report: ["runs", "table", "notes", "difference", "comparison"],
     }
     assert {name for name in vars(Run) if not name.startswith("_")} - {*fields[Run]} == {
-        *("name", "monitor", "mode", "metrics", "speed", "samples_per_step", "records", "environment", "value"),
+        *(
+            "name",
+            "monitor",
+            "mode",
+            "choices",
+            "metrics",
+            "speed",
+            "samples_per_step",
+            "records",
+            "environment",
+            "value",
+        ),
     }
 
 
@@ -314,7 +325,7 @@ def test_a_checkpoint_is_named_by_its_path_whatever_is_in_it(trained: Path, work
 
 @pytest.mark.parametrize("use", [load, evaluate])
 def test_a_path_that_no_system_takes_is_a_mistake(use: Callable[[str], Any]) -> None:
-    with pytest.raises(UserError, match="file name too long"):
+    with pytest.raises(UserError, match="too long"):
         use("x" * 5000)
 
 

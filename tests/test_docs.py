@@ -154,7 +154,7 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     sources = app.sources_of(flags)
     known = overrides.check_overrides(flags.overrides, schema, sources, multirun=True)
     with app.application(problems_of, sources, schema) as application:
-        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, lambda _: [])
+        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, lambda *_: [])
     return problems_in(composition.values, composition, schema)[1]
 
 

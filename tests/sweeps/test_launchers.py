@@ -65,7 +65,7 @@ def test_jobs_elsewhere_have_the_same_bits_and_a_failed_one_stops_no_other(launc
     [folder] = workdir.glob("outputs/*/sweeps/*")
     assert hashes(folder) == hashes(alone)
     assert "2 of 4 jobs finished" in first.stdout
-    assert "error: job 2 failed: model: " in first.stdout + first.stderr
+    assert "error: job 2 failed: model.width: " in first.stdout + first.stderr
     again = spawn("train", *words, "retry=never")
     assert again.returncode == 1
     assert "2 of 4 jobs have finished already" in again.stdout

@@ -20,6 +20,7 @@ from runner.checkpoint.weights import loss_of
 from runner.config import stored
 from runner.config.errors import UserError, first_line
 from runner.config.targets import build
+from runner.config.user_frames import own_frames
 from runner.distributed.sharding import is_sharded, only_local
 from runner.distributed.world import Channel, world
 from runner.engine.callbacks import Checkpointing
@@ -263,7 +264,7 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
 
 
 def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
-    """The methods of a logger of the user's: one that raises is reported once, and the run goes on."""
+    """The methods of a custom logger: one that raises causes a warning once, and the run continues."""
     reported = set[str]()
 
     def call(method: str, *arguments: Any) -> None:
@@ -272,7 +273,10 @@ def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
         except Exception as error:
             if method not in reported:
                 reported.add(method)
-                warn(f"logger.{name}: {method} raised {type(error).__name__}: {first_line(error)}; the run goes on")
+                place = "".join(f" ({each.filename}, line {each.lineno})" for each in own_frames(error)[-1:])
+                warn(
+                    f"logger.{name}: {method} raised {type(error).__name__}: {first_line(error)}{place}; the run continues"
+                )
 
     methods = [each for each in (*calls_of(Logger), "finish") if hasattr(logger, each)]
     return SimpleNamespace(**{each: functools.partial(call, each) for each in methods})
