@@ -94,7 +94,7 @@ def config_of(words: Sequence[str]) -> Train:
         Train,
         "train",
         words,
-        also=lambda composition: [],
+        also=lambda *_: [],
         sweep_root=lambda values: Path(),
     )
     if not found:

@@ -34,7 +34,7 @@ def choose_monitor(config: Train, task: Task) -> Monitor:
     """
     named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
     metric = _full_name("checkpoint.monitor", named, config, task)
-    return Monitor(metric, config.checkpoint.mode or _better("checkpoint.mode", metric, config, task))
+    return Monitor(metric, config.checkpoint.mode or better("checkpoint.mode", metric, config, task))
 
 
 def expected_monitor(config: Train) -> Monitor:
@@ -80,7 +80,7 @@ def metric_names(config: Train, task: Task) -> list[str]:
     return list(dict.fromkeys([*task.metric_names(), *(config.metrics or {})]))
 
 
-def _better(key: str, name: str, config: Train, task: Task) -> Literal["min", "max"]:
+def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "max"]:
     """Whether the `min` or the `max` of a metric, by its full name, is best; `key` is what to set if it is not known."""
     names = {"loss", *metric_names(config, task)}
     plain = name.removeprefix("val/")
@@ -110,7 +110,7 @@ def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, An
             node = node | {"monitor": watched}
             # Another metric may be better in the other direction.
             if node.get("mode") is None and watched != monitor.metric:
-                facts["mode"] = _better(f"callbacks.{name}.mode", watched, config, task)
+                facts["mode"] = better(f"callbacks.{name}.mode", watched, config, task)
         built[name] = build(f"callbacks.{name}", node, facts=facts)
         require_methods(f"callbacks.{name}", node["_target_"], built[name], CALLBACK, some="on_")
     return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -93,6 +94,9 @@ def schedule(context: CheckContext) -> Result:
     peak = factors.index(top) / len(factors)
     idle = f"the rate is practically 0 in {1 - active:.0%} of the run"
     rising = last > 2 * max(factors[: max(1, len(factors) // 2)])
+    falling = list(itertools.accumulate(factors[factors.index(top) :], min))
+    again = max(now - lowest for now, lowest in zip(factors[factors.index(top) :], falling, strict=True)) > 0.3 * top
+    cyclic = "cyclic" in (kind := str(context.config.scheduler).lower()) or "restarts" in kind
     evidence = f"at most {top:.3g} times the rate, first {first:.3g} and last {last:.3g}, in {total:,} steps"
     for result, wrong, problem in (
         (failed, not all(map(math.isfinite, factors)) or min(factors) < 0, "factors that are negative or not finite"),
@@ -103,6 +107,7 @@ def schedule(context: CheckContext) -> Result:
         (warned, top > 3, "the rate is exceeded"),
         (warned, active < 0.35, idle),
         (warned, rising, "the rate rises to the end of the run"),
+        (warned, again and not cyclic, "the rate rises again after it has fallen"),
     ):
         if wrong:
             fix = "scheduler.warmup and scheduler.total_steps that fit the run, or scheduler=constant"
@@ -234,7 +239,7 @@ def epoch_length(context: CheckContext) -> Result:
         evidence = f"accumulate={plan.accumulate} is more than the {plan.batches} batches of an epoch: one step"
         return warned(evidence, "a smaller accumulate or data.batch_size")
     used = sum(plan.size(batch) for batch in range(plan.batches)) if plan.limit is None else plan.samples
-    if plan.drop_last and used < 0.75 * plan.samples:
+    if plan.drop_last and used <= 0.8 * plan.samples:
         evidence = f"data.drop_last=true leaves {plan.samples - used:,} of {plan.samples:,} samples out of each epoch"
         return warned(evidence, "data.drop_last=false, or a smaller data.batch_size")
     if plan.batch_size > plan.samples and plan.samples > 1 and total < 10:

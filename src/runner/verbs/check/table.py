@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from runner.verbs.check import (
     baselines,
     batches,
+    contradictions,
     data,
     labels,
     loop,
@@ -55,7 +56,7 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     "data": (
         data.readable, data.image_shapes, data.finite_images, data.constant_images, data.outlier_images,
         data.image_range, data.normalization, data.channel_order, data.splits_alike, data.evaluation_transform,
-        data.augmentation,
+        data.augmentation, contradictions.input_size, contradictions.constant_areas, contradictions.colorless_class,
     ),
     "labels": (
         labels.target_range, labels.missing_classes, labels.class_balance, labels.class_order, labels.duplicates,
@@ -64,8 +65,12 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     "model": (
         model.frozen_parameters, model.optimizer_parameters, model.detached_parameters, model.unused_parameters,
         model.shared_weights, model.bias_before_norm, model.dead_units, model.activation_scale, model.gradient_scale,
+        contradictions.repeated_norms, contradictions.trainable_set,
     ),
-    "outputs": (outputs.logits, outputs.sample_mixing, outputs.modes, outputs.repeatable_evaluation),
+    "outputs": (
+        outputs.logits, outputs.sample_mixing, outputs.modes, outputs.repeatable_evaluation,
+        contradictions.output_scale,
+    ),
     "loss": (loss.initial_loss, loss.loss_of_samples, loss.loss_axis, loss.loss_broadcast, loss.accumulation),
     "loop": (
         loop.overfit, loop.zero_input, loop.stale_gradients, loop.mode_in_training, loop.evaluation_leaves_state,
@@ -83,12 +88,14 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     "settings": (
         settings.optimizer_settings, settings.schedule, settings.step_size, settings.averaging,
         settings.norm_statistics, settings.dropout_rate, settings.epoch_length,
+        contradictions.metric_direction, contradictions.class_weights, contradictions.frozen_start,
     ),
     "steps": (training.short_training,),
 }
 # Before all others: they read no images.
 _FIRST = (settings.optimizer_settings, settings.schedule, settings.averaging, settings.norm_statistics,
-          settings.dropout_rate, settings.epoch_length)
+          settings.dropout_rate, settings.epoch_length, contradictions.metric_direction,
+          contradictions.class_weights, contradictions.frozen_start)
 # After all others, in this order: with a pass or two through the model, then a few steps, then many.
 _LATER = (
     loss.loss_of_samples, loss.loss_axis, loss.loss_broadcast, baselines.learnable, baselines.class_meaning,
