@@ -268,8 +268,8 @@ def shard_model(
     blocks, shared = gathered_apart(model, settings.blocks)
     if shared:
         warnings.append(
-            f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with what is outside of "
-            "blocks: they have weights in common with other modules"
+            f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with the parameters "
+            "outside of blocks: they share weights with other modules"
         )
     replaced = shard(
         model,
