@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import extras
 import forked
 import pytest
 from composition_cache import install
 
+from runner.config import signatures
 from runner.config.app import Composition, current
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
@@ -75,11 +77,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not PROGRAM.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("program")
+        for marker in item.iter_markers("extra"):
+            if not extras.installed(name := marker.kwargs["name"]):
+                item.add_marker(pytest.mark.skip(reason=f"the extra [{name}] is not installed"))
     needing = [item for item in items if item.get_closest_marker("gpu")]
     if needing and not _has_gpu():
         for item in needing:
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count the tests that were skipped because an extra is not installed."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    for name in extras.PACKAGES:
+        if count := sum(f"the extra [{name}] is not installed" in reason for reason in reasons):
+            terminalreporter.write_line(f"{count} tests skipped: pip install -e '.[{name}]' to run them")
 
 
 def _has_gpu() -> bool:
@@ -136,6 +149,8 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
+    for cached in (signatures.read_signature, signatures._source, signatures._annotation):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -219,7 +234,7 @@ def compose(workdir: Path) -> Callable[..., Composition]:
             VERBS[verb],
             verb,
             words,
-            also=lambda composition: [],
+            also=lambda *_: [],
             sweep_root=lambda values: workdir / "sweep",
         )
         if not any(word.startswith("--") for word in words):

@@ -6,16 +6,19 @@ import dataclasses
 import html
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import runs_that_ended_early
 import torch
 import yaml
 from PIL import Image
@@ -92,7 +95,18 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         Report: ["runs", "table", "notes", "difference", "comparison"],
     }
     assert {name for name in vars(Run) if not name.startswith("_")} - {*fields[Run]} == {
-        *("name", "monitor", "mode", "metrics", "speed", "samples_per_step", "records", "environment", "value"),
+        *(
+            "name",
+            "monitor",
+            "mode",
+            "choices",
+            "metrics",
+            "speed",
+            "samples_per_step",
+            "records",
+            "environment",
+            "value",
+        ),
     }
 
 
@@ -268,21 +282,75 @@ def test_a_model_needs_no_package_that_only_trained_it(
     assert "only_here" not in sys.modules, "nobody imported it"
 
 
+def test_threads_compose_and_load_side_by_side(trained: Path) -> None:
+    def use(number: int) -> tuple[int, int]:
+        return compose(f"seed={number}").seed, load(trained).step
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(use, range(8)))
+    assert [seed for seed, _ in found] == list(range(8))
+    assert len({step for _, step in found}) == 1
+
+
+def test_a_dry_run_is_refused_as_it_makes_no_run(workdir: Path) -> None:
+    with pytest.raises(UserError, match="dry_run: makes no run"):
+        train(*WORDS, "dry_run=true")
+    assert not (workdir / "outputs").exists()
+
+
+def test_what_training_sets_for_the_process_is_as_it_was_afterwards(workdir: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def switches() -> tuple[Any, ...]:
+        cudnn = torch.backends.cudnn
+        own = (torch.get_num_threads(), torch.is_anomaly_enabled(), torch.get_float32_matmul_precision())
+        return *own, torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, dict(os.environ)
+
+    threads, before = torch.get_num_threads(), os.environ.get("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", before)
+    torch.set_num_threads(2)
+    try:
+        found = switches()
+        train(*WORDS, "deterministic=true", "detect_anomaly=true", "max_steps=1", "evaluate.test=false")
+        assert switches() == found
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["${seed}", "a\\b", "it's", "a\\'b", "a=b,c"])
+def test_a_checkpoint_is_named_by_its_path_whatever_is_in_it(trained: Path, workdir: Path, name: str) -> None:
+    (workdir / name).symlink_to(trained.absolute())
+    assert load(name).step == load(trained).step
+
+
+@pytest.mark.parametrize("use", [load, evaluate])
+def test_a_path_that_no_system_takes_is_a_mistake(use: Callable[[str], Any]) -> None:
+    with pytest.raises(UserError, match="too long"):
+        use("x" * 5000)
+
+
 def test_the_code_of_the_page_runs(workdir: Path) -> None:
     page = (DOCS / "howto" / "python.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 6
+    runs_that_ended_early.lay_down(workdir / "outputs" / "digits")
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
     assert names["scores"]["metrics"]["accuracy"] > 0.5
     assert names["found"].table.rows
+    statuses = {run.status for run in names["runs"]("outputs/**")}
+    assert statuses == {"finished", "pruned", "failed", "died"}
+    names["runs"]("outputs/**").to_pandas()
 
 
 def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    import nbclient
+    import nbformat
+
     notebook = nbformat.read(DOCS / "tutorial" / "first_model.ipynb", as_version=4)
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    runs_that_ended_early.lay_down(workdir / "outputs" / "digits")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter's own packages
         nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(workdir)}}).execute()

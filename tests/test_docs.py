@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import runs_that_ended_early
 import yaml
 
 from runner.cli import main
@@ -118,6 +119,7 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "my_package" / "__init__.py").touch()
         (folder / "untrusted.safetensors").write_text("not a checkpoint\n")
         found[name] = folder
+        runs_that_ended_early.lay_down(folder / "outputs" / "digits")
     with inside(found["docs"]):
         assert call("train", "debug=smoke", *QUIET)[0] == 0
     return found
@@ -152,7 +154,7 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     sources = app.sources_of(flags)
     known = overrides.check_overrides(flags.overrides, schema, sources, multirun=True)
     with app.application(problems_of, sources, schema) as application:
-        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, lambda _: [])
+        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, lambda *_: [])
     return problems_in(composition.values, composition, schema)[1]
 
 

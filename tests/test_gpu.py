@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,9 +97,14 @@ def test_nccl_connects_a_world_of_one_whose_gradients_are_those_of_the_model(mon
 
     alone = torch.autograd.grad(objective(images, targets), list(model.parameters()))
     with joined(60.0, device) as world:
-        ParallelStep(model, objective, train_step, world, find_unused=False, retries=False).objective(
-            images, targets
-        ).backward()
+        ParallelStep(
+            SimpleNamespace(model=model, loss=nn.Identity()),
+            objective,
+            train_step,
+            world,
+            find_unused=False,
+            retries=False,
+        ).objective(images, targets).backward()
         total = torch.ones(1, device=device)
         dist.all_reduce(total)
         assert total.item() == world.size == 1

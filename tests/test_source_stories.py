@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extras import needs
 from PIL import Image
 
 BOMB = """
@@ -120,8 +121,8 @@ def test_balanced_classes(story: Callable[..., Any], pictures: Path, words: tupl
     assert row.split()[1] == "balanced"
 
 
+@needs("timm")
 def test_a_model_of_timm(story: Callable[..., Any], pictures: Path) -> None:
-    pytest.importorskip("timm", reason="timm is not installed (pip install 'runner[timm]')")
     words = [word for word in SMALL if not word.startswith(("model", "data.image_size"))]
     rest = story(
         "data=csv", f"data.root={pictures}", *words, "model=timm", "model.name=test_resnet", "data.image_size=32",
@@ -130,8 +131,10 @@ def test_a_model_of_timm(story: Callable[..., Any], pictures: Path) -> None:
     assert rest.summary["status"] == "finished"
 
 
+@needs("huggingface")
 def test_a_data_set_of_hugging_face(story: Callable[..., Any], pictures: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'runner[huggingface]')")
+    import datasets
+
     files = [str(pictures / f"{index}.png") for index in range(40)]
     rows = datasets.Dataset.from_dict({"image": files, "label": ["cat" if index % 5 else "dog" for index in range(40)]})
     rows.cast_column("image", datasets.Image()).save_to_disk(str(pictures / "saved"))
@@ -153,11 +156,13 @@ def test_a_table_with_several_columns_of_targets(kind: str, story: Callable[...,
     )  # fmt: skip
 
 
+@needs("huggingface")
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_data_set_of_hugging_face_with_several_columns_of_targets(
     kind: str, story: Callable[..., Any], pictures: Path
 ) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'runner[huggingface]')")
+    import datasets
+
     with (pictures / "labels.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     columns: dict[str, list[Any]] = {"image": [str(pictures / row["image"]) for row in rows]}
@@ -172,8 +177,8 @@ def test_a_data_set_of_hugging_face_with_several_columns_of_targets(
     )  # fmt: skip
 
 
+@needs("timm")
 def test_a_model_of_timm_on_folders_of_images(story: Callable[..., Any], pictures: Path, workdir: Path) -> None:
-    pytest.importorskip("timm", reason="timm is not installed (pip install 'runner[timm]')")
     for index in range(40):
         path = workdir / "folders" / ("cat" if index % 2 else "dog") / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,10 +50,10 @@ def test_a_line_that_is_there_twice_or_missing_would_be_found() -> None:
 
 
 def test_a_damaged_checkpoint_that_is_believed_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.pt").write_bytes(b"damaged")
-    assert damage._believed(tmp_path / "a.pt") == ""
+    (tmp_path / "a.safetensors").write_bytes(b"damaged")
+    assert damage._believed(tmp_path / "a.safetensors") == ""
     monkeypatch.setattr(file, "read", lambda path: {})
-    assert damage._believed(tmp_path / "a.pt") == "a damaged checkpoint was read"
+    assert damage._believed(tmp_path / "a.safetensors") == "a damaged checkpoint was read"
 
 
 def test_a_reported_checkpoint_that_is_gone_or_half_there_would_be_found(

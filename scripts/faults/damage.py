@@ -14,7 +14,7 @@ def section(bench: Bench) -> list[Row]:
     life = live([*whole(("max_steps=4",)), directory(bench.folder / "run")], bench.folder / "run.log")
     assert life.status == 0, life.said()[-2000:]
     checkpoint = bench.folder / "run" / "checkpoints" / "last.safetensors"
-    data, damaged = checkpoint.read_bytes(), bench.folder / "damaged.pt"
+    data, damaged = checkpoint.read_bytes(), bench.folder / "damaged.safetensors"
     short, flipped = Row("damage", "truncated at a random length"), Row("damage", "one random byte altered")
     for _ in range(bench.counts["truncations"]):
         damaged.write_bytes(data[: bench.draw.randrange(len(data))])

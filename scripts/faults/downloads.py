@@ -74,7 +74,7 @@ def _try(contents: dict[str, Any], place: str, what: str, verb: str, folder: Pat
         name: value.replace("OUTSIDE", str(outside)) if isinstance(value, str) else value
         for name, value in TARGETS[what].items()
     }
-    sent = folder / "sent.pt"
+    sent = folder / "sent.safetensors"
     sent.write_bytes(with_config(contents, _putting(place, node)))
     words = [f"ckpt_path={sent}"]
     words += (

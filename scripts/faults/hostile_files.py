@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import tarfile
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,8 @@ import torch
 from faults.disk import pictures
 from faults.forging import (
     Bomb,
-    Claim,
-    archive,
     changed,
     forged,
-    records,
-    sealed,
     sealed_header,
     with_config,
     with_header,
@@ -56,7 +51,7 @@ class Arena:
 
     def sent(self, data: bytes) -> list[str]:
         """Put a file there, and give the words that use it."""
-        path = self.untrusted / ("sent.pt" if data[:2] == b"PK" else "sent.safetensors")
+        path = self.untrusted / "sent.safetensors"
         path.write_bytes(data)
         return [f"ckpt_path={path}"]
 
@@ -95,48 +90,13 @@ def _saved(arena: Arena, zipped: bool) -> bytes:
     return buffer.getvalue()
 
 
-def _compressed(arena: Arena) -> bytes:
-    return archive(records(arena.contents) | {"archive/data/bomb": b"\0" * 2**26}, zipfile.ZIP_DEFLATED)
+def _as_weights(arena: Arena, data: bytes) -> list[str]:
+    (arena.untrusted / "sent.pth").write_bytes(data)
+    return [f"init_from={arena.untrusted / 'sent.pth'}"]
 
 
-def _claiming(arena: Arena) -> bytes:
-    """A record that claims 2**31 bytes, in both places that say so."""
-    data = archive(records(arena.contents) | {"archive/data/claim": b"\xab" * 24})
-    body = data[: data.rindex(b"runner-sha256:") - 2] + b"\0\0"
-    size, lie = (24).to_bytes(4, "little"), (2**31).to_bytes(4, "little")
-    local, central = body.index(b"archive/data/claim") - 30, body.rindex(b"archive/data/claim") - 46
-    parts = bytearray(body)
-    for place in (local + 18, local + 22, central + 20, central + 24):
-        assert parts[place : place + 4] == size
-        parts[place : place + 4] = lie
-    return sealed(bytes(parts))
-
-
-def _doubling() -> list[Any]:
-    value: list[Any] = [0]
-    for _ in range(50):
-        value = [value, value]
-    return value
-
-
-def _endless() -> list[Any]:
-    value: list[Any] = []
-    value.append(value)
-    return value
-
-
-def _deep(arena: Arena) -> bytes:
-    count = 200_000
-    return archive(
-        records(arena.contents) | {"archive/data.pkl": b"\x80\x02" + b"]" * count + b"a" * (count - 1) + b"."}
-    )
-
-
-def _nested(arena: Arena) -> bytes:
-    value: list[Any] = []
-    for _ in range(300):
-        value = [value]
-    return changed(arena.contents, "metrics", "callbacks", "mine", value={"deep": value}, of_format_1=True)
+def _weights(zipped: bool) -> Callable[[Arena], list[str]]:
+    return lambda arena: _as_weights(arena, _saved(arena, zipped))
 
 
 def _naming(target: str) -> Callable[[Arena], list[str]]:
@@ -167,13 +127,8 @@ def _setting(value: Any, *place: str) -> Callable[[Arena], list[str]]:
 
 
 def _holding(value: Any, *place: str) -> Callable[[Arena], list[str]]:
-    """Another value at a place; what only a pickle can hold is sent as a checkpoint of format 1."""
-    old = callable(value) or isinstance(value, Claim)
-
-    def make(arena: Arena) -> list[str]:
-        return arena.sent(changed(arena.contents, *place, value=value() if callable(value) else value, of_format_1=old))
-
-    return make
+    """Another value at a place."""
+    return lambda arena: arena.sent(changed(arena.contents, *place, value=value))
 
 
 def _cached_elsewhere(arena: Arena) -> list[str]:
@@ -191,8 +146,7 @@ def _moments(value: Any) -> Callable[[Arena], list[str]]:
         state = dict(arena.contents["optimizer"]["state"])
         first = next(iter(state))
         state[first] = state[first] | {"exp_avg": value}
-        old = isinstance(value, Claim)
-        return arena.sent(changed(arena.contents, "optimizer", "state", value=state, of_format_1=old))
+        return arena.sent(changed(arena.contents, "optimizer", "state", value=state))
 
     return make
 
@@ -236,11 +190,6 @@ def _linked(name: str) -> Callable[[Arena], list[str]]:
     return make
 
 
-def _twice(arena: Arena) -> list[str]:
-    again = ("ARCHIVE/data.pkl", pickle.dumps(Bomb(arena.canary), protocol=2))
-    return arena.sent(archive([*records(arena.contents).items(), again]))
-
-
 _NAMES = [
     "../../escape",
     "\x1b]0;title\x07\x1b[31mred",
@@ -264,27 +213,10 @@ CASES = [
     Case("torch's format before zip, with code", lambda arena: arena.sent(_saved(arena, zipped=False))),
     Case("torch's tar format, with code", lambda arena: arena.sent(_tar(arena))),
     Case("torch.save with code", lambda arena: arena.sent(_saved(arena, zipped=True))),
-    Case("the same with a fitting checksum", lambda arena: arena.sent(sealed(_saved(arena, zipped=True)))),
-    Case("a good checkpoint with code in it", _holding(lambda: Bomb(Path("canary")), "metrics", "callbacks", "x")),
-    Case("a second pickle under the same name in capitals", _twice),
-    Case("a compressed archive", lambda arena: arena.sent(_compressed(arena))),
-    Case("a record that claims 2 GiB", lambda arena: arena.sent(_claiming(arena))),
-    Case("records with absolute names", lambda arena: arena.sent(
-        archive(records(arena.contents) | {str(arena.outside / "x"): b""}))),
-    Case(
-        "records with climbing names",
-        lambda arena: arena.sent(archive(records(arena.contents) | {"archive/../../x": b"", "archive/data/../../y": b""})),
-        HARMLESS, HARMLESS,
-    ),
-    Case("a storage of 2**50 bytes", _holding(Claim((2**48,), (1,), 2**48), "model", "x")),
-    Case("a tensor that ends outside its storage", _holding(Claim((64,), (1,)), "model", "x")),
-    Case("a tensor that begins outside its storage", _holding(Claim((1,), (1,), 4, 2**40), "model", "x")),
-    Case("a tensor of negative size", _holding(Claim((-4,), (1,)), "model", "x")),
-    Case("one number seen as 2**40", _holding(Claim((2**40,), (0,)), "metrics", "callbacks", "x")),
-    Case("lists of lists that stand for 2**50 values", _holding(_doubling, "metrics", "callbacks", "x")),
-    Case("a list that holds itself", _holding(_endless, "metrics", "callbacks", "x")),
-    Case("300 levels of lists", lambda arena: arena.sent(_nested(arena))),
-    Case("200,000 levels of lists", lambda arena: arena.sent(_deep(arena))),
+    *(Case(f"weights of another program, {name} with code", _weights(zipped), REFUSED, None)
+      for name, zipped in (("torch.save", True), ("torch's format before zip", False))),
+    Case("weights of another program, a bare pickle", lambda arena: _as_weights(arena, pickle.dumps(Bomb(arena.canary))),
+         REFUSED, None),
     Case("a header that claims 2**60 bytes", lambda arena: arena.sent(sealed_header(_HEAD.encode(), 2**60))),
     Case("a header that claims a byte more than there is", lambda arena: arena.sent(
         sealed_header((text := (_HEAD + "}}").encode()), len(text) + 1))),
@@ -311,7 +243,6 @@ CASES = [
     Case("a part that is a number of 5,000 digits", _saying(rng="9" * 5000)),
     Case("a mapping whose keys are lists", _saying(optimizer='{"$dict":[[[],1]]}')),
     Case("moments of another shape than their weight", _moments(torch.zeros(1)), REFUSED, HARMLESS),
-    Case("moments seen through a stride of 0", _moments(Claim((4, 1, 3, 3), (0, 0, 0, 0))), HARMLESS, HARMLESS),
     Case("a position beyond the epoch", _holding(10**6, "position", "batch"), REFUSED, HARMLESS),
     Case("a position with other fields", _holding(1, "position", "__init__"), REFUSED, HARMLESS),
     Case("a position of 400 bits", _holding(2**400, "position", "epoch")),

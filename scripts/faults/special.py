@@ -75,7 +75,7 @@ def _places() -> list[Place]:
         Place("an input of predict", "special.png", (f"ckpt_path={_OTHER}", "input=special.png", "output=rows.csv"), (0, 1, 2),
               "predict"),
         *(Place(f"init_from, {name}", name, (*_WORDS, f"init_from={name}"), (2,))
-          for name in ("weights.pt", "weights.safetensors")),
+          for name in ("weights.pth", "weights.safetensors")),
         Place("ckpt_path", "sent.safetensors", (*_WORDS, "ckpt_path=sent.safetensors"), (2,)),
         Place("an option of a group", "conf/model/special.yaml", (*_WORDS, "--config-dir=conf"), (0,)),
         Place("an option of a group that is selected", "conf/model/special.yaml",

@@ -6,10 +6,12 @@ Each function takes the overrides of the command line as strings: `train("data=d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +27,7 @@ from runner.config import keys
 from runner.config.app import application, run_dir_of
 from runner.config.app import compose as compose_first
 from runner.config.composition import Composition
-from runner.config.errors import OK, Problem, UserError
+from runner.config.errors import OK, Problem, UserError, file_error, system_limit
 from runner.config.frozen import to_plain
 from runner.config.merge import says
 from runner.config.overrides import check_overrides
@@ -41,7 +43,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
 from runner.reports.report import runs
-from runner.runtime.device import choose_device
+from runner.runtime.device import choose_device, switches_kept
 from runner.runtime.precision import choose_precision
 from runner.verbs import eval as eval_verb
 from runner.verbs import train as train_verb
@@ -59,6 +61,21 @@ Picture: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 _BATCH = 64
 _PICTURES = "a path, a Pillow image, an array, a tensor, or a list of these"
 _OF_LOAD = ("weights",)  # what `load` uses of what `predict` adds to the config
+
+
+_COMPOSING = threading.Lock()  # Hydra keeps what it composes in one place
+_RUNNING = threading.RLock()  # torch's switches are those of the process: threads run one after the other
+
+
+@contextlib.contextmanager
+def _files_reported() -> Iterator[None]:
+    """A file or folder that the system refuses is a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if not (text := system_limit(error) or file_error(error)):
+            raise
+        raise UserError(text) from error
 
 
 class WrongType(UserError, TypeError):
@@ -189,13 +206,17 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
         composition = Composition(to_plain(config), [], {}, Sources(), "", run_dir=composition.run_dir)
     if mistake := why_occupied(composition):
         raise mistake
-    record, value = train_verb.run_composition(composition)
+    if composition.values["dry_run"] is True:
+        raise UserError("dry_run", "makes no run that train() could return", "python -m runner train dry_run=true")
+    with _RUNNING, switches_kept():
+        record, value = train_verb.run_composition(composition)
     if record.exit_code != OK and record.error is not None:
         raise record.error
     directory = record.left or record.directory.path
     return Result(directory, read_summary(directory) or {}, value)
 
 
+@_files_reported()
 def evaluate(checkpoint: str | Path, *overrides: str, config_dir: str | Path | None = None) -> dict[str, Any]:
     """The metrics of a checkpoint on a split, as `python -m runner eval` writes them; nothing is written.
 
@@ -207,10 +228,12 @@ def evaluate(checkpoint: str | Path, *overrides: str, config_dir: str | Path | N
     Raises:
         UserError: with everything that is wrong.
     """
-    composition = _composition("eval", [_ckpt_path(checkpoint), *overrides], config_dir)
-    return eval_verb.evaluation(resolve_checkpoint(composition, Eval), _Warnings())
+    composition = _of_checkpoint("eval", checkpoint, overrides, config_dir)
+    with _RUNNING, switches_kept():
+        return eval_verb.evaluation(resolve_checkpoint(composition, Eval), _Warnings())
 
 
+@_files_reported()
 def load(
     checkpoint: str | Path, *overrides: str, device: str = "auto", config_dir: str | Path | None = None
 ) -> Trained:
@@ -225,7 +248,7 @@ def load(
     Raises:
         UserError: if there is no such checkpoint, or its model cannot be built here.
     """
-    composition = _composition("predict", [_ckpt_path(checkpoint), *overrides], config_dir)
+    composition = _of_checkpoint("predict", checkpoint, overrides, config_dir)
     for key in keys.hints(Predict).keys() - keys.hints(Train).keys() - {*_OF_LOAD}:
         if says(key, composition.overrides):
             allowed = "predict(images, top_k=3, probabilities=True), or python -m runner predict"
@@ -260,6 +283,7 @@ def predict(
     return load(checkpoint, *overrides).predict(images, **options)
 
 
+@_files_reported()
 def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None) -> Composition:
     """What overrides amount to, without a job of Hydra's.
 
@@ -280,20 +304,23 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
     schema, sources = VERBS[verb], Sources([Path(config_dir)] if config_dir else [])
     checked = check_overrides(list(words), schema, sources, False)
 
-    def also(composition: Composition) -> list[Problem]:
+    def also(composition: Composition, _: bool) -> list[Problem]:
         return problems_in(composition.values, composition, schema)[1]
 
-    with application(job_of(verb), sources, schema) as app:
+    with _COMPOSING, application(job_of(verb), sources, schema) as app:
         composition, cfg = compose_first(app, verb, checked, schema, sources, also)
     return dataclasses.replace(composition, run_dir=run_dir_of(cfg.hydra))
 
 
-def _ckpt_path(checkpoint: str | Path) -> str:
+def _of_checkpoint(
+    verb: str, checkpoint: str | Path, overrides: Sequence[str], config_dir: str | Path | None
+) -> Composition:
+    """The same for a verb and its checkpoint, whose path is taken as it is: in an override, `${seed}` would be an expression."""
     if not isinstance(checkpoint, str | Path) or not str(checkpoint):
         given = repr(checkpoint) if checkpoint is None or checkpoint == "" else f"a {type(checkpoint).__name__}"
         raise WrongType("checkpoint", f"cannot be {given}", "a checkpoint file, a run directory, 'last' or 'best'")
-    text = str(checkpoint).replace("\\", "\\\\").replace("'", "\\'")
-    return f"ckpt_path='{text}'"
+    composition = _composition(verb, ["ckpt_path=last", *overrides], config_dir)
+    return dataclasses.replace(composition, values=composition.values | {"ckpt_path": str(checkpoint)})
 
 
 def _sources(images: Picture | Iterable[Picture]) -> list[Path | bytes]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import re
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, UserError, file_error, nearest, too_many_files
+from runner.config.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
 from runner.config.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
@@ -19,8 +18,6 @@ from runner.verbs._table import VERBS
 
 _MEANT = {"test": "eval", "evaluate": "eval", "validate": "eval", "val": "eval", "fit": "train", "infer": "predict"}
 _MEANT |= {"-V": "--version", "-v": "--version", "version": "--version"}
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; those of the process if None.
 
     Returns:
-        Exit status: 0 success, 1 failed, 2 user error, 3 diverged, 4 worse than a baseline, 75 preempted.
+        Exit status: see `runner.config.errors`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"-sc", "--shell-completion"}.isdisjoint(words):
@@ -53,12 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader closed the pipe (`| head`); without this, Python would complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
-    except (OSError, UserError) as error:
-        text = str(error) if isinstance(error, UserError) else too_many_files(error) or file_error(error)
+    except (ImportError, MemoryError, OSError, RuntimeError, UserError) as error:
+        text = str(error) if isinstance(error, UserError) else system_limit(error)
+        text = text or (file_error(error) if isinstance(error, OSError) else "")
         if not text:
             raise
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -114,7 +108,3 @@ def _complete(words: list[str]) -> int:
     elif words[0] in VERBS:
         verb, words = VERBS[words[0]], words[1:]
     return complete_verb(verb, words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from runner.build.auto_lr import auto_lr
 from runner.build.batch_size import auto_batch_size, memory_for_training
 from runner.build.data_check import compare_data, source_digests
@@ -123,8 +125,9 @@ def build_run(
     # From here on, a rank may have a part of each weight
     freezing.follow_parameters(shard_model(config, model, hardware, warnings, deferred))
 
-    # Optimizer, schedule, average of the weights
-    optimizer, kernels = build_optimizer(config, model)
+    # Optimizer, schedule, average of the weights; a loss with tensors of its own is trained and saved like the model
+    trained_loss = loss if loss.state_dict() else nn.Identity()
+    optimizer, kernels = build_optimizer(config, model, trained_loss)
     toggled.compile_step_of(optimizer)
     state = TrainState(
         model=model,
@@ -133,7 +136,8 @@ def build_run(
         scaler=precision.scaler,
         meter=RunningMean(device, finite_only=config.on_nonfinite == "skip", dtype=precision.weights),
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
-        averaged=build_averaged(config, model, optimizer, length),
+        averaged=build_averaged(config, model, trained_loss, optimizer, length),
+        loss=trained_loss,
     )
     state.freezing = freezing
 
@@ -143,7 +147,7 @@ def build_run(
     if world().size > 1:
         find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
         warnings += uneven_loss(loss, task, data)
-        parts, step = parallelize(parts, step, model, world(), find_unused=find_unused, retries=retries)
+        parts, step = parallelize(parts, step, state, world(), find_unused=find_unused, retries=retries)
     return Run(
         config=config,
         hardware=hardware,
@@ -324,6 +328,8 @@ def _train(
             epoch = state.position.epoch + (state.position.batch > 0)
             tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
             buffer("test", tested, state.position.global_step, epoch)
+        elif data.test is None and config.evaluate.test:
+            console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
     except Interrupted:
         raise Preempted(interrupted() or signals.asked()) from None
     return best

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import TINY
 from torch import Tensor, nn
 
 from runner.build.init_from import InitialWeights, _without_prefix, start_from
@@ -156,6 +157,18 @@ def test_raise_refuses_a_head_that_does_not_fit(start: Callable[..., InitialWeig
 def test_weights_of_which_none_fits_are_refused_whatever_is_skipped(start: Callable[..., InitialWeights]) -> None:
     with pytest.raises(UserError, match="are not those of this model"):
         start(Net(), {"other": torch.zeros(3)}, "skip")
+
+
+def test_the_model_of_a_checkpoint_that_does_not_fit_is_named(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    base = (*(word for word in TINY if "model" not in word), "model=mlp", "model.hidden=[4]")
+    file = f"init_from={train(*TINY).directory}"
+    other = run("train", *base, file)
+    assert (other.status, "holds SmallCNN and the config builds MLP" in other.err) == (2, True), other.err
+    wider = run("train", *TINY, "model.width=8", file)
+    assert "holds SmallCNN(width=4) and the config builds SmallCNN(width=8)" in wider.err
+    assert "Traceback" not in other.err + wider.err
 
 
 def test_long_lists_are_cut_in_the_table(start: Callable[..., InitialWeights]) -> None:

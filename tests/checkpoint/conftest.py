@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,26 +31,17 @@ def contents() -> Callable[..., dict[str, Any]]:
             "position": {"epoch": 1, "batch": 0, "micro_batch": 0, "global_step": step, "evaluation_due": False},
             "config": "seed: 0\n",
             "classes": ["cat", "dog"],
-            "metrics": {"best": None, "last": {"val/loss": 0.5}, "callbacks": {}},
+            "metrics": {
+                "best": None,
+                "last": {"val/loss": 0.5},
+                "callbacks": {},
+                "data": {},
+                "sources": {},
+                "images": [1, 8, 8],
+            },
             "versions": {"torch": "2"},
         }
         return made | keys
-
-    return make
-
-
-@pytest.fixture
-def forge() -> Callable[[Path, Any], None]:
-    """Write a file of format 1 with a checksum that fits, whatever its contents."""
-
-    def make(path: Path, contents: Any) -> None:
-        if isinstance(contents, dict) and repr(contents.get("format")) == str(FORMAT):
-            contents = contents | {"format": 1}
-        buffer = io.BytesIO()
-        torch.save(contents, buffer)
-        archive = buffer.getvalue()
-        comment = b"runner-sha256:" + hashlib.sha256(archive).hexdigest().encode()
-        path.write_bytes(archive[:-2] + len(comment).to_bytes(2, "little") + comment)
 
     return make
 

@@ -122,6 +122,13 @@ def test_a_path_that_is_nearly_right_gets_a_suggestion(runs: Path) -> None:
 def test_no_run_and_no_checkpoint_are_sentences(tmp_path: Path, runs: Path) -> None:
     with pytest.raises(UserError, match="no run with a checkpoint"):
         load("last", tmp_path / "nothing", "last")
+    begun = tmp_path / "outputs" / "x" / "2026-01-01_00-00-00"
+    (begun / "checkpoints").mkdir(parents=True)
+    (begun / "overrides.yaml").touch()
+    with pytest.raises(
+        UserError, match=r"no run with a checkpoint in .*x: the newest, .*2026-01-01_00-00-00, has none"
+    ):
+        load("last", begun.parent, "last")
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="has no checkpoint"):
         load(str(tmp_path / "empty"), runs, "last")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.errors import too_many_files
+from runner.config.errors import system_limit
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",
@@ -52,9 +52,65 @@ def test_a_limit_on_open_files_is_a_sentence(workdir: Path) -> None:
     assert '"status": "failed"' in (workdir / "run" / "summary.json").read_text()
 
 
+@pytest.mark.slow
+def test_a_limit_on_memory_is_a_sentence(workdir: Path) -> None:
+    done = shell(f'ulimit -v 2000000; exec "$0" -m runner train {" ".join(SMALL)}')
+    assert done.returncode == 1, done.stderr
+    assert "there is not enough memory, or a limit on it (ulimit -v) is too small" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_file_where_the_folder_for_logs_belongs_is_a_sentence(run: Callable[..., Any], workdir: Path) -> None:
+    (workdir / "run").mkdir()
+    (workdir / "run" / "logs").touch()
+    result = run("train", *SMALL, "devices=2", "hydra.run.dir=run")
+    assert result.status == 1, result.err
+    assert "run/logs: file exists" in result.err
+    assert "Traceback" not in result.err
+
+
 def test_the_limit_is_recognised_behind_other_errors_and_nothing_else_is() -> None:
     outer = RuntimeError("a worker failed")
     outer.__cause__ = OSError(24, "Too many open files")
-    assert "ulimit -n" in too_many_files(outer)
-    assert "ulimit -n" in too_many_files(RuntimeError("Too many open files. Communication is no longer possible"))
-    assert too_many_files(OSError(2, "No such file or directory")) == ""
+    assert "ulimit -n" in system_limit(outer)
+    assert "ulimit -n" in system_limit(RuntimeError("Too many open files. Communication is no longer possible"))
+    assert system_limit(OSError(2, "No such file or directory")) == ""
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of bash in which `$0 -m runner` is the program."""
+    words = ["bash", "-o", "pipefail", "-c", command, sys.executable]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("display", "sweep"),
+    [
+        ("<&- >&- 2>&-", ()),
+        ("2>/dev/full >/dev/full", ("--multirun", "seed=0,1")),
+        ("2>&1 | head -n 1", ("--multirun", "seed=0,1")),
+    ],
+)
+def test_a_run_does_not_end_with_its_display(workdir: Path, display: str, sweep: tuple[str, ...]) -> None:
+    done = shell(f'"$0" -m runner train {" ".join((*SMALL, *sweep))} {display}')
+    assert (done.returncode, done.stderr) == (0, "")
+    summaries = [path.read_text() for path in workdir.rglob("summary.json")]
+    assert len(summaries) == (2 if sweep else 1)
+    assert all('"status": "finished"' in summary for summary in summaries)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ("list model >&-", 0, ""),
+        ("list model | head -n 1", 0, ""),
+        ("--version >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("list model >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("no_verb 2>&-", 2, ""),
+        ("no_verb 2>/dev/full", 2, ""),
+    ],
+)
+def test_the_other_verbs_say_that_their_output_was_lost(words: str, status: int, says: str) -> None:
+    done = shell(f'"$0" -m runner {words}')
+    assert (done.returncode, done.stderr) == (status, says)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,12 @@ def an_odd_package(place: Place) -> None:
     text += "\n\nclass HalfMisspelt(Misspelt):\n    def on_start(self, loop):\n        pass\n"
     (place.folder / "odd_package.py").write_text(text)
     place.patch.syspath_prepend(place.folder)
+
+
+def a_package_with_a_signature(place: Place) -> None:
+    (place.folder / "odd_package.py").write_text("class Odd:\n    def __init__(self, num_classes):\n        pass\n")
+    place.patch.syspath_prepend(place.folder)
+    place.patch.delitem(sys.modules, "odd_package", raising=False)
 
 
 def offline(place: Place) -> None:
@@ -153,6 +161,11 @@ ROWS = [
         ("2 problems", "allowed: ckpt_path=last.safetensors", "run: is a path without a key", "allowed: input=run"),
         another_run,
     ),
+    Mistake(
+        "path of images as a word after the checkpoint's key",
+        ("predict", "ckpt_path=run", "photos/cats"),
+        ("photos/cats: is a path without a key", "allowed: input=photos/cats"),
+    ),
     Mistake("flag", ("train", "--multrun"), ("--multrun", "did you mean '--multirun'?")),
     Mistake("value of a flag", ("train", "--cfg", "jobs"), ("--cfg", "'jobs'", "job", "hydra")),
     Mistake("flag of list", ("list", "--groups"), ("unknown flag '--groups'", "allowed: --config-dir DIR")),
@@ -229,6 +242,9 @@ ROWS = [
         ("epochs: cannot be many", "allowed: a whole number of at least 1 or null", "from: the override epochs=many"),
     ),
     Mistake("range", ("train", "data.hflip=1.5"), ("data.hflip: cannot be 1.5", "at least 0 and at most 1")),
+    Mistake(
+        "processes", ("train", "devices=1000000", "device=cpu"), ("devices: asks for 1,000,000 processes", "at most ")
+    ),
     Mistake("threads", ("train", "threads=100000"), ("threads: cannot be 100000", "at least 1 and at most 1024")),
     Mistake(
         "numbers that are not finite",
@@ -382,6 +398,16 @@ ROWS = [
         ("model.widht: is not an argument of runner.models.small_cnn.SmallCNN", "did you mean 'width'?", "dropout"),
     ),
     Mistake(
+        "arguments of the option that a new target does not take",
+        ("train", "model._target_=odd_package.Odd", "model.widht=3"),
+        (
+            "model.dropout: is not an argument of odd_package.Odd",
+            "allowed: ~model.dropout too, as it is an argument of model=small_cnn",
+            "model.widht: is not an argument",
+        ),
+        a_package_with_a_signature,
+    ),
+    Mistake(
         "missing argument",
         ("train", "transform.train=[{_target_: torch.nn.Linear, bias: 3}]"),
         ("transform.train.0.in_features: is missing: torch.nn.Linear needs it", "transform.train.0.bias: cannot be 3"),
@@ -391,12 +417,41 @@ ROWS = [
         ("train", "model.width=wide"),
         ("model.width: cannot be wide", "allowed: a whole number", "from: the override model.width=wide"),
     ),
-    Mistake("refused by the model", ("train", "model.dropout=2"), ("model: ", "dropout must be", "got 2")),
-    Mistake("refused by the optimizer", ("train", "optimizer.lr=-1"), ("optimizer: ", "Invalid learning rate: -1")),
+    *(
+        Mistake(f"{word} is refused", ("train", *others, word), (f"{key or word.partition('=')[0]}: ", says))
+        for word, says, key, *others in (
+            ("model.dropout=2", "dropout must be at least 0 and below 1, got 2", ""),
+            ("optimizer.lr=-1", "Invalid learning rate: -1", ""),
+            ("optimizer.betas=[2,0.9]", "Invalid beta parameter at index 0: 2", ""),
+            ("optimizer.eps=-1", "Invalid epsilon value", ""),
+            ("optimizer.weight_decay=-1", "Invalid weight_decay value", ""),
+            ("optimizer.momentum=-1", "Invalid momentum value", "", "optimizer=sgd"),
+            (
+                "optimizer.momentum=0",
+                "Nesterov momentum requires",
+                "optimizer.nesterov",
+                "optimizer=sgd",
+                "optimizer.nesterov=true",
+            ),
+            ("loss.label_smoothing=2", "label_smoothing must be", ""),
+            ("scheduler.warmup=-1", "warmup must not be negative", ""),
+            (
+                "scheduler.options.pct_start=2",
+                "pct_start",
+                "",
+                "scheduler=torch",
+                "scheduler.name=OneCycleLR",
+                "scheduler.options.max_lr=1",
+            ),
+            ("scheduler.options.step_size=0", "by zero", "", "scheduler=torch", "scheduler.name=StepLR"),
+            ("scheduler.options.step_size=a", "unsupported operand", "", "scheduler=torch", "scheduler.name=StepLR"),
+            ("logger.tensorboard.flush_s=0", "flush_s must be", "", "logger=tensorboard"),
+        )
+    ),
     Mistake(
         "refused by a nested component",
         ("train", "data.shift=0", "transform.train.0.share=9"),
-        ("transform.train.0: runner.data.transforms.augment.RandomShift refuses", "got 9"),
+        ("transform.train.0.share: runner.data.transforms.augment.RandomShift refuses", "got 9"),
     ),
     Mistake(
         "patch size", ("train", "model=vit_tiny", "~model.width", "model.patch_size=3"), ("patch_size must divide",)
@@ -479,14 +534,14 @@ ROWS = [
     Mistake(
         "truncated image",
         ("train", *IMAGES, "data.num_workers=0"),
-        ("cannot read the image images/cat/", ".png", "Replace it or delete it"),
+        ("cannot read the image images/cat/", ".png", "Replace it or delete it", "data.on_error=skip"),
         truncated_images,
         tiny=False,
     ),
     Mistake(
         "truncated image in a worker",
         ("train", *IMAGES, "data.num_workers=1"),
-        ("cannot read the image images/cat/", ".png", "Replace it or delete it"),
+        ("cannot read the image images/cat/", ".png", "Replace it or delete it", "data.on_error=skip"),
         truncated_images,
         tiny=False,
     ),
@@ -548,7 +603,7 @@ ROWS = [
     Mistake(
         "file of another program",
         (*EVAL, "ckpt_path=mine.safetensors"),
-        ("mine.safetensors: has no checksum", "another program", "init_from="),
+        ("mine.safetensors: ", "is not a checkpoint of runner's", "other programs", "init_from="),
         a_foreign_file,
     ),
     Mistake(
@@ -627,6 +682,37 @@ def test_a_mistake_is_a_sentence_in_a_process_of_its_own(name, spawn, workdir, t
     row.prepare(Place(workdir, trained, monkeypatch))
     done = spawn(*call_of(row, tiny))
     check(row, done.returncode, done.stdout, done.stderr)
+
+
+WITHOUT_TORCH = {
+    "train sede=1": "sede: is not a key",
+    "train modle=mlp": "modle: is not a key",
+    "train model=cnn": "model: has no option",
+    "train data.dataset.kind=a data=csv": "data.dataset.kind: cannot be a",
+    "train amp=fp17": "amp: cannot be fp17",
+    "train optimizer.lr=high": "optimizer.lr: cannot be high",
+    "train data.batch_size=0": "data.batch_size: cannot be 0",
+    "train model=smal_cnn": "did you mean 'small_cnn'?",
+    "train model=resnet50": "torchvision model.name=resnet50",
+    "train optimizer=Adadelta loss=HuberLoss": "optimizer._target_=torch.optim.Adadelta",
+    "train scheduler=StepLR": "scheduler=torch scheduler.name=StepLR",
+    "train model.widht=3": "model.widht: is not an argument",
+    "train scheduler.warmpu=3": "scheduler.warmpu: is not an argument",
+    "train --multirun seed=0,1 epochs=0": "epochs: cannot be 0",
+    "train resume=auto epochs=0": "epochs: cannot be 0",
+    "eval ckpt_path=last split=tset": "split: cannot be tset",
+    "train epoch=5 amp=fp17 model.widht=64": "3 problems",
+    "train model=vit_tiny sede=1 optimizer.eps=x scheduler.warmup=a data.image_size=-1 model.heads=x": "5 problems",
+}
+
+
+def test_mistakes_in_keys_and_values_are_reported_without_importing_torch(workdir):
+    code = "import sys; from runner.cli import main\nfor call in %r: print(main(call.split()), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code % [*WITHOUT_TORCH]], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(WITHOUT_TORCH), done.stderr
+    errors = done.stderr.split("error: ")[1:]
+    wrong = [call for (call, says), error in zip(WITHOUT_TORCH.items(), errors, strict=True) if says not in error]
+    assert not wrong, done.stderr
 
 
 def test_every_row_has_a_name_of_its_own():

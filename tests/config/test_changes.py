@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from runner.config import keys
+from runner.config import keys, stored
 from runner.config.changes import CHANGES, Change, changes_refused, changes_result, declared
+from runner.config.frozen import to_plain, with_changes
+from runner.config.merge import settings_changed
+from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 
 
@@ -69,3 +74,38 @@ def test_changes_are_refused_as_declared(inside_epoch: bool) -> None:
         expected = change is Change.REFUSED or (change is Change.REFUSED_INSIDE_EPOCH and inside_epoch)
         assert (key in refused) == expected
     assert all(problem.message and problem.allowed for problem in refused.values())
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ("", "", []),
+        ("seed=0 epochs=30", "", []),
+        ("lr=0.1 model=mlp", "model=mlp optimizer.lr=0.1", []),
+        ("devices=2 device=cpu threads=1 tags=[a] log.every_steps=1", "threads=3 name=x data.num_workers=2", []),
+        ("ckpt_path=last", "resume=auto", []),
+        ("data.batch_size=auto lr=auto", "data.batch_size=auto lr=auto resume=auto", []),
+        ("data=synthetic", "data=synthetic", []),
+        ("seed=1", "", ["seed"]),
+        ("epochs=3", "max_steps=5", ["epochs", "max_steps"]),
+        ("data=synthetic data.image_size=16", "data=synthetic", ["data.image_size"]),
+        ("data.root=a", "", ["data.root"]),
+        ("data.batch_size=8", "", ["data.batch_size"]),
+        ("callbacks=none", "callbacks=early_stopping", ["callbacks"]),
+        ("data.normalize.mean=[0.1] data.normalize.std=[0.2]", "", ["data.normalize"]),
+    ],
+)
+def test_settings_are_compared_by_what_they_mean(
+    compose: Callable[..., Any], before: str, now: str, expected: list[str]
+) -> None:
+    found = {"model.in_channels": 1, "model.num_classes": 10, "task.num_classes": 10}  # in the data
+    config = resolve_config(compose(*before.split()), Train)
+    if config.data.normalize.mean is None:
+        found |= {"data.normalize.mean": [0.5], "data.normalize.std": [0.3]}
+    if config.data.batch_size == "auto":
+        found |= {"data.batch_size": 512, "lr": None, "optimizer.lr": 0.0123}
+    composition = compose(*now.split())
+    values = to_plain(resolve_config(composition, Train))
+    keys_of = settings_changed(stored.dump(with_changes(config, found)), "config.yaml", values, composition)
+    assert all(any(keys.within(key, [section]) for section in expected) for key in keys_of), keys_of
+    assert all(any(keys.within(key, [section]) for key in keys_of) for section in expected), keys_of

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from runner.config import errors
 from runner.config.errors import DIVERGED, FAILED, PREEMPTED, USAGE, DataFailed, UserError, explain
 from runner.engine.errors import BadMetric, Diverged, Preempted
 
@@ -23,6 +27,13 @@ def test_errors_of_the_program_carry_their_exit_code(error: Exception, code: int
     assert found[:2] == (code, sentence)
     assert found[2].startswith(sentence)
     assert "Traceback" not in found[2]
+
+
+def test_each_exit_code_has_one_meaning() -> None:
+    codes = [value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)]
+    assert len(codes) == len(set(codes)) >= 8
+    table = (Path(__file__).parents[2] / "docs/reference/command_line.md").read_text()
+    assert sorted(codes) == [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)]
 
 
 class Foreign(Exception):

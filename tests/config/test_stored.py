@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -326,14 +328,44 @@ def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, co
         assert values["name"] == name
 
 
-@pytest.mark.parametrize("key", ["threads", "data.num_workers"])
-def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, original, compose) -> None:
-    section, _, last = key.rpartition(".")
-    (original[section] if section else original)[last] = 10**6
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("threads", 10**6), ("devices", 10**6), ("devices", list(range(2000))), ("max_restarts", 10**9),
+        ("data.num_workers", 10**6), ("data.prefetch", 10**6), ("data.split.folds", 10**9), ("data.image_size", 10**6),
+        ("epochs", 10**15), ("model.dropout", 1e9), ("model.hidden", [3, 10**9]),
+        ("transform.eval", [{"_target_": "torchvision.transforms.Resize", "size": 10**9}]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, given: Any, original, compose) -> None:
+    *sections, last = key.split(".")
+    functools.reduce(dict.__getitem__, sections, original)[last] = given
     text = stored.dump(original)
-    with pytest.raises(ConfigError, match=f"{key}: cannot be 1000000, as it comes from a file"):
+    with pytest.raises(ConfigError, match=rf"{key}[\w.]*: cannot be .*, as it comes from a file"):
         merge_with_checkpoint(text, "c.pt", compose())
-    assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
+    if "." not in key or key.startswith("data"):
+        assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
+
+
+def test_loggers_that_may_send_elsewhere_come_from_the_command_line_alone(original, compose, monkeypatch) -> None:
+    monkeypatch.setenv("RUNNER_TRUST", "yaml")
+    original["logger"] = {
+        "csv": {"_target_": "runner.tracking.loggers.Csv"},
+        "mlflow": {"_target_": "runner.tracking.trackers.loggers.MLflow", "tracking_uri": "http://other"},
+        "own": {"_target_": "yaml.YAMLObject", "url": "http://other"},
+    }
+    text = stored.dump(original)
+
+    def loggers(*words: str, **values: Any) -> dict[str, Any]:
+        line = compose(*words)
+        return merge_with_checkpoint(text, "c.pt", dataclasses.replace(line, values=line.values | values))[0]["logger"]
+
+    assert list(loggers()) == ["csv"]
+    assert list(loggers("logger.mlflow.wait_s=1")) == ["csv"], "a part of it does not bring the rest back"
+    assert loggers("logger=mlflow")["mlflow"]["tracking_uri"] is None
+    in_folder = loggers(logger=compose("logger=mlflow").values["logger"])
+    assert (list(in_folder), in_folder["mlflow"]["tracking_uri"]) == (["csv", "mlflow"], None)
 
 
 def test_a_file_cannot_have_data_fetched(original, compose) -> None:

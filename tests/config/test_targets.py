@@ -13,7 +13,7 @@ import torch
 
 from runner.config.allowed_targets import refusal
 from runner.config.errors import UserError
-from runner.config.targets import bind, build, resolve, targets_in
+from runner.config.targets import _refused, bind, build, called, resolve, targets_in
 
 PACKAGE = '''
 """A package of the user's."""
@@ -218,9 +218,11 @@ def test_facts_fill_in_what_the_signature_names_and_the_config_leaves_open(packa
 
 
 def test_a_refusal_of_the_target_is_a_sentence_with_its_key(package):
-    with pytest.raises(UserError, match=r"^model: package_of_the_user.Typed refuses its arguments: width must not be"):
+    with pytest.raises(UserError, match=r"^model\.width: package_of_the_user.Typed refuses .*: width must not be"):
         build("model", {"_target_": f"{package}.Typed", "width": -1})
-    with pytest.raises(UserError, match=r"^model.a.1: package_of_the_user.Typed refuses its arguments: .*got -2"):
+    with pytest.raises(
+        UserError, match=r"^model\.a\.1\.width: package_of_the_user.Typed refuses its arguments: .*got -2"
+    ):
         build("model", {"_target_": f"{package}.Box", "a": [0, {"_target_": f"{package}.Typed", "width": -2}]})
 
 
@@ -362,3 +364,35 @@ def test_parts_that_could_run_what_they_are_given_are_refused(path: str) -> None
             build("model", resolve(path)([("_target_", "os.system"), ("_args_", ["true"])]))
     else:
         assert "not on the list" in refusal(path, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "name"),
+    [
+        ((), "model", "SmallCNN"),
+        (("model=torchvision",), "model", "resnet18 (torchvision)"),
+        (("model=timm", "model.name=vit_tiny_patch16_224"), "model", "vit_tiny_patch16_224 (timm)"),
+        (("scheduler=torch", "scheduler.name=StepLR"), "scheduler", "StepLR"),
+        (("model._target_=my_nets.classifier", "+model.name=wide"), "model", "classifier"),
+    ],
+)
+def test_a_component_is_called_what_people_call_it(compose, words, section, name):
+    node = compose(*words).values[section]
+    assert called(node["_target_"], node.get("name")) == name
+
+
+@pytest.mark.parametrize(
+    ("reason", "arguments", "argument"),
+    [
+        ("Invalid learning rate: -1", {"lr": -1, "eps": -1}, "lr"),
+        ("Nesterov momentum requires a momentum", {"momentum": 0, "nesterov": True}, "nesterov"),
+        ("weight decay must not be negative", {"weight": 1, "weight_decay": -2}, "weight_decay"),
+        ("cannot be -7", {"lr": -7, "eps": 1}, "lr"),
+        ("cannot be -7", {"lr": -7, "eps": -7}, ""),
+        ("the widths differ", {"width": 3}, ""),
+        ("no target named so", {"inner": {"_target_": "a.B", "size": 3}}, ""),
+        ("size is 3", {"inner": {"size": 3}}, "inner.size"),
+    ],
+)
+def test_the_argument_that_an_error_is_about(reason, arguments, argument):
+    assert _refused(reason, arguments) == argument

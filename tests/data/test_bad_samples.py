@@ -224,6 +224,17 @@ def test_every_path_to_damaged_images_gives_the_same_batches_and_the_same_list(
             assert splits.mean == mean
 
 
+def test_if_no_measured_image_can_be_read_this_is_what_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.data.build._MEASURED", 2)
+    with assembled(data(folder)) as splits:
+        indices = splits.parts["train"][1]
+    for index in indices[:: len(indices) // 2]:
+        path = sorted(folder.rglob("*.png"))[int(index)]
+        damage(path.parent, path.name)
+    with pytest.raises(UserError, match=r"data.dataset: no sample of .* can be read"), assembled(data(folder)):
+        pass
+
+
 def test_a_cache_with_gaps_is_not_for_a_run_that_wants_all_images(folder: Path) -> None:
     with assembled(data(folder, cache="disk")):
         pass

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from extras import needs, optional
 from PIL import Image
 
 from runner.config.errors import UserError
 from runner.data.sources.hugging_face import EncodedImages, hugging_face
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'runner[huggingface]')")
+datasets = optional("datasets")
+pytestmark = needs("huggingface")
 
 
 @pytest.fixture(autouse=True)

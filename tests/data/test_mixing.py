@@ -235,7 +235,7 @@ def test_every_loss_trains_on_blended_classes(train: Callable[..., Any], loss: s
     ("words", "message"),
     [
         (("data.batch_size=1",), "transform.mix: blends samples of a batch, but data.batch_size=1"),
-        (("transform.mix.choices=[]",), "transform.mix: runner.data.transforms.mixing.OneOf refuses"),
+        (("transform.mix.choices=[]",), "transform.mix.choices: runner.data.transforms.mixing.OneOf refuses"),
         (("transform.mix.choices.0.alpha=x",), "transform.mix.choices.0.alpha: cannot be x"),
         (("transform=none", "transform.mix={alpha: 1}"), "transform.mix: names nothing to build"),
         (("transform=none", "transform.mix={_target_: builtins.dict}"), "transform.mix: builtins.dict gives something"),

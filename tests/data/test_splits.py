@@ -157,6 +157,20 @@ def test_a_given_test_split_leaves_only_validation_to_carve():
     assert [len(indices) for _, indices in found.values()] == [80, 20, 30]
 
 
+@pytest.mark.parametrize(
+    ("given", "test", "sizes"),
+    [
+        ({"train": 100}, None, {"train": 70, "val": 10, "test": 20}),
+        ({"train": 100, "test": 30}, None, {"train": 90, "val": 10, "test": 30}),
+        ({"train": 100, "val": 30}, None, {"train": 100, "val": 30}),
+        ({"train": 100, "val": 30}, 0.2, {"train": 80, "val": 30, "test": 20}),
+    ],
+)
+def test_data_with_a_validation_split_are_not_divided_further_unless_asked(given, test, sizes):
+    found = make_splits({name: Plain(size) for name, size in given.items()}, Split(test=test))
+    assert {name: len(indices) for name, (_, indices) in found.items()} == sizes
+
+
 def test_a_fraction_of_zero_makes_no_split():
     found = make_splits({"train": Plain(10)}, Split(val=0, test=0, seed=0, stratified=True))
     assert list(found) == ["train"]

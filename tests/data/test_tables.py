@@ -169,6 +169,14 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path, name: str, content
         read(tmp_path, name)
 
 
+@pytest.mark.parametrize("column", [["x"] * 1_000_000, ["x" * 20_000_000]], ids=["rows", "bytes"])
+def test_a_small_parquet_file_does_not_fill_the_memory(column: list[str], tmp_path: Path) -> None:
+    table = pyarrow.table({"image": column, "label": column})
+    pyarrow.parquet.write_table(table, tmp_path / "bomb.parquet", compression="zstd")
+    with pytest.raises(UserError, match=r"bomb\.parquet is far smaller than the .* values in it"):
+        image_table(str(tmp_path), "bomb.parquet")
+
+
 def test_a_null_of_parquet_is_empty(write: Write) -> None:
     with pytest.raises(UserError, match=r"column 'label' in line 3 of .* is empty"):
         read(write("labels.parquet", label=["a", "b", None, "a", "b", "a"]), "labels.parquet")

@@ -47,6 +47,9 @@ class Numbered(Dataset[Any]):
         if index == 40 and get_worker_info() is not None:
             if self.wrong == "hangs":
                 time.sleep(1000)
+            elif self.wrong == "takes a second":
+                for _ in range(10):  # what is left of one sleep is over when the process goes on
+                    time.sleep(0.1)
             elif self.wrong == "exits":
                 os._exit(5)
             elif self.wrong == "calls exit":
@@ -233,3 +236,45 @@ def test_a_process_ends_although_its_worker_hangs() -> None:
 
 def test_without_workers_nothing_is_timed() -> None:
     assert len(list(loader("hangs", workers=0, timeout_s=0.001).batches(0, 0, 10))) == 10
+
+
+STOPPED = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from test_worker_failures import loader
+
+def read():
+    made = loader("takes a second", timeout_s=float(sys.argv[2]))
+    for number, batch in enumerate(made.batches(0, 0, 10)):
+        print(number, flush=True)
+    made.close()
+
+if sys.argv[3] == "main":
+    read()
+else:
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("stopped", "thread"),
+    [("the process", "main"), ("the process and its workers", "main"), ("the process and its workers", "another")],
+)
+def test_the_time_in_which_a_process_is_stopped_does_not_count(stopped: str, thread: str) -> None:
+    command = [sys.executable, "-c", STOPPED, str(Path(__file__).parent), "3", thread]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as it:
+        assert it.stdout is not None
+        assert it.stderr is not None
+        while it.stdout.readline() != "4\n":  # the next batch takes a second
+            pass
+        time.sleep(0.3)
+        send = os.kill if stopped == "the process" else os.killpg
+        send(it.pid, signal.SIGSTOP)
+        time.sleep(5)
+        send(it.pid, signal.SIGCONT)
+        rest, errors = it.communicate(timeout=60)
+    assert (it.returncode, rest.split(), errors) == (0, ["5", "6", "7", "8", "9"], "")

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import collective_ranks
 import pytest
 import torch.distributed as dist
 from agent import Agent
 
 from rank_pool import RankPool
 from runner.build.ranks import Job
+from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
@@ -74,6 +76,28 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
     assert result.status == 2
     assert "rank 1 of 2 has different data from rank 0" in result.err
     assert result.err.count("error: ") == 1
+
+
+def test_an_error_that_cannot_be_sent_reaches_every_rank(tmp_path: Path, pool: RankPool) -> None:
+    pool(collective_ranks.errors, tmp_path, 2)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert (
+        found[0]
+        == found[1]
+        == ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
+    )
+
+
+@pytest.mark.slow
+def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
+    workdir: Path, train: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNNER_TRUST", "kept_losses")
+    mixing = "transform.mix={_target_: runner.data.transforms.mixing.Mixup}"  # batches are made of rows of all ranks
+    with pool.installed():
+        result = train(*WORDS[:-1], "max_steps=8", "loss={_target_: kept_losses.Spoiled}", "devices=2", "amp=fp16",
+                       "on_nonfinite=skip", "ema=0.9", mixing, "dist.timeout_s=30")  # fmt: skip
+    assert read(result.directory / "checkpoints/last.safetensors")["averaged"]["updates"] == 7
 
 
 def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

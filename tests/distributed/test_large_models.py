@@ -254,7 +254,7 @@ def test_the_pieces_of_two_ranks_make_a_file_and_a_lost_one_is_noticed() -> None
         layout.digest_pieces(found, place, of["divided"][:1])
     found.seek(place[0])
     found.write(b"other")
-    with pytest.raises(OSError, match="not there"):
+    with pytest.raises(OSError, match="is missing"):
         layout.digest_pieces(found, place, of["divided"])
 
 

@@ -375,6 +375,37 @@ def test_saves_that_take_long_are_further_apart(
     assert saved == expected
 
 
+@pytest.mark.parametrize(
+    ("steps", "epochs", "min_seconds", "expected"),
+    [
+        (None, 1, 10, [2, 12, 16]),
+        (None, 1, 1, [1, 4, 8, 12, 16]),
+        (None, 1, 0, [4, 8, 12, 16]),
+        (100, None, 1000, [2, 16]),
+        (1, None, 10, list(range(1, 17))),
+        (None, None, 10, [16]),
+    ],
+)
+def test_the_first_save_is_made_after_two_seconds_and_the_others_as_usual(
+    bench: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int | None,
+    epochs: int | None,
+    min_seconds: float,
+    expected: list[int],
+) -> None:
+    class Second:
+        def on_step(self, loop: Any) -> None:
+            now[0] += 1.0
+
+    now, saved = [0.0], list[int]()
+    save = lambda loop, *_: saved.append(loop.state.position.global_step)  # noqa: E731
+    monkeypatch.setattr("runner.engine.callbacks.time.monotonic", lambda: now[0])
+    made = bench(14, validate=False, limits={"epochs": 4, "max_steps": None})
+    made.loop(Second(), Checkpointing(steps, epochs, save, min_seconds=min_seconds)).run()
+    assert saved == expected
+
+
 def test_what_was_put_off_is_forgotten_where_training_goes_back(bench: Callable[..., Any]) -> None:
     one = bench(4, limits={"epochs": 2, "max_steps": None})
     saving = Checkpointing(None, 1, lambda loop, *_: None, lambda loop: "a copy", min_seconds=1000)

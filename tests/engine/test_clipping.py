@@ -71,7 +71,7 @@ def test_units_at_zero_can_leave_it_and_gradients_of_zero_stay() -> None:
 
 def test_the_norm_is_clipped_last() -> None:
     net = with_gradients(model(), 100.0)
-    clip_gradients(net, norm=0.001, value=None, adaptive=AdaptiveClip.of(net, RATIO))
+    clip_gradients(list(net.parameters()), norm=0.001, value=None, adaptive=AdaptiveClip.of(net, RATIO))
     norm = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.001), rtol=1e-3, atol=0.0)
 

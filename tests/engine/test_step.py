@@ -89,7 +89,7 @@ def test_clipping_bounds_each_element_and_keeps_the_others(bench: Callable[..., 
 def test_the_value_is_clipped_before_the_norm() -> None:
     model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[100.0, 3.0]])
-    clip_gradients(model, norm=1.0, value=4.0)
+    clip_gradients(list(model.parameters()), norm=1.0, value=4.0)
     torch.testing.assert_close(model.weight.grad, torch.tensor([[0.8, 0.6]]))
 
 

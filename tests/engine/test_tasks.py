@@ -22,6 +22,11 @@ def test_classification_needs_two_classes() -> None:
         Classification(1)
 
 
+def test_thousands_of_classes_have_no_confusion_matrix() -> None:
+    names = [list(Classification(number).tables(torch.device("cpu"))) for number in (2048, 100_000)]
+    assert names == [["per_class", "confusion"], ["per_class"]]
+
+
 def test_targets_come_in_the_form_of_the_loss() -> None:
     assert Classification(3).targets(torch.tensor([1, 2], dtype=torch.int32)).dtype == torch.int64
     soft = torch.tensor([[0.25, 0.75, 0.0]])
@@ -95,3 +100,17 @@ def test_metrics_can_be_chosen_in_the_config(train: Callable[..., Any]) -> None:
     assert set(result.summary["last"]) == {"loss", "accuracy", "top2"}
     assert result.summary["last"]["top2"] >= result.summary["last"]["accuracy"]
     assert result.summary["best"]["metric"] == "val/top2"
+
+
+def test_a_metric_of_the_config_is_in_addition_to_those_of_the_task(train: Callable[..., Any]) -> None:
+    result = train(
+        *SMALL, "+metrics.f1._target_=torchmetrics.classification.MulticlassF1Score", "data.dataset.classes=4"
+    )
+    assert set(result.summary["last"]) == {"loss", "accuracy", "f1"}
+    assert result.summary["best"]["metric"] == "val/accuracy"
+
+
+@pytest.mark.parametrize(("words", "warned"), [(("loss=mse",), True), ((), False)])
+def test_a_loss_for_numbers_on_classes_is_said(train: Callable[..., Any], words: tuple[str, ...], warned: bool) -> None:
+    result = train(*SMALL, *words)
+    assert ("warning: loss: is one for numbers" in result.out + result.err) == warned

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from extras import needs
 
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.models.timm_zoo import classifier, preferred_data
 
-pytest.importorskip("timm", reason="timm is not installed (pip install 'runner[timm]')")
+pytestmark = needs("timm")
 
 NAME = "test_resnet"  # the smallest ones of timm
 VIT = "test_vit"

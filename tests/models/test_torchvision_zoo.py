@@ -219,6 +219,7 @@ def test_trained_weights_are_fitted_frozen_and_said_to_be(
     words = ("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", "freeze=all-but-head")
     data = ("data=synthetic", "data.dataset.samples=24", "data.image_size=32", "data.batch_size=4")
     result = train(*words, *data, "max_steps=2", "evaluate.test=false")
+    assert f"{NAME} (torchvision), " in result.out
     last = read(result.directory / "checkpoints" / "last.safetensors")["model"]
     trunk = [name for name in stored if not name.startswith("fc.")]
     assert all(torch.equal(last[name], stored[name]) for name in trunk), "weights and statistics are those of the file"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from extras import needs
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = [
@@ -24,7 +25,11 @@ FACTS: dict[str, Any] = {
     "steps_per_epoch": 10,
     "mode": "min",
 }
-every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+_PARAMETERS = [
+    pytest.param(path, marks=[needs("timm")] if path.stem == "timm" else [], id=f"{path.parent.name}/{path.stem}")
+    for path in FILES
+]
+every_file = pytest.mark.parametrize("path", _PARAMETERS)
 
 
 def target(options: dict[str, Any]) -> Any:
@@ -35,8 +40,6 @@ def target(options: dict[str, Any]) -> Any:
 
 @every_file
 def test_an_option_file_builds_what_it_names(path: Path) -> None:
-    if path.stem == "timm":
-        pytest.importorskip("timm", reason="timm is not installed (pip install 'runner[timm]')")
     options = yaml.safe_load(path.read_text())
     build = target(options)
     del options["_target_"]

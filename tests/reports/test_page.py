@@ -53,7 +53,8 @@ def test_the_page_is_one_small_file_that_needs_no_network(page_file: Path) -> No
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    from playwright import sync_api as playwright
+
     if CHROMIUM is None:
         pytest.skip("there is no Chromium (apt-get install chromium)")
     with playwright.sync_playwright() as driver:

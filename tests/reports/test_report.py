@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 import shutil
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import runner
 from runner.config.errors import UserError
+from runner.tracking.formats import csv_text
 
 
 def test_200_runs_take_less_than_2_seconds_and_no_torch(many: Callable[[int], Path]) -> None:
@@ -31,7 +34,8 @@ def test_200_runs_take_less_than_2_seconds_and_no_torch(many: Callable[[int], Pa
 
 
 def test_the_table_is_that_of_an_independent_computation(many: Callable[[int], Path], tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     rows = []
     for folder in many(200).iterdir():
         summary = json.loads((folder / "summary.json").read_text())
@@ -92,6 +96,71 @@ def test_files_have_the_table(many: Callable[[int], Path], run: Callable[..., An
     assert failed["again"] in Path("t.md").read_text()
     assert failed["again"] in done.out
     assert Path("t.csv").read_text().startswith("runs,optimizer.lr,model.width,val/accuracy,val/accuracy std,")
+
+
+def test_texts_of_a_run_are_shown_as_texts(many: Callable[[int], Path], run: Callable[..., Any], workdir: Path) -> None:
+    """Neither a terminal, a browser nor a spreadsheet takes what a config says for a command of its own."""
+    shutil.copytree(many(6), "runs")
+    strange = Path(shutil.copytree("runs/0", "runs/strange"))
+    words = yaml.safe_load((strange / "overrides.yaml").read_text())
+    words += ["\x1b]0;title\x07\x1b[31mkey=1", "notes==1+1", "tags=<script>[a](javascript:b)|c", "optimizer.eps=-1e-8"]
+    (strange / "overrides.yaml").write_text(yaml.safe_dump(words))
+    config = (strange / "config.yaml").read_text()
+    kept = [line for line in config.splitlines(True) if not line.startswith(("notes", "tags"))]
+    (strange / "config.yaml").write_text("".join(kept))
+    shown = "columns=\x1b]0;title\x07\x1b[31mkey,notes,tags,optimizer.eps"
+    done = run("report", "runs", shown, "seeds=each", "md=t.md", "csv=t.csv", "diff=false")
+    assert done.status == 0, done.err
+    page, table = Path("t.md").read_text(), Path("t.csv").read_text()
+    for text in (done.out, page, table):
+        assert "\x1b" not in text
+    assert "&lt;script>[a]\\(javascript:b)\\|c" in page
+    [row] = [row for row in csv.DictReader(table.splitlines()) if row["run"].endswith("strange")]
+    assert row["notes"] == "'=1+1"
+    assert (row["tags"], row["key"], float(row["optimizer.eps"])) == ("<script>[a](javascript:b)|c", "1", 1e-8)
+    head, cells = ["a", "b", "c"], ["-1", "-", "@x"]
+    assert csv_text(head, [cells, [-1, None, "+1.5"]]) == "a,b,c\n-1,-,'@x\n-1,,+1.5\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.yaml", "notes: " + "[" * 3000 + "]" * 3000 + "\n"),
+        ("config.yaml", "notes: " + "[" * 200_000 + "]" * 200_000 + "\n"),
+        ("config.yaml", "notes:\n" + "- " * 900 + "a\n"),
+        ("config.yaml", "".join(" " * depth + "a:\n" for depth in range(1200))),
+        (
+            "summary.json",
+            '{"status": "finished", "best": {"metric": ["a"], "value": [[1]], "loss": {}}, "wall_s": "x"}',
+        ),
+        ("summary.json", '{"status": "finished", "notes": ' + "[" * 900 + "]" * 900 + "}"),
+        ("environment.json", '{"a": ' * 900 + "1" + "}" * 900),
+    ],
+    ids=range(7),
+)
+def test_a_strange_run_does_not_end_the_report_of_the_others(
+    file: str, text: str, many: Callable[[int], Path], run: Callable[..., Any], workdir: Path
+) -> None:
+    shutil.copytree(many(6), "runs")
+    shutil.copytree("runs/0", "runs/strange")
+    (Path("runs/strange") / file).write_text(text)
+    for words in (
+        ("runs", "md=t.md", "csv=t.csv", "json=t.json", "html=t.html"),
+        ("runs/1", "runs/strange", "diff=true"),
+    ):
+        done = run("report", *words, "seeds=each")
+        assert done.status == 0, done.err
+        assert "strange" in done.out
+    assert [run.path.name for run in runner.runs("runs")][-1] == "strange"
+
+
+def test_a_name_that_is_too_long_for_a_file_is_a_sentence(run: Callable[..., Any], workdir: Path) -> None:
+    name = "x" * 300
+    for words in (("report", name), ("train", f"name={name}"), ("train", f"ckpt_path={name}"), ("watch", name)):
+        done = run(*words)
+        assert done.status != 0
+        assert "name is too long for" in done.err or "file name too long" in done.err
+        assert "Traceback" not in done.err
 
 
 def test_a_narrow_terminal_skips_columns_and_says_so(
@@ -191,7 +260,7 @@ def test_weights_that_numpy_has_no_numbers_for_are_compared_and_damaged_ones_tol
         (["."], "holds no run"),
         (["RUNS", "column=seed"], "columns"),
         (["RUNS", "columns=optimizer.rl"], "optimizer.lr"),
-        (["RUNS", "sort=acc"], "sort"),
+        (["RUNS", "sort=acc"], "sort: cannot be acc: no run has it; did you mean 'val/accuracy'"),
         (["RUNS", "where=seed>100"], "where"),
         (["RUNS", "seeds=some"], "seeds"),
         (["RUNS", "diff=true"], "diff"),

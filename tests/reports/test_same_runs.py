@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tiny_runs import TINY
 
 import runner
 from runner.reports.page import content_of
@@ -273,3 +274,28 @@ def test_damaged_lines_of_metrics_are_told_where_metrics_are_read(tmp_path: Path
     assert runner.report(tmp_path).notes == ()
     notes = runner.report(tmp_path, html=tmp_path / "page.html").notes
     assert notes == (f"{folder}: metrics.jsonl has 2 damaged lines, skipped",)
+
+
+def test_averaged_weights_are_compared_under_the_name_of_the_metric(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", [], "finished", 0.5)
+    make_run(tmp_path / "1", ["ema=0.9"], "finished", 0.9, metric="val/ema_accuracy")
+    make_run(tmp_path / "2", ["swa=0.5"], "finished", 0.8, metric="val/swa_accuracy")
+    assert [row.values["val/accuracy"].mean for row in runner.report(tmp_path).table.rows] == [0.9, 0.8, 0.5]
+    assert len(runner.runs(tmp_path, where="val/ema_accuracy=0.9")) == 1
+    assert [(row.metric, row.best) for row in summarise(tmp_path)] == [
+        ("val/accuracy", False),
+        ("val/accuracy", True),
+        ("val/accuracy", False),
+    ]
+
+
+def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Callable[..., Any], workdir: Path) -> None:
+    words = ("train", *TINY, "epochs=2", "transform=none", "performance=baseline")
+    for name, more in (("never", ()), ("stopped", ("max_steps=1",)), ("other", ("transform=standard",))):
+        assert run(*words, f"hydra.run.dir=runs/{name}", *more).status == 0
+    assert run("train", "ckpt_path=runs/stopped", "max_steps=null", "hydra.run.dir=runs/resumed").status == 0
+    table = runner.report("runs", columns="transform,performance").table
+    rows = {frozenset(each.path.name for each in row.runs): row.values["transform"] for row in table.rows}
+    assert rows == {frozenset({"never", "resumed"}): "none", frozenset({"other"}): "standard"}
+    shutil.rmtree("runs/stopped")
+    assert len(runner.report("runs").table.rows) == 2

@@ -11,7 +11,7 @@ from runner.reports.where import condition
 
 RUN: dict[str, Any] = {
     "amp": True, "test/accuracy": 0.99, "optimizer.lr": 1e-3, "model": "SmallCNN", "notes": None, "name": "two words",
-    "status": "finished", "seed": 0,
+    "status": "finished", "seed": 0, "accumulate": 1,
 }  # fmt: skip
 
 
@@ -50,6 +50,7 @@ def test_a_condition_means_what_it_says(text: str, holds: bool) -> None:
     [
         ("amp=", "is not a condition"),
         ("acuracy>1", "which no run has"),
+        ("acc>0.9", "did you mean 'test/accuracy'"),
         ("test/acuracy>0.5", "did you mean 'test/accuracy'"),
         ("__import__('os').system('true')", "is not a comparison"),
         ("amp=__import__('os')", "which is not a value"),

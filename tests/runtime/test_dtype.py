@@ -69,5 +69,5 @@ def test_a_run_starts_from_the_weights_of_float32_and_can_be_evaluated(train: An
 def test_what_it_cannot_be_combined_with_is_refused(problems: Callable[..., dict[str, Problem]]) -> None:
     assert "amp=bf16 computes in 16 bits" in str(problems("dtype=float64", "amp=bf16")["dtype"])
     assert "float64 is not known" in str(problems("dtype=float64", "log.utilization=true")["log.utilization"])
-    with pytest.raises(UserError, match="mps does not have"):
+    with pytest.raises(UserError, match="mps does not support"):
         choose_precision(False, torch.device("mps"), "float64")

@@ -210,3 +210,66 @@ def test_a_finished_run_of_other_settings_does_not_count_as_this_one(run: Callab
     assert "mine holds a run of other settings" in other.err
     assert "has finished already" not in other.out
     assert (workdir / "mine" / "overrides.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("how", ["auto added", "other order", "from a checkpoint", "other hardware"])
+@pytest.mark.parametrize("place", [(), ("hydra.run.dir=mine",)], ids=["newest", "given"])
+def test_the_settings_count_and_not_the_words(
+    again: Callable[..., Any], run: Callable[..., Any], workdir: Path, how: str, place: tuple[str, ...]
+) -> None:
+    words = (*SMALL, *STOPPING, *place)
+    first = run("train", *words)
+    assert first.status == 75, first.err
+    if how == "from a checkpoint":
+        (workdir / "stopped").unlink()
+        older = first.directory / "checkpoints" / "step_0000000006.safetensors"
+        resumed = run("train", f"ckpt_path={older}", f"hydra.run.dir={first.directory}", "threads=1")
+        assert (resumed.status, resumed.directory) == (75, first.directory), resumed.err
+    if how == "other order":
+        words = words[::-1]
+    if how == "other hardware":
+        words = (*(word for word in words if word != "threads=1"), "threads=2")
+    second = run("train", *words, "resume=auto")
+    assert (second.status, second.directory) == (0, first.directory), second.err + second.out
+    assert second.summary["resumed_from"]
+
+
+def test_a_word_left_out_means_other_settings(again: Callable[..., Any], run: Callable[..., Any]) -> None:
+    first = again("hydra.run.dir=outputs/synthetic/mine")
+    assert first.status == 75, first.err
+    words = [word for word in (*SMALL, *STOPPING, "resume=auto") if not word.startswith("model.dropout")]
+    refused = run("train", *words, "hydra.run.dir=outputs/synthetic/mine")
+    assert refused.status == 2
+    assert "holds a run of other settings (model.dropout)" in refused.err
+    other = run("train", *words, "threads=1")
+    assert other.status == 0, other.err
+    assert other.directory != first.directory
+
+
+def test_a_new_run_says_how_to_continue_one_of_the_same_settings(
+    again: Callable[..., Any], run: Callable[..., Any], workdir: Path
+) -> None:
+    def told(*words: str) -> bool:
+        result = run("train", *SMALL, "+callbacks.stop._target_=stop.Stop", *words)
+        assert result.status == 0, result.err
+        lines = [line for line in result.out.splitlines() if f"ckpt_path={first.directory}" in line]
+        assert len(lines) in (0, 1), lines
+        return bool(lines)
+
+    step = "+callbacks.stop.step=9"
+    first = again()
+    assert first.status == 75, first.err
+    assert not told(step, "seed=3")
+    assert not told(step, "--multirun", "seed=0")
+    lock, before = first.directory / ".lock", (first.directory / ".lock").read_text()
+    lock.write_text(before.replace(f"process {os.getpid()}", f"process {os.getppid()}"))  # it is alive
+    (workdir / "stopped").touch()
+    saved = first.directory / "checkpoints"
+    assert not told(step, "hydra.run.dir=one")
+    lock.write_text(before)
+    saved.rename(first.directory / "away")
+    assert not told(step, "hydra.run.dir=two")
+    (first.directory / "away").rename(saved)
+    assert told("log.every_steps=2", step, "hydra.run.dir=three")
+    assert told(step)
+    assert not told(step), "a newer run of the same settings has finished"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -12,22 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from extras import needs
 from forked import ForkedProgram
 
-from runner.config.hydra_messages import EXTRAS, as_problem
+from runner.config.hydra_messages import as_problem
 from runner.sweeps.ledger import Ledger
 
 FOUR = ("--multirun", "model.width=4,0", "seed=0,1")
 LONG = ("--multirun", "seed=0,1", "epochs=40", "data.dataset.samples=512", "checkpoint.min_seconds=0")
-MODULES = {"joblib": "hydra_plugins.hydra_joblib_launcher", "submitit_local": "submitit", "ray": "ray"}
 MORE = {"joblib": ("hydra.launcher.n_jobs=2",)}
 
 
 def asked(launcher: str) -> tuple[str, ...]:
-    """The words that choose a launcher; skips the test where its package is missing."""
-    if importlib.util.find_spec(MODULES[launcher].partition(".")[0]) is None:
-        pytest.skip(f"{launcher} is not installed (pip install 'runner[{EXTRAS[launcher]}]')")
-    pytest.importorskip(MODULES[launcher])
+    """The words that choose a launcher."""
     return (f"hydra/launcher={launcher}", *MORE.get(launcher, ()))
 
 
@@ -57,7 +53,10 @@ def wait_for_steps(workdir: Path, program: ForkedProgram, jobs: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("joblib", marks=needs("joblib")), pytest.param("submitit_local", marks=needs("submitit"))],
+)
 def test_jobs_elsewhere_have_the_same_bits_and_a_failed_one_stops_no_other(launcher, made_once, spawn, tiny, workdir):
     _, alone = made_once("--multirun", "seed=0,1")
     words = (*tiny, *FOUR, *asked(launcher))
@@ -66,13 +65,14 @@ def test_jobs_elsewhere_have_the_same_bits_and_a_failed_one_stops_no_other(launc
     [folder] = workdir.glob("outputs/*/sweeps/*")
     assert hashes(folder) == hashes(alone)
     assert "2 of 4 jobs finished" in first.stdout
-    assert "error: job 2 failed: model: " in first.stdout + first.stderr
+    assert "error: job 2 failed: model.width: " in first.stdout + first.stderr
     again = spawn("train", *words, "retry=never")
     assert again.returncode == 1
     assert "2 of 4 jobs have finished already" in again.stdout
     assert Counter(kind for kind, _ in events(folder).elements()) == {"started": 4, "finished": 2, "failed": 2}
 
 
+@needs("joblib")
 @pytest.mark.slow
 def test_a_job_of_joblib_that_is_killed_resumes_and_costs_no_other(tiny, workdir, made_once):
     _, alone = made_once(*LONG)
@@ -86,6 +86,7 @@ def test_a_job_of_joblib_that_is_killed_resumes_and_costs_no_other(tiny, workdir
     assert {count for (kind, _), count in events(folder).items() if kind == "finished"} == {1}
 
 
+@needs("submitit")
 @pytest.mark.slow
 def test_a_signal_lets_jobs_elsewhere_save_and_the_same_command_goes_on(tiny, workdir, made_once):
     _, alone = made_once(*LONG)
@@ -131,8 +132,8 @@ def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(run, tiny, wo
     assert list(workdir.iterdir()) == []
 
 
+@needs("submitit")
 def test_a_killed_job_of_submitit_gives_no_result_and_no_error(capsys):
-    pytest.importorskip("submitit")
     from submitit.core.core import Job
 
     from runner.sweeps.launchers import _of_submitit

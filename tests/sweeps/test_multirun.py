@@ -285,7 +285,12 @@ def test_a_sweep_does_not_touch_the_folder_of_another(run, tiny, first_sweep, wo
     assert contents(first_sweep) == before
 
 
-def test_the_same_sweep_again_takes_finished_jobs_as_they_are(sweep, first_sweep):
+@pytest.mark.parametrize("first", ["with resume=auto", "without"])
+def test_the_same_sweep_again_takes_finished_jobs_as_they_are(sweep, first_sweep, first):
+    if first == "without":
+        for path in (first_sweep / "multirun.yaml", first_sweep / "0" / "overrides.yaml"):
+            path.write_text(re.sub(r"^ *- resume=auto\n", "", path.read_text(), flags=re.MULTILINE))
+            assert "- resume=auto" not in path.read_text()
     (first_sweep / "1" / "summary.json").unlink()
     (first_sweep / "1" / "overrides.yaml").unlink()
     before = contents(first_sweep / "0")

@@ -16,12 +16,10 @@ import pytest
 import yaml
 from forked import ForkedProgram
 
-optuna = pytest.importorskip("optuna")
-
-from runner.config.space import Range, ranges_of, text_of, with_space  # noqa: E402
-from runner.sweeps.ledger import Ledger  # noqa: E402
-from runner.sweeps.study import JOURNAL, Study, StudySpec  # noqa: E402
-from runner.sweeps.trials import objectives_at_best  # noqa: E402
+from runner.config.space import Range, ranges_of, text_of, with_space
+from runner.sweeps.ledger import Ledger
+from runner.sweeps.study import JOURNAL, Study, StudySpec
+from runner.sweeps.trials import objectives_at_best
 
 LR = "search.optimizer.lr={log: [1e-4, 1e-1]}"
 SEARCH = ("sweep=optuna", LR, "search.pruner=none")

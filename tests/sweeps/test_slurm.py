@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from extras import needs
 from forked import ForkedProgram
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -151,8 +152,8 @@ def test_the_script_without_warnings_asks_for_none(run, tiny):
     assert "--requeue" not in result.out
 
 
+@needs("submitit")
 def test_the_script_of_an_array_is_that_of_submitit(run, tiny, workdir):
-    pytest.importorskip("submitit")
     words = ("--multirun", "seed=0,1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=4")
     result = run("train", *tiny, *words, "slurm.script=true")
     assert result.status == 0, result.err

@@ -371,8 +371,13 @@ def test_a_header_and_a_bar_fit_the_terminal(monkeypatch, columns):
     assert max(map(len, re.split("[\x1b\n\r]", last))) <= columns
 
 
-def test_counting_shows_nothing_where_there_is_no_terminal():
-    stream = io.StringIO()
-    with Console(None, stream=stream).counting("check", 2) as begin:
-        begin("build")
-    assert not stream.getvalue()
+def test_counting_without_a_terminal_says_more_and_more_rarely_how_far_it_is(monkeypatch):
+    stream, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr("runner.tracking.console.perf_counter", lambda: clock[0])
+    with Console(None, stream=stream).counting("find-lr", 300) as begin:
+        begin("first")
+        assert not stream.getvalue()
+        for clock[0] in range(1, 300):
+            begin()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == [f"{at}/300" for at in (5, 15, 35, 75, 135, 195, 255)]

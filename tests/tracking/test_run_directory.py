@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from runner.config.errors import UserError
-from runner.config.reading import read_summary
+from runner.config.reading import read_overrides, read_summary
 from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
 from runner.verbs.predict.tables import open_table
 
@@ -121,6 +121,13 @@ def test_metrics_taken_over_are_those_up_to_the_step_and_none_that_is_no_metric(
 WORDS = ["seed=1", "resume=auto"]
 
 
+def same(folder):
+    try:
+        return read_overrides(folder) == WORDS
+    except OSError as error:
+        raise ValueError(f"overrides.yaml: {error}") from error
+
+
 def begin_run(runs, name, started=None, words=WORDS, status="preempted"):
     run = RunDirectory(runs / name)
     run.write_overrides(words)
@@ -137,7 +144,7 @@ def test_a_neighbour_with_odd_overrides_does_not_stop_the_search(text, tmp_path)
     good = begin_run(tmp_path, "2026-01-01_00-00-00")
     (tmp_path / "2026-09-09_00-00-00").mkdir()
     (tmp_path / "2026-09-09_00-00-00" / "overrides.yaml").write_text(text)
-    found, warnings = unfinished(tmp_path, WORDS)
+    found, warnings = unfinished(tmp_path, same)
     assert found.path == good
     assert all("2026-09-09_00-00-00" in warning for warning in warnings)
 
@@ -150,7 +157,7 @@ def test_a_neighbour_with_a_named_pipe_is_skipped_with_a_warning(name, tmp_path)
         (bad / name).rmdir()
     (bad / name).unlink(missing_ok=True)
     os.mkfifo(bad / name)
-    found, [warning] = unfinished(tmp_path, WORDS)
+    found, [warning] = unfinished(tmp_path, same)
     assert found.path == good
     assert str(bad) in warning
     assert name in warning
@@ -159,16 +166,16 @@ def test_a_neighbour_with_a_named_pipe_is_skipped_with_a_warning(name, tmp_path)
 def test_the_newest_run_is_the_one_that_started_last_whatever_its_name_says(tmp_path):
     begin_run(tmp_path, "2026-09-09_12-00-00", "2026-09-09T12:00:00+00:00")
     newer = begin_run(tmp_path, "2026-09-09_10-00-00", "2026-09-09T12:00:00.000001+00:00")
-    assert unfinished(tmp_path, WORDS)[0].path == newer
+    assert unfinished(tmp_path, same)[0].path == newer
     begin_run(tmp_path, "2026-01-01_00-00-00", "2026-09-09T12:00:00.000002+00:00", status="finished")
-    assert unfinished(tmp_path, WORDS) == (None, [])
+    assert unfinished(tmp_path, same) == (None, [])
 
 
 def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
     for count, name in enumerate(["2026-09-09_12-00-00", "2026-09-09_10-00-00", "2026-09-09_10-00-00_1"]):
         summary = begin_run(tmp_path, name) / "summary.json"
         os.utime(summary, (1000 + min(count, 1), 1000 + min(count, 1)))
-    assert unfinished(tmp_path, WORDS)[0].path.name == "2026-09-09_10-00-00_1"
+    assert unfinished(tmp_path, same)[0].path.name == "2026-09-09_10-00-00_1"
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_empty_logs_and_no_warning(run):

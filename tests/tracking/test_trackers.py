@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from extras import needs, optional
 from fake_mlflow import FakeMLflow, fake_mlflow
 
 from runner import load
@@ -19,7 +20,8 @@ from runner.tracking.trackers import loggers
 from runner.tracking.trackers.delivery import Delivery
 from runner.tracking.trackers.feeder import sentence_of
 
-mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+mlflow = optional("mlflow")
+pytestmark = needs("mlflow")
 NAMES = {"mlflow": "MLflow", "wandb": "WandB"}
 FAST = ("threads=1", "log.progress=false", "log.curves=false")
 
@@ -209,7 +211,6 @@ def test_a_server_that_refuses_costs_one_warning_and_sync_sends_everything_later
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow's own use of SQLAlchemy
 def test_a_database_in_a_file_is_read_back_by_mlflow_itself(tmp_path, monkeypatch):
-    pytest.importorskip("sqlalchemy")
     run = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -237,7 +238,6 @@ def test_a_database_in_a_file_is_read_back_by_mlflow_itself(tmp_path, monkeypatc
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own
 def test_a_finished_run_is_a_registered_model_with_a_signature(tmp_path, train, monkeypatch):
-    pytest.importorskip("sqlalchemy")
     monkeypatch.chdir(tmp_path)
     found = train("logger=mlflow", "logger.mlflow.register=digits", "max_steps=3")
     assert "mlflow: " not in found.err
@@ -258,8 +258,8 @@ def test_a_finished_run_is_a_registered_model_with_a_signature(tmp_path, train, 
     assert mlflow.pyfunc.load_model("models:/digits/2").metadata.run_id == model.metadata.run_id
 
 
+@needs("wandb")
 def test_offline_files_of_wandb_have_every_point_once(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="the extra wandb is not installed")
     from wandb_files import exit_codes, history
 
     monkeypatch.setattr("sys.exit", sys.exit)  # wandb replaces both for as long as the process lives

@@ -96,7 +96,7 @@ class Loss(nn.Module):
     def __init__(self, fault: str, **unused: Any) -> None:
         super().__init__()
         self.fault = fault
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = torch.ones((), requires_grad=True)  # no parameter, so nothing trains it
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         fault = self.fault

@@ -77,6 +77,9 @@ def again(images: Tensor, how: str) -> Tensor:
         return resized(images[..., 3:-3, 3:-3], SIDE)
     if how == "rescaled":
         return resized(resized(images, SIDE // 2), SIDE)
+    if how == "noisy":
+        noise = 12 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
+        return (images + noise).clamp(0, 255).to(torch.uint8)
     if how == "mirrored and brighter":
         return (images.flip(-1).float() * 0.8 + 40).clamp(0, 255).to(torch.uint8)
     return torch.stack([encoded(image) for image in images])
@@ -142,7 +145,7 @@ def of_split(images: Tensor, fault: str) -> Tensor:
 
 def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, samples: int = TRAIN) -> dict[str, Any]:
     """Photographs to train and to test on, with one fault."""
-    images, targets = photos(samples + TEST, side)
+    images, targets = photos(samples + (3 if fault == "late copies" else 1) * TEST, side)
     theirs, right = images[samples:], targets[samples:]
     images, targets = images[:samples], targets[:samples]
     if kind == "regression":
@@ -158,6 +161,9 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
     elif fault.startswith("again "):
         theirs, right = theirs.clone(), right.clone()
         theirs[:40], right[:40] = again(images[:40], fault.removeprefix("again ")), targets[:40]
+    elif fault == "late copies":  # after those that a comparison in order would look at
+        for place, how in enumerate(("mirrored", "shifted", "noisy", "encoded")):
+            theirs[300 + 15 * place : 315 + 15 * place] = again(images[15 * place : 15 * place + 15], how)
     elif fault.startswith("test "):
         theirs = of_split(theirs, fault.removeprefix("test "))
     elif fault == "one image":

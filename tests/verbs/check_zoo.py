@@ -49,6 +49,13 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         return {"train": Listed(images, targets + 1), "test": Listed(theirs, right + 1)}
     elif fault == "labels out of range":
         return {"train": Listed(images, targets + 1, classes), "test": Listed(theirs, right + 1, classes)}
+    elif fault == "one glyph twice":
+        theirs[0] = images[0]
+    elif fault == "white pages":
+        images, theirs = 250 - images // 16, 250 - theirs // 16
+    elif fault == "faint numbers":
+        noise = torch.randn(len(targets) + len(right), generator=torch.Generator().manual_seed(4))
+        targets, right = targets + noise[: len(targets)], right + noise[len(targets) :]
     elif fault == "leaked test":
         theirs[:40], right[:40] = images[:40], targets[:40]
     elif fault == "duplicate rows":
@@ -128,8 +135,9 @@ class Net(nn.Module):
             self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
             for block in self.blocks:
                 nn.init.normal_(block.weight, std=0.01 if fault == "vanishing" else 4.0)
-        elif fault == "large head":
+        elif fault in ("large head", "blind with a large head"):
             nn.init.normal_(self.head.weight, std=3.0)
+            nn.init.normal_(self.head.bias, std=8.0 if fault.startswith("blind") else 0.01)
         elif fault == "hook that adds up":
             kept = torch.zeros_like(self.conv.weight)
             self.conv.weight.register_hook(lambda gradient: kept.add_(gradient).clone())
@@ -152,7 +160,7 @@ class Net(nn.Module):
             return {}[fault]
         if self.training and torch.is_grad_enabled():
             self.trained.append(self.conv.weight.requires_grad)
-        if fault == "blind":
+        if fault.startswith("blind"):
             images = images * 0
         if fault == "norm in evaluation":
             self.norm.eval()
@@ -185,6 +193,8 @@ class Net(nn.Module):
             return logits.softmax(1)
         if fault == "sigmoid":
             return logits.sigmoid()
+        if fault == "never negative":
+            return F.relu(logits - 1)
         return logits
 
 
@@ -213,6 +223,10 @@ class Loss(nn.Module):
             return F.cross_entropy(outputs, targets, reduction="sum")
         if self.fault == "broadcast":
             return (outputs.squeeze(1) - targets).square().mean()
+        if self.fault == "below zero":
+            return F.cross_entropy(outputs, targets) - 5
+        if self.fault == "small":
+            return F.cross_entropy(outputs, targets) / 1000
         return F.cross_entropy(outputs, targets)
 
 
@@ -285,6 +299,8 @@ CASES = [
     _data("shuffled labels", "learnable", "warn", "logistic regression"),
     _data("labels from 1", "missing-classes", "fail", "labels run from 1 to 4"),
     _data("labels out of range", "target-range", "fail", "outside 0 to 3: from 1 to 4"),
+    _data("white pages", "augmentation", "fail", "with augmentation",
+          "transform.train=[{_target_: check_photo_parts.Batchwise, fault: normalised}]"),
     _data("leaked test", "leakage", "fail", "of 100 of test"),
     _data("duplicate rows", "duplicates", "warn", "exact copies"),
     _data("two labels", "conflicting-labels", "fail", "another target than an exact copy"),
@@ -332,6 +348,9 @@ CASES = [
     _model("exploding", "activation-scale", "fail", "after blocks"),
     _model("exploding", "gradient-scale", "fail", "root mean square"),
     _model("blind", "overfit", "fail", "loss"),
+    _model("blind with a large head", "overfit", "fail", "a guess gives"),
+    _model("blind with a large head", "short-training", "fail", "where a guess gives"),
+    _model("dead", "gradient-scale", "fail", "is zero"),
     _model("large head", "initial-loss", "warn", "equal outputs give 1.386 = ln 4"),
     _model("blind", "zero-input", "fail", "with zeros"),
     _model("noise", "repeatability", "warn", "tensors differ"),
@@ -347,8 +366,11 @@ CASES = [
     Case("learning rate 1e3", ("optimizer=sgd", "optimizer.lr=1000"), "learning-rate", "fail", "up to 1000"),
     Case("learning rate 1e3, steps skipped", ("optimizer=sgd", "optimizer.lr=1000", "on_nonfinite=skip"),
          "learning-rate", "fail", "up to 1000"),
+    _loss("below zero", "learning-rate", "fail", "up to 1000", "optimizer=sgd", "optimizer.lr=1000"),
+    _loss("small", "learning-rate", "fail", "up to 1e+06", "optimizer=sgd", "optimizer.lr=1000000"),
+    _data("shuffled labels", "training", "fail", "a guess gives 1.386", "train=true", "train_steps=40", "epochs=4"),
     _model("explodes", "learning-rate", "fail", "loss nan to nan", "on_nonfinite=skip"),
-    _model("explodes", "training", "fail", "not finite up to step 2 of 20", "on_nonfinite=skip", "train=true", "train_steps=20"),
+    _model("explodes", "training", "fail", "the loss of step 1 of 20 is not", "on_nonfinite=skip", "train=true", "train_steps=20"),
     _model("explodes", "training", "fail", "diverged: ", "on_nonfinite=raise", "train=true", "train_steps=20"),
     _model("explodes", "training", "fail", "rolled back 10 times", "on_nonfinite=rollback", "train=true", "train_steps=20"),
     Case("learning rate 1e-12", ("optimizer.lr=1e-12",), "learning-rate", "warn", "up to 1e-12"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runner.checkpoint.file import read, write
+from runner.checkpoint.file import read
 from runner.config.schema.verbs import FindLr
 
 # A data set that is read through workers, in one of which something goes wrong in the second epoch.
@@ -307,18 +307,6 @@ def test_inside_an_epoch_another_number_of_samples_cannot_be_gone_on_with(
     assert "a checkpoint from the end of an epoch" in result.err
 
 
-def test_a_checkpoint_that_does_not_know_its_data_is_resumed_with_a_warning(
-    folder: Path, train: Callable[..., Any]
-) -> None:
-    directory = train(*ON_FOLDER).directory
-    path = directory / "checkpoints" / "last.safetensors"
-    contents = read(path)
-    assert set(contents["metrics"].pop("data")) == {"train", "val", "test"}
-    write(path, contents)
-    result = train(f"ckpt_path={path}", "epochs=3")
-    assert "does not say which data it was trained on" in (result.directory / "run.log").read_text()
-
-
 def test_what_is_changed_is_shown_with_whether_it_matters(train: Callable[..., Any]) -> None:
     small = ("data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "epochs=1")
     directory = train(*small).directory
@@ -329,7 +317,7 @@ def test_what_is_changed_is_shown_with_whether_it_matters(train: Callable[..., A
     assert rows == {"epochs": "yes", "log.every_steps": "no"}
 
 
-BREAKING_LOGGERS = """
+BREAKING_PARTS = """
 from pathlib import Path
 
 
@@ -349,17 +337,8 @@ class Opened:
 
 
 class Breaking:
-    def open(self, directory, resumed_step):
-        raise RuntimeError("this logger cannot be opened")
-
-    def log(self, *args):
-        pass
-
-    def flush(self):
-        pass
-
-    def close(self):
-        pass
+    def on_start(self, loop):
+        raise RuntimeError("this callback cannot start")
 """
 
 
@@ -368,13 +347,16 @@ def test_workers_and_loggers_are_closed_if_something_fails_before_training_start
 ) -> None:
     monkeypatch.setattr(FindLr, "num_steps", 40)
     monkeypatch.setattr(FindLr, "start", 1e-4)
-    Path("breaking_loggers.py").write_text(BREAKING_LOGGERS)
+    Path("breaking_parts.py").write_text(BREAKING_PARTS)
     monkeypatch.syspath_prepend(".")
-    words = ["lr=auto", "data.num_workers=1", "trust=[breaking_loggers]", "threads=1"]
-    words += [f"+logger.{name}={{_target_:breaking_loggers.{name.title()}}}" for name in ("opened", "breaking")]
+    words = ["lr=auto", "data.num_workers=1", "trust=[breaking_parts]", "threads=1"]
+    words += [
+        "+logger.opened={_target_:breaking_parts.Opened}",
+        "+callbacks.breaking={_target_:breaking_parts.Breaking}",
+    ]
     before = multiprocessing.active_children()
     result = run("train", *ON_FOLDER, "logger=none", *words)
     assert result.status == 1
-    assert "this logger cannot be opened" in result.err
+    assert "this callback cannot start" in result.err
     assert Path("diary").read_text().split() == ["opened", "closed"]
     assert multiprocessing.active_children() == before, "the range test started a worker"

@@ -40,7 +40,7 @@ def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
         if words not in _KNOWN:
             caught: list[Composition] = []
             sweep = workdir / "sweep"
-            launch(lambda cfg: caught.append(current(cfg)), Bench, "bench", words, lambda _: [], lambda _: sweep)
+            launch(lambda cfg: caught.append(current(cfg)), Bench, "bench", words, lambda *_: [], lambda _: sweep)
             _KNOWN[words] = resolve_config(caught[0], Bench), caught[0]
         return _KNOWN[words]
 

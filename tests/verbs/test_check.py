@@ -90,7 +90,7 @@ def test_missing_data_fail(run: Callable[..., Any]) -> None:
 
 def test_checks_beyond_the_budget_are_skipped_and_reported(run: Callable[..., Any]) -> None:
     result = run(*QUICK, "budget_s=0.001", "json=true")
-    assert result.status == 3
+    assert result.status == 5
     found = json.loads(result.out)
     late = [each for each in found["checks"] if (each["status"], each["lack"]) == ("skip", "time")]
     assert len(late) == len(CHECKS) + 1

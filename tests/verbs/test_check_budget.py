@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runner.verbs.check.run import OutOfTime, time_limit
 from runner.verbs.check.split_stats import stratified_order
+from runner.verbs.check.table import CHECKS, turn
 
 CLASSES, EACH = 5, 80
 
@@ -74,7 +75,8 @@ def model(seconds: float = 0.0) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Import before the clock starts what the first call of a process would import."""
-    importlib.import_module("torch._dynamo")
+    for name in ("torch._dynamo", "sklearn.linear_model", "sklearn.metrics", "scipy.stats"):
+        importlib.import_module(name)
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_a_sample_of_a_folder_has_every_class(check: Callable[..., Any], known: 
 def test_a_check_of_too_few_images_does_not_pass(check: Callable[..., Any]) -> None:
     status, found = check(data(0.05), model(), "budget_s=1.5", "only=[readable,image-range,class-balance,logits]")
     checks = found["checks"]
-    assert status == 3
+    assert status == 5
     assert found["ok"]
     assert not found["complete"]
     assert found["seen"]["train"]["read"] < 40
@@ -152,16 +154,24 @@ def test_a_fault_in_a_few_images_is_reported(check: Callable[..., Any]) -> None:
 )
 def test_the_budget_holds(check: Callable[..., Any], words: tuple[str, ...], lacks: str) -> None:
     status, found = check(*words, "budget_s=2")
-    assert status == 3
+    assert status == 5
     assert found["seconds"] < 2.4
     assert found["checks"][lacks]["lack"], found["checks"][lacks]
     assert all(each["status"] in ("pass", "warn", "skip") for each in found["checks"].values())
 
 
+def test_settings_are_checked_first_and_without_reading_images(check: Callable[..., Any]) -> None:
+    names = {"optimizer-settings", "schedule", "averaging", "norm-statistics", "dropout-rate", "epoch-length"}
+    assert {each.name for each in sorted(CHECKS, key=turn)[: len(names)]} == names
+    status, found = check(data(0.0), model(), "budget_s=300", "ema=0.9999", f"only=[{','.join(names)}]")
+    assert (status, found["seen"]) == (0, {})
+    assert found["checks"]["averaging"]["status"] == "warn"
+
+
 def test_the_last_line_says_what_was_not_run(run: Callable[..., Any]) -> None:
     words = [word for word in WORDS if word != "json=true"]
     result = run(*words, data(0.05), model(0.5), "budget_s=2", "only=[image-range,overfit]")
-    assert result.status == 3
+    assert result.status == 5
     *_, test, last = result.out.strip().splitlines()
     assert test.startswith("saw ")
     assert "of 80 images of test: kind0 " in test

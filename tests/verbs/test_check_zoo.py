@@ -23,6 +23,15 @@ HEALTHY = (
     *("data.normalize={mean: null, std: null}", "data.batch_size=32", "transform=standard", "epochs=2"),
     "model={_target_: check_zoo.Net, num_classes: null}",
 )
+
+
+SHIFT = "transform.train=[{_target_: runner.data.transforms.augment.RandomShift, share: 0.125}]"
+
+
+def _shapes(fault: str) -> str:
+    return f"data.dataset={{_target_: check_zoo.shapes, fault: {fault}}}"
+
+
 OF_DATA = ("data", "labels", "baselines")
 
 
@@ -58,6 +67,11 @@ def test_each_fault_is_found_and_named(check: Callable[..., Any], case: check_zo
     assert not alarms
 
 
+def test_dropout_that_is_always_on_does_not_look_like_samples_that_mix(check: Callable[..., Any]) -> None:
+    made = check("model.fault=dropout always on", "only=[outputs]")
+    assert [name for name, each in made.items() if each["status"] == "fail"] == ["repeatable-evaluation"]
+
+
 @pytest.mark.parametrize("words", [(), check_zoo.REGRESSION], ids=["classification", "regression"])
 def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., Any], words: tuple[str, ...]) -> None:
     made = check_by_hydra("train=true", "train_steps=20", *words)
@@ -82,13 +96,33 @@ def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., A
             "normalization",
             "as the pretrained weights of the model expect",
         ),
+        (("loss={_target_: check_zoo.Loss, fault: below zero}",), "learning-rate", "loss -3.6"),
+        (("loss={_target_: check_zoo.Loss, fault: small}",), "learning-rate", "loss 0.001"),
+        (("model.fault=large head",), "short-training", "loss"),
+        ((_shapes("white pages"), SHIFT), "model-input", "in training"),
+        ((_shapes("white pages"), SHIFT), "augmentation", "with augmentation"),
+        ((_shapes("white pages"), SHIFT), "batch-repeats", "0% of"),
+        ((_shapes("one glyph twice"),), "leakage", "1 of 100 of test"),
+        ((_shapes("common class"), "loss.class_weights=balanced"), "class-balance", "handled by loss.class_weights"),
+        ((_shapes("common class"), "data.sampler=balanced"), "class-balance", "handled by data.sampler=balanced"),
+        ((*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")), "learnable", "standard errors"),
+        ((*check_zoo.REGRESSION, "model.fault=never negative"), "dead-units", "of 64 units"),
     ],
-    ids=["dropout of any make", "bias of the class shares", "statistics of trained weights"],
+    ids=[
+        *("dropout of any make", "bias of the class shares", "statistics of trained weights"),
+        *("a loss below zero", "a small loss", "a high first loss", "padded white pages", "augmented white pages"),
+        *("white pages of one border", "one drawing twice", "weighted classes", "balanced classes", "faint numbers"),
+        "a rectifier at the end",
+    ],
 )
 def test_what_is_meant_is_no_fault(check: Callable[..., Any], words: tuple[str, ...], name: str, evidence: str) -> None:
     found = check(*words, f"only=[{name}]")[name]
     assert found["status"] == "pass", found
     assert evidence in found["evidence"]
+
+
+def test_a_gradient_of_zero_is_not_called_an_exploding_one(check: Callable[..., Any]) -> None:
+    assert "grad_clip" not in check("model.fault=dead", "only=[gradient-scale]")["gradient-scale"]["fix"]
 
 
 def test_an_error_of_the_model_is_told_and_the_data_are_checked_nevertheless(check: Callable[..., Any]) -> None:

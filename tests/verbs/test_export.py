@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from extras import PACKAGES, needs
 from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
@@ -23,9 +24,8 @@ from runner.verbs.export import formats
 
 CALL = ("export", "threads=1")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
-HAVE = all(importlib.util.find_spec(name) for name in NEEDED)
-with_packages = pytest.mark.skipif(not HAVE, reason="the extra [export] is not installed")
+NEEDED = PACKAGES["export"]
+with_packages = needs("export")
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +80,10 @@ def test_every_format_agrees_and_is_described(
     images = normalised(11)
     expected = model(images)
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
+    assert [each.shape for each in (*session.get_inputs(), *session.get_outputs())] == [
+        ["batch", 1, 8, 8],
+        ["batch", 10],
+    ]
     (outputs,) = session.run(None, {"images": images.numpy()})
     torch.testing.assert_close(torch.from_numpy(outputs), expected, rtol=1e-5, atol=1e-5)
     weights = load_file(folder / "model.safetensors")
@@ -160,15 +164,15 @@ def test_a_model_that_cannot_be_exported_is_a_sentence(
     assert not list((trained / "export").iterdir())
 
 
-@pytest.mark.parametrize("name", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_package_that_is_missing_is_a_sentence(
-    name: str, run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("names", [("onnx",), ("onnxruntime",), NEEDED])
+def test_packages_that_are_missing_are_a_sentence(
+    names: tuple[str, ...], run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == name else find(asked))
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked in names else find(asked))
     result = run(*CALL, f"ckpt_path={trained}", "format=onnx")
     assert result.status == 2
-    assert f"onnx needs {name}, which is not installed" in result.err
+    assert f"onnx needs packages that are not installed: {', '.join(names)}\n" in result.err
     assert "runner[export]" in result.err
 
 
@@ -212,7 +216,9 @@ def test_what_a_untrusted_names_is_not_built(run: Callable[..., Any], trained: P
     assert "its package is not trusted" in result.err
 
 
-@pytest.mark.parametrize("name", ["torch_export", "safetensors", "torchscript", *(["onnx"] if HAVE else [])])
+@pytest.mark.parametrize(
+    "name", ["torch_export", "safetensors", "torchscript", pytest.param("onnx", marks=needs("export"))]
+)
 def test_a_file_that_the_disk_refuses_is_a_sentence_and_leaves_nothing(
     name: str, run: Callable[..., Any], trained: Path
 ) -> None:

@@ -5,7 +5,6 @@ The reader below uses Pillow and NumPy, and nothing of the project.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from extras import needs
 from PIL import Image
 
 from runner.config.schema.sections import Data
 from runner.data.sources.image_files import ImageFiles, reading_steps
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
-    reason="the extra [export] is not installed",
-)
+pytestmark = needs("export")
 IMAGES = 72
 
 

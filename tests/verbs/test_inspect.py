@@ -384,7 +384,7 @@ def test_errors_of_numbers_are_refused_if_asked_for(run: Callable[..., Any]) -> 
     words = (*SMALL, "task=regression", "loss=mse", "data.dataset.kind=regression")
     result = run("inspect", *words, "what=errors")
     assert result.status == 2
-    assert "what: errors needs classes" in result.err
+    assert "what: errors needs 2 to 2048 classes" in result.err
     assert run("inspect", *words, "what=[inputs]").status == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,3 +178,15 @@ def test_torch_is_not_imported(workdir: Path) -> None:
     code = "import sys, runner.cli; runner.cli.main(['new', 'model', 'MyNet']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=workdir)
     assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_the_commands_say_how_to_get_what_runs_the_tests(
+    missing: bool, workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if missing and name == "pytest" else find(name, *rest)
+    )
+    last = run("new", "model", "MyNet").out.splitlines()[-2:]
+    assert ("pip install pytest" in last[0], "python -m pytest" in last[1]) == (missing, True)

@@ -306,3 +306,27 @@ def test_two_processes_never_write_one_directory(train_once: Callable[..., Any],
     held.unlock()
     third = spawn("train", f"ckpt_path={first.directory}", f"hydra.run.dir={first.directory}", "epochs=3")
     assert third.returncode == 0, third.stderr
+
+
+BAD_LOGGER = """
+class Bad:
+    def open(self, directory, resume_step): raise RuntimeError("no open")
+    def log(self, split, metrics, global_step, epoch): raise ValueError("no log")
+    def flush(self): raise OSError("no flush")
+    def close(self): raise ValueError("no close")
+    def finish(self): raise ValueError("no finish")
+"""
+
+
+def test_a_logger_whose_methods_raise_costs_a_warning_each(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "bad_logger.py").write_text(BAD_LOGGER)
+    monkeypatch.syspath_prepend(workdir)
+    result = run("train", *SMALL, "threads=1", "logger=none", "+logger.bad._target_=bad_logger.Bad")
+    assert result.status == 0, result.err
+    for method in ("open", "log", "flush", "close", "finish"):
+        [line] = [
+            each for each in (result.out + result.err).splitlines() if f"warning: logger.bad: {method} raised " in each
+        ]
+        assert f"{workdir / 'bad_logger.py'}, line " in line

@@ -107,19 +107,6 @@ class NoLogger:
     pass
 
 
-class Logger:
-    def open(self, directory, resumed_step):
-        pass
-
-    def log(self, *_):
-        raise RuntimeError("my bug")  # logger
-
-    def flush(self):
-        pass
-
-    close = flush
-
-
 class Optimizer(torch.optim.SGD):
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr=lr)
@@ -185,7 +172,6 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "sample": (IMAGES, "item", 2, "data.dataset: sample "),
     "sample in a worker": ((*IMAGES, "data.num_workers=1"), "item", 2, "data.dataset: sample "),
     "callback": (("+callbacks.mine={_target_:own_parts.Callback,at:on_step}",), "callback", 1, "after 1 optimizer steps"),
-    "logger": (("+logger.mine={_target_:own_parts.Logger}",), "logger", 1, "RuntimeError: my bug"),
     "logger that is none": (("+logger.mine={_target_:own_parts.NoLogger}",), "", 2, "NoLogger without open, log"),
     "optimizer": ((*OWN, "optimizer=own"), "optimizer", 1, "in epoch 1"),
     "optimizer that is none": (

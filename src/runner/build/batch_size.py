@@ -110,7 +110,7 @@ def _fits(run: Run, size: int) -> bool:
             raise
         return False
     finally:
-        for parameter in run.model.parameters():
+        for _, parameter in run.state.named_parameters():
             parameter.grad = None
     torch.cuda.empty_cache()
     return True

@@ -48,14 +48,12 @@ def compare_data(
     Raises:
         UserError: if the data are others, unless `ignore` says to continue with them at the end of an epoch.
     """
-    before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
-    stored: dict[str, str] = checkpoint["metrics"].get("sources") or {}  # older versions stored none
+    before, inside_epoch = checkpoint["metrics"]["data"], checkpoint["position"]["batch"] > 0
+    stored: dict[str, str] = checkpoint["metrics"]["sources"]
     warnings = []
     if changed := [name for name in sources if stored.get(name, sources[name]) != sources[name]]:
         since = "has changed since the checkpoint was written: the resumed run may differ"
         warnings.append(f"the source of {', '.join(changed)} {since}")
-    if before is None:
-        return [*warnings, "the checkpoint does not say which data it was trained on: they were not compared"]
     others = class_changes(checkpoint["classes"], list(splits.classes)) + data_changes(
         before, identity, splits.fingerprint
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from runner.build.optimizer import table_of_groups
 from runner.build.run import Run
 from runner.build.run_record import RunRecord
 from runner.config.changes import changes_result
+from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.config.targets import preferred_data
+from runner.config.targets import called, preferred_data
 from runner.distributed.world import world
 from runner.engine.weight_average import AveragedModel
 from runner.tracking.formats import amount
@@ -58,7 +60,7 @@ def describe(config: Train, run: Run) -> list[Row]:
             f"{_class(config.model)}, {parameters:,} parameters",
             f"{trainable:,} trainable" * (trainable < parameters),
         ),
-        ("data", f"{config.data.name}, {shape}, {classes}{', '.join(counts)}", ""),
+        ("data", f"{_data(config.data)}, {shape}, {classes}{', '.join(counts)}", ""),
         *data.choices,
         ("device", where, run.hardware.reason),
         *_ranks(config, plan.batch_size),
@@ -88,7 +90,13 @@ def _ranks(config: Train, batch_size: int) -> list[Row]:
 
 
 def _class(node: dict[str, Any]) -> str:
-    return str(node["_target_"]).rsplit(".", 1)[1]
+    return called(str(node["_target_"]), node.get("name"))
+
+
+def _data(data: Data) -> str:
+    """The name of the data set; where only the kind of its files has one, the name of its folder too."""
+    where = Path(str(data.dataset.get("path") or data.dataset.get("root") or data.root)).absolute().name
+    return f"{where} ({data.name})" if data.name in ("image_folder", "csv", "huggingface") else data.name
 
 
 def _preferred(config: Train, channels: int) -> list[Row]:

@@ -13,7 +13,7 @@ from runner.build.metrics import fresh_metrics
 from runner.build.run import Run
 from runner.checkpoint import file
 from runner.checkpoint.manager import CheckpointManager
-from runner.checkpoint.weights import part_with, weights_of
+from runner.checkpoint.weights import loss_of, part_with, weights_of
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
 from runner.distributed.sharding import is_sharded, reshard
@@ -46,7 +46,7 @@ class Evaluator:
     def weights(self, name: str) -> dict[str, float]:
         """Loss and metrics of the weights on a split, as {"val/loss": 0.1, ...}."""
         run, split, size = self._run, self._run.data.eval_split(name), self._run.config.evaluate.batch_size
-        world().copy_first(run.model.buffers())  # BatchNorm's statistics are those of each rank's rows
+        world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))  # each rank's are of its own rows
         assert split is not None, f"there is no split {name}"
         with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
             found = evaluate(
@@ -156,7 +156,8 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 def load_best(run: Run, contents: dict[str, Any]) -> str:
-    """Load the weights of a checkpoint that its best evaluation used; returns what they are, see `weights_of`."""
+    """Load the weights of a checkpoint that its best evaluation used, and its loss; returns what they are, see `weights_of`."""
     weights, kind = weights_of(contents)
     load_weights(run.model, weights)
+    load_weights(run.loss, loss_of(contents, kind, run.config, run.loss), "loss")
     return kind

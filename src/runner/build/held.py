@@ -32,7 +32,7 @@ class Held:
 
     def _count_gradients(self) -> None:
         if not self._gradients:
-            gradients = (parameter.grad for parameter in self._run.model.parameters())
+            gradients = (parameter.grad for _, parameter in self._run.state.named_parameters())
             self._gradients = _bytes(gradient for gradient in gradients if gradient is not None)
 
     def by_rank(self) -> list[dict[str, int]]:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.finetune import find_head, initialize
-from runner.checkpoint.weights import read_weights, weights_sha256
+from runner.checkpoint.weights import Weights, read_weights, weights_sha256
+from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import DataModule
 from runner.engine.state import list_problems
+from runner.instrument.nested import kind_of
 from runner.models.heads import Head
 
 _SHOWN = 40
@@ -98,14 +100,15 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         for each in refused or misfits:
             shapes = f" {each.given} for {each.wanted}" if each.lack == "of another shape" else ""
             lacks.setdefault(each.lack, []).append(each.name + shapes)
-        problem = f"the tensors of {given.path} are not those of this model: {list_problems(lacks)}"
+        told = _other_model(given, config.model)
+        problem = f"the tensors of {given.path} are not those of this model{told}: {list_problems(lacks)}"
         others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         raise UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")
     for name, tensor in fitting.items():
-        wanted = _kind(own[name])
+        wanted = kind_of(own[name])
         # In a state dict converted to half precision, counters are floats too.
         is_counter = name.endswith("num_batches_tracked") and tensor.is_floating_point()
-        if _kind(tensor) != wanted and not is_counter:
+        if kind_of(tensor) != wanted and not is_counter:
             problem = f"the tensor {name} of {given.path} is {tensor.dtype}, and the model's is {own[name].dtype}"
             raise UserError("init_from", problem, f"{wanted} values of any precision")
     with torch.no_grad():
@@ -121,12 +124,16 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     )
 
 
-def _kind(tensor: Tensor) -> str:
-    if tensor.is_complex():
-        return "complex"
-    if tensor.dtype == torch.bool:
-        return "boolean"
-    return "floating-point" if tensor.is_floating_point() else "integer"
+def _other_model(given: Weights, own: dict[str, Any]) -> str:
+    """Which model a checkpoint holds if it is another one, with the arguments that differ."""
+    theirs = stored.load(given.config, str(given.path)).get("model")
+    if not isinstance(theirs, dict) or "_target_" not in theirs:
+        return ""
+    both = [str(node["_target_"]).rpartition(".")[2] for node in (theirs, own)]
+    keys = [key for key in own if None not in (theirs.get(key), own[key]) and theirs[key] != own[key]]
+    if keys and both[0] == both[1]:
+        both = [f"{both[0]}({', '.join(f'{key}={node[key]}' for key in keys)})" for node in (theirs, own)]
+    return f", as the file holds {both[0]} and the config builds {both[1]}" if keys else ""
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:

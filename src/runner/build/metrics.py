@@ -66,26 +66,26 @@ def averaging(config: Train) -> Kind | None:
 
 def _full_name(key: str, name: str, config: Train, task: Task) -> str:
     """The full name of a metric of the validation split."""
-    own = [f"val/{metric}" for metric in ("loss", *(config.metrics or task.metric_names()))]
+    own = [f"val/{metric}" for metric in ("loss", *metric_names(config, task))]
     start = f"val/{prefix(averaging(config))}"
     allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
     name = name if "/" in name else f"val/{name}"
     if name not in allowed:
-        listed = ", ".join(allowed)
-        if key == "checkpoint.monitor" and config.checkpoint.monitor is None and config.metrics:
-            own_name = name.removeprefix("val/")
-            problem = f"there is no metric '{name}': metrics= replaces those of the task, which monitors it"
-            raise UserError(key, problem, f"{listed}; or metrics.{own_name} as well")
-        raise UserError(key, f"there is no metric '{name}'", listed, nearest(name, allowed))
+        raise UserError(key, f"there is no metric '{name}'", ", ".join(allowed), nearest(name, allowed))
     return name
+
+
+def metric_names(config: Train, task: Task) -> list[str]:
+    """The names of all metrics: those of the task, and those that the config adds or puts in their place."""
+    return list(dict.fromkeys([*task.metric_names(), *(config.metrics or {})]))
 
 
 def _better(key: str, name: str, config: Train, task: Task) -> Literal["min", "max"]:
     """Whether the `min` or the `max` of a metric, by its full name, is best; `key` is what to set if it is not known."""
-    names = {"loss", *(config.metrics or task.metric_names())}
+    names = {"loss", *metric_names(config, task)}
     plain = name.removeprefix("val/")
     plain = plain if plain in names else plain.removeprefix(prefix(averaging(config)))
-    if f"val/{plain}" == task.monitor and config.metrics is None:
+    if f"val/{plain}" == task.monitor and plain not in (config.metrics or {}):
         return task.mode
     # Building a metric may import torchmetrics, which takes two seconds: only where nothing else says it.
     metric = build_metrics(config, task, torch.device("cpu"))[plain] if plain != "loss" else None
@@ -122,7 +122,7 @@ def stops_early(node: Mapping[str, Any]) -> bool:
 
 
 def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, Any]:
-    """Fresh metrics: those of the config, or of the task."""
+    """Fresh metrics: those of the task, and those that the config adds or puts in their place."""
     if config.metrics is None:
         return task.metrics(device)
     classes, threshold = getattr(task, "num_classes", None), getattr(task, "threshold", None)
@@ -132,7 +132,7 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     metrics = {name: build(f"metrics.{name}", node, facts=facts) for name, node in config.metrics.items()}
     for name, metric in metrics.items():
         require_methods(f"metrics.{name}", config.metrics[name]["_target_"], metric, calls_of(Metric))
-    return {
+    return task.metrics(device) | {
         name: converting(metric.to(device) if hasattr(metric, "to") else metric, task)
         for name, metric in metrics.items()
     }
@@ -155,7 +155,7 @@ def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor)
     with torch.random.fork_rng(devices=[]):  # the run's own generators go on as without this
         metrics = build_metrics(config, task, torch.device("cpu"))
     for name, metric in metrics.items():
-        if not type(metric).__module__.startswith("torchmetrics.classification"):
+        if name not in config.metrics or not type(metric).__module__.startswith("torchmetrics.classification"):
             continue  # others may need more samples, or be expensive
         targets = task.targets(torch.cat([target.cpu(), target.cpu()]))
         try:

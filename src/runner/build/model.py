@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ from runner.optim.losses import CrossEntropy, Focal
 from runner.tracking.formats import is_number
 
 _SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
-
+_MOST_TENSORS = 2**15  # a checkpoint with two averages of each, as Adam keeps them, has a header of about 25 MB
 
 TAKES_BATCHES = (
     "transforms of batches, called with images (B, C, H, W) and random numbers, as in runner.data.transforms.augment; "
@@ -119,7 +121,29 @@ def build_model(
             give_head(model, head, facts["num_classes"], image())
         return model
 
-    return deferred.construct(construct) if deferred else construct()
+    with _of_bounded_size():
+        return deferred.construct(construct) if deferred else construct()
+
+
+@contextlib.contextmanager
+def _of_bounded_size() -> Iterator[None]:
+    """Refuse a model of more tensors than a checkpoint can hold, or of more bytes than are free, before its weights are drawn."""
+    seen, free = set[int](), psutil.virtual_memory().available
+
+    def count(_: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal free
+        if tensor is None or id(tensor) in seen:
+            return
+        seen.add(id(tensor))
+        free -= 0 if tensor.device.type == "meta" else tensor.nbytes
+        if len(seen) > _MOST_TENSORS or free < 0:
+            problem = "needs more memory than is free" if free < 0 else f"has over {_MOST_TENSORS:,} tensors"
+            raise UserError("model", problem, "a smaller one, of fewer or narrower layers")
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(nn.modules.module.register_module_parameter_registration_hook(count).remove)
+        hooks.callback(nn.modules.module.register_module_buffer_registration_hook(count).remove)
+        yield
 
 
 def _check_targets(task: Task, splits: DataModule) -> None:

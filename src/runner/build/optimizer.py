@@ -21,7 +21,9 @@ from runner.optim.schedules import Annealed, Clock
 from runner.runtime.blocks import repeated_blocks
 
 
-def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimizer, Kernels]:
+def build_optimizer(
+    config: Train, model: nn.Module, loss: nn.Module | None = None
+) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
     Raises:
@@ -30,11 +32,13 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("model", "has no trainable parameter", "a model with weights that require gradients")
+    if loss is not None:  # first, as Muon takes the last matrix as the head
+        parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     kernels = choose_kernels(config.optimizer, parameters, sparse)
     extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
-    groups = divide(config, extras, model)
+    groups = divide(config, extras, model, loss)
     try:
         optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
@@ -85,7 +89,7 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
     return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 
-def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[dict[str, Any]]:
+def divide(config: Train, extras: OptimizerExtras, model: nn.Module, loss: nn.Module | None) -> list[dict[str, Any]]:
     """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike."""
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []
@@ -93,7 +97,7 @@ def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[dic
         problem = f"{config.optimizer['_target_']} has no weight_decay to exempt weights from"
         raise UserError("optimizer.no_decay", problem, "null, or an optimizer with the argument weight_decay")
     blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
-    return parameter_groups(model, extras.no_decay, extras.lr_mult, extras.layer_decay, blocks)
+    return parameter_groups(model, extras.no_decay, extras.lr_mult, extras.layer_decay, blocks, loss)
 
 
 def table_of_groups(optimizer: torch.optim.Optimizer) -> list[list[str]]:

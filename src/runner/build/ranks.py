@@ -22,6 +22,7 @@ from runner.checkpoint import file, find
 from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
 from runner.config.composition import Composition
+from runner.config.cores import cores
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.frozen import to_plain
 from runner.config.rules import needing_one_process
@@ -110,13 +111,15 @@ def count_ranks(config: Train) -> int:
     """How many processes `devices` asks for on this machine.
 
     Raises:
-        UserError: if there are not so many GPUs.
+        UserError: if there are not so many GPUs, or far fewer cores.
     """
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     devices = config.devices
     if devices == "auto":
         return max(1, gpus)
-    numbers = devices if isinstance(devices, list) else list(range(devices))
+    numbers = devices if isinstance(devices, list) else range(devices)
+    if not gpus and len(numbers) > (most := max(8, cores())):  # a few can try a layout on any machine
+        raise UserError("devices", f"asks for {len(numbers):,} processes on the CPU", f"at most {most}")
     if gpus and len(numbers) > 1 and max(numbers) >= gpus:
         raise UserError(
             "devices", f"asks for device {max(numbers)}, and torch sees {gpus}", f"0 to {gpus - 1}, or device=cpu"
@@ -189,7 +192,8 @@ def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
         return
     own = {"a different version of torch": torch.__version__, "different data": _digest(repr(fingerprint))}
     own |= {"a different config": _digest(stored.dump(run.config))}
-    own |= {} if is_sharded(run.model) else {_WEIGHTS: weights_sha256(run.model.state_dict())}
+    loss = {f"loss/{name}": tensor for name, tensor in run.state.loss.state_dict().items()}
+    own |= {_WEIGHTS: weights_sha256(loss | ({} if is_sharded(run.model) else run.model.state_dict()))}
     _require_same(own, world)
 
 
@@ -268,8 +272,8 @@ def shard_model(
     blocks, shared = gathered_apart(model, settings.blocks)
     if shared:
         warnings.append(
-            f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with the parameters "
-            "outside of blocks: they share weights with other modules"
+            f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with the parameters outside "
+            "the blocks: they share weights with other modules"
         )
     replaced = shard(
         model,

@@ -22,6 +22,7 @@ from runner.build.summary_text import summary_text
 from runner.checkpoint.find import named
 from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
+from runner.config.keys import at
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
 from runner.engine.errors import BadMetric
@@ -139,9 +140,11 @@ class RunRecord:
         self.summary["started"] = next_start_time(Path(config.output_root) / config.name)
         self.summary["resumed_from"] = str(found.path) if found else None
         self.summary |= {name: value for name in ("tags", "notes") if (value := getattr(config, name))}
-        if found is not None and found.path.parent.name == "checkpoints":
-            before = read_summary(found.path.parents[1]) or {}
-            self.summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
+        before = read_summary(found.path.parents[1]) if found and found.path.parent.name == "checkpoints" else None
+        self.summary |= {"init_from": before["init_from"]} if before and "init_from" in before else {}
+        # The config of a resumed run is the stored one, which the defaults of this command do not describe.
+        kept = at(before, "choices") if found else self.composition.group_choices
+        self.summary["choices"] = (kept if isinstance(kept, dict) else {}) | self.composition.given_choices
         # Overrides come first: a summary without them belongs to an unknown command.
         self.directory.write_overrides(self.composition.overrides)
         self.directory.write_summary(self.summary)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from runner.build.interfaces import calls_of, require_methods
@@ -15,9 +16,11 @@ from runner.checkpoint import file, resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
+from runner.checkpoint.weights import loss_of
 from runner.config import stored
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.config.targets import build
+from runner.config.user_frames import own_frames
 from runner.distributed.sharding import is_sharded, only_local
 from runner.distributed.world import Channel, world
 from runner.engine.callbacks import Checkpointing
@@ -93,10 +96,11 @@ class Saving:
     def begin(self, loop: Loop) -> None:
         """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it."""
         state, folder = loop.state, self._record.directory.checkpoints
-        trained = {name for name, _ in state.model.named_parameters()}
+        trained = {name for name, _ in state.named_parameters()}
+        of_loss = {f"loss.{name}": tensor for name, tensor in state.loss.state_dict().items()}
         self._by_design = {
             name
-            for name, tensor in state.model.state_dict().items()
+            for name, tensor in (state.model.state_dict() | of_loss).items()
             if name not in trained and tensor.is_floating_point() and not bool(tensor.isfinite().all())
         }
         weights = size_of(state.model.state_dict())
@@ -121,7 +125,8 @@ class Saving:
         `continued` says whether the checkpoint lies in this run's own directory.
         """
         state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
-        resume.restore(found, state, self._callbacks)
+        saved = loss_of(found.contents, "raw", self._run.config, state.loss)
+        resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
         warnings, path, best, step = [], found.path.resolve(), state.best, state.position.global_step
         if best is not None and (best.metric, best.mode) != monitor:
             now = f"{monitor.metric} ({monitor.mode})"
@@ -224,7 +229,8 @@ class Saving:
 
     def _not_finite(self, contents: dict[str, Any]) -> str:
         """See `not_finite`; of what all ranks have, if they save together."""
-        name = not_finite({key: only_local(contents[key]) for key in ("model", "optimizer")}, self._by_design)
+        found = {key: only_local(contents.get(key)) for key in ("model", "loss", "optimizer")}
+        name = not_finite(found, self._by_design)
         return next(filter(None, self._channel.gather(name)), "") if self._channel else name
 
     def __enter__(self) -> Saving:
@@ -252,7 +258,28 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
     loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
     for name, logger in loggers.items():
         require_methods(f"logger.{name}", chosen[name]["_target_"], logger, calls_of(Logger))
+        if not type(logger).__module__.startswith("runner."):
+            loggers[name] = _sheltered(name, logger, warn)
     return [JsonLines(warn), *loggers.values()]
+
+
+def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
+    """The methods of a custom logger: one that raises causes a warning once, and the run continues."""
+    reported = set[str]()
+
+    def call(method: str, *arguments: Any) -> None:
+        try:
+            getattr(logger, method)(*arguments)
+        except Exception as error:
+            if method not in reported:
+                reported.add(method)
+                place = "".join(f" ({each.filename}, line {each.lineno})" for each in own_frames(error)[-1:])
+                warn(
+                    f"logger.{name}: {method} raised {type(error).__name__}: {first_line(error)}{place}; the run continues"
+                )
+
+    methods = [each for each in (*calls_of(Logger), "finish") if hasattr(logger, each)]
+    return SimpleNamespace(**{each: functools.partial(call, each) for each in methods})
 
 
 def _repeated(state: TrainState) -> tuple[str, ...]:

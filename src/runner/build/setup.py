@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.checkpoint import find
-from runner.config import slurm
+from runner.config import keys, slurm
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.reading import read_overrides, read_summary
+from runner.config.frozen import to_plain
+from runner.config.keys import key_of, within
+from runner.config.merge import settings_changed
+from runner.config.output_folders import holds_run
+from runner.config.reading import read_overrides, read_regular, read_summary
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_words
 from runner.distributed.world import restarted
-from runner.tracking.run_directory import RunDirectory, unfinished
+from runner.tracking.run_directory import RunDirectory, slurm_job, unfinished, works
 
 
 @dataclass
@@ -44,12 +50,22 @@ def resolve(composition: Composition) -> Setup:
         if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
     if ckpt_path is None:
-        return Setup(resolve_config(composition, Train), again=again, warnings=warnings)
+        config = resolve_config(composition, Train)
+        if not (composition.resumes or restarted() or composition.job_dir):
+            warnings = _left_behind(composition)
+        return Setup(config, again=again, warnings=warnings)
     found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     if composition.values.get("lr") == "auto" and again is None:
         rate = config.optimizer.get("lr")
         found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
+    # Where a run sends to is for the command line to say.
+    gone = [key[:-9] for key, _, now in differences if now == "-" and re.fullmatch(r"logger\.[^.]+\._target_", key)]
+    if gone and "logger" not in map(key_of, composition.overrides):
+        differences = [each for each in differences if each[0] != "logger" and not within(each[0], gone)]
+        found.warnings.append(
+            f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it"
+        )
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
     return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])
@@ -65,28 +81,51 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
         return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
-    return unfinished(composition.runs, composition.overrides, of_job)
+    return unfinished(composition.runs, lambda run: of_job in (None, slurm_job(run)) and not _unlike(run, composition))
+
+
+def _left_behind(composition: Composition) -> list[str]:
+    """A warning if a run with the settings of one that starts ended early and has a checkpoint."""
+
+    def same(run: Path) -> bool:
+        return find.named(run / "checkpoints", "last") is not None and not (works(run) or _unlike(run, composition))
+
+    found, _ = unfinished(composition.runs, same, most=20)
+    command = f"python -m runner train {shlex.quote(f'ckpt_path={found.path}')}" if found else ""
+    return [f"a run with the same settings has not finished; to continue it: {command}"] if found else []
+
+
+def _unlike(folder: Path, composition: Composition) -> list[str]:
+    """Keys in which a run has other settings than a command; by its words if it wrote no config. ValueError: unreadable."""
+    path = folder / "config.yaml"
+    try:
+        if os.path.lexists(path):
+            values = to_plain(resolve_config(composition, Train))
+            return settings_changed(read_regular(path).decode(), str(path), values, composition)
+        path = folder / "overrides.yaml"
+        words = {*read_overrides(folder)} ^ {*mask_words(composition.overrides)}  # masked as they are stored
+    except (OSError, ValueError, UserError) as error:
+        raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return sorted({keys.key_of(word) for word in words} - {"resume"})
 
 
 def why_occupied(composition: Composition) -> UserError | None:
     """The mistake of writing into the folder that Hydra was given while it belongs to another run; None for no mistake."""
     fixed = composition.job_dir or composition.run_dir
     resumes = composition.resumes or (restarted() and composition.job_dir is not None)
-    if fixed is None or not any(os.path.lexists(fixed / name) for name in ("overrides.yaml", "summary.json")):
+    # The ledger of a sweep knows whose folder it is, and ckpt_path may continue a run, see `RunRecord.open`.
+    if fixed is None or composition.continues or not (resumes or composition.job_dir) or not holds_run(fixed):
         return None
-    if composition.continues:
-        return None  # the ledger of the sweep knows whose folder it is
-    if not resumes and composition.job_dir is None:
-        return None  # ckpt_path may continue it, see `RunRecord.open`
     if not resumes:
-        allowed = "another folder, or resume=auto, given from its first start on, to continue it"
-        return UserError("hydra.sweep.dir", f"{fixed} already holds a run", allowed)
+        return UserError(
+            "hydra.sweep.dir", f"{fixed} already holds a run", "another folder, or resume=auto to continue it"
+        )
     try:
-        if read_overrides(fixed) == mask_words(composition.overrides):  # as they are stored
+        if not (unlike := _unlike(fixed, composition)):
             return None
-        reason = "holds a run of other settings"
-    except (OSError, ValueError) as error:
-        reason = f"holds a run whose overrides.yaml cannot be read: {getattr(error, 'strerror', None) or error}"
+        reason = f"holds a run of other settings ({', '.join(unlike[:5])})"
+    except ValueError as error:
+        reason = f"holds a run whose {error}"
     other = f"ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
     return UserError("resume", f"is auto, and {fixed} {reason}", f"its command, another folder, or {other}")
 

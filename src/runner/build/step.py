@@ -24,7 +24,7 @@ def build_parts(
     config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled
 ) -> StepConfig:
     """What a step consists of."""
-    grad_clip = config.grad_clip
+    grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
     return StepConfig(
         targets=task.targets,
         loss=loss,
@@ -33,7 +33,7 @@ def build_parts(
         clip_value=grad_clip.value,
         clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
         compiled_loss=toggled.objective,
-        guard=NonFiniteGuard(state.model, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
+        guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
     )
 

@@ -18,6 +18,9 @@ def validate_limits(run: Run) -> list[str]:
     samples, batch_size = run.data.train.samples, run.plan.batch_size
     if batch_size > samples:
         warnings.append(f"data.batch_size={batch_size} has no effect above {samples:,}, the size of the training split")
+    of_numbers = ("MeanSquaredError", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+    if str(config.task["_target_"]).endswith(".Classification") and str(config.loss["_target_"]).endswith(of_numbers):
+        warnings.append("loss: is one for numbers, on classes: loss=cross_entropy is the usual one for these")
     if run.data.val is None:
         waiting = [f"callbacks.{name}" for name, node in config.callbacks.items() if stops_early(node)]
         if str(config.scheduler.get("_target_", "")).endswith("Plateau"):

@@ -11,15 +11,15 @@ from runner.engine.weight_average import AveragedModel
 
 
 def build_averaged(
-    config: Train, model: nn.Module, optimizer: torch.optim.Optimizer, length: RunLength
+    config: Train, model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer, length: RunLength
 ) -> AveragedModel | None:
-    """The average that `ema` or `swa` asks for; None for neither."""
+    """The average that `ema` or `swa` asks for, of model and loss; None for neither."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    parameters = [parameter for parameter in model.parameters() if id(parameter) in trained]
+    parameters = [each for each in (*model.parameters(), *loss.parameters()) if id(each) in trained]
     can_skip = config.on_nonfinite == "skip"
     if config.ema is not None:
         warmup = config.averaging.warmup
-        return AveragedModel("ema", model, parameters, config.ema, warmup, can_skip=can_skip)
+        return AveragedModel("ema", model, parameters, config.ema, warmup, can_skip=can_skip, loss=loss)
     if config.swa is None:
         return None
     timeline, start = length.timeline, swa_start(config.swa, length)
@@ -28,7 +28,7 @@ def build_averaged(
         # The next weights are taken a whole number of epochs after the start, the last ones before the turn.
         part = (timeline.scaled(start) / timeline.steps - epoch) % 1
         start = turn + round(part * timeline.steps) - timeline.steps
-    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, can_skip=can_skip)
+    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, can_skip=can_skip, loss=loss)
 
 
 def swa_start(swa: float, length: RunLength) -> int:

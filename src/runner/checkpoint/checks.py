@@ -50,7 +50,8 @@ def _is_average(value: Any) -> bool:
         and value.get("kind") in ("ema", "swa")
         and _is_count(value.get("updates"))
         and _or_none(_is_state_dict)(value.get("weights", 0))
-        and type(value.get("calibrated", True)) is bool
+        and _is_state_dict(value.get("loss", {}))
+        and type(value.get("calibrated")) is bool
     )
 
 
@@ -79,11 +80,10 @@ def _are_turns(value: Any) -> bool:
 
 _MAPPING, _NUMBERS = (_by_name(lambda _: True), "a mapping by name"), (_by_name(_is(int, float)), "numbers by name")
 _COUNT, _TEXT, _NUMBER = (_is_count, "a whole number of at least 0"), (_is(str), "text"), (_is(int, float), "a number")
-_STEPS = (_list(_is(int)), "a list of steps")
 # What a value at a place has to be, in this order; where the place ends with a question mark, it need not be there.
 _RULES: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "rng", "position", "metrics"), _MAPPING),
-    "model": (_is_state_dict, "tensors by name"),
+    **dict.fromkeys(("model", "loss?"), (_is_state_dict, "tensors by name")),
     "versions": _MAPPING,
     "config": _TEXT,
     "classes": (_list(_is(str)), "a list of names"),
@@ -92,12 +92,12 @@ _RULES: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("position.epoch", "position.batch", "position.global_step", "position.micro_batch?"), _COUNT),
     "position.evaluation_due?": (_is(bool), "true or false"),
     "position.pieces?": (lambda value: _is_count(value) and value > 0, "a whole number of at least 1"),
-    **dict.fromkeys(("position.skipped_steps?", "position.left_out?"), _STEPS),  # the second in format 1
+    "position.skipped_steps?": (_list(_is(int)), "a list of steps"),
     "position.turns?": (_are_turns, "a list of steps and epochs, in order"),
     "metrics.callbacks": (_is(dict), "a mapping"),
-    "metrics.data?": (_or_none(_by_name(_is_fingerprint)), "samples and content of splits"),
-    "metrics.sources?": (_or_none(_by_name(_is(str))), "digests by name"),
-    "metrics.images?": (_or_none(_is_image_shape), "channels, height and width"),
+    "metrics.data": (_by_name(_is_fingerprint), "samples and content of splits"),
+    "metrics.sources": (_by_name(_is(str)), "digests by name"),
+    "metrics.images": (_is_image_shape, "channels, height and width"),
     "metrics.last?": _NUMBERS,
     "metrics.best?": (_or_none(_is(dict)), "a mapping"),
     **dict.fromkeys(("metrics.best.metric", "metrics.best.mode"), _TEXT),

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from runner.checkpoint import format1, layout, pickles
+from runner.checkpoint import layout
 from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
 from runner.config.errors import DiskFull, UserError, first_line
@@ -32,18 +32,8 @@ KEYS = (
     "format", "model", "optimizer", "scheduler", "scaler", "averaged", "rng", "position", "config", "classes", "metrics",
     "versions",
 )  # fmt: skip
-
-
-def _from_format_1(contents: dict[str, Any]) -> dict[str, Any]:
-    position = dict(contents["position"])
-    if "left_out" in position:
-        position["skipped_steps"] = position.pop("left_out")
-    return contents | {"format": 2, "position": position}
-
-
-# From the contents of each older format to those of the next.
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_format_1}
-
+OPTIONAL = ("loss",)  # of a loss with tensors
+_ORDER = ("model", *OPTIONAL, *KEYS[2:])  # a tensor that several parts have is stored under its name in the first
 _LARGE = ("model", "optimizer", "averaged")  # parts whose tensors may be left in the file, see `read`
 
 Parts = Callable[[dict[str, Any]], Collection[str]]
@@ -59,16 +49,16 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 
     Args:
         path: target; an older file there is replaced only once the new one is complete.
-        contents: tensors and plain containers under `KEYS`.
+        contents: tensors and plain containers under `KEYS` and `OPTIONAL`.
 
     Raises:
         UserError: if it cannot be written, or holds what could not be read back; nothing is left behind and the older
             file is untouched.
     """
-    assert set(contents) == set(KEYS), f"a checkpoint has exactly the keys {KEYS}"
+    assert set(contents) - set(OPTIONAL) == set(KEYS), f"a checkpoint has the keys {KEYS}"
     try:
         tensors = Tensors()
-        metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]}
+        metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
         with _replacing(path) as temporary, temporary.open("wb") as file:
             layout.write(file, str(contents["format"]), metadata, tensors.by_name)
             file.flush()
@@ -109,7 +99,7 @@ def write_together(path: Path, contents: dict[str, Any], channel: Channel) -> No
         tensors, plans = Tensors(), list[layout.Plan]()
 
         def begin() -> Any:
-            metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]}
+            metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
             if not ranks.first:
                 return None
             plans.append(layout.Plan(str(contents["format"]), metadata, tensors.by_name))
@@ -186,16 +176,9 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
 def link(source: Path, target: Path) -> None:
     """Make `target` the same checkpoint as `source`, atomically; a copy where the file system has no links.
 
-    A source of an older format is written again in the current one.
-
     Raises:
         UserError: if it cannot be written.
     """
-    with _opened(source) as file:
-        older = pickles.is_archive(file)
-    if older:
-        write(target, read(source))
-        return
     with _replacing(target) as temporary:
         try:
             os.link(source, temporary)
@@ -207,13 +190,13 @@ def link(source: Path, target: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file is a checkpoint of any format, whole or damaged, and not weights from elsewhere.
+    """Whether a file is a checkpoint, whole or damaged, and not weights from elsewhere.
 
     Raises:
         UserError: if there is no such file, or it cannot be read.
     """
     with _opened(path) as file:
-        return format1.is_checkpoint(file) or layout.is_checkpoint(file)
+        return layout.is_checkpoint(file)
 
 
 def verify(path: Path) -> None:
@@ -224,7 +207,7 @@ def verify(path: Path) -> None:
         UserError: if there is no such file, or it cannot be read.
     """
     with _opened(path) as file:
-        format1.verify(file) if pickles.is_archive(file) else layout.verify(file)
+        layout.verify(file)
 
 
 def read(path: Path, parts: Parts | None = None, later: bool = False) -> dict[str, Any]:
@@ -238,19 +221,23 @@ def read(path: Path, parts: Parts | None = None, later: bool = False) -> dict[st
             verified again, by `runner.distributed.sharding.loaded`, so that memory need not hold all of them.
 
     Returns:
-        The contents, brought up to the current format.
+        The contents.
 
     Raises:
-        DamagedCheckpoint: if it is truncated, altered, no checkpoint, or holds more than tensors and plain containers.
+        DamagedCheckpoint: if it is truncated, altered, or no checkpoint.
         UserError: if there is no such file, it cannot be read, or a newer version wrote it.
     """
     with _opened(path) as file:
-        return _migrated(format1.read(file), path) if pickles.is_archive(file) else _read(file, path, parts, later)
+        return _read(file, path, parts, later)
 
 
 def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[str, Any]:
     header = layout.read_header(file)
-    _refuse_newer(header.format, path)
+    # A newer format may have other contents, and is not damage, so that no older file is taken instead.
+    if header.format > FORMAT:
+        raise UserError(str(path), f"has format {header.format}, and this version reads up to {FORMAT}: update runner")
+    if header.format < FORMAT:
+        raise layout.Damaged(f"is not a checkpoint of runner's: it has format {header.format}; {layout.OTHERS}")
     texts = {key: text for key, text in header.metadata.items() if key not in ("format", "sha256", "digests")}
     values = {key: text if key == "config" else json.loads(text) for key, text in texts.items()}
     named: dict[str, set[str]] = {key: set() for key in values}
@@ -266,15 +253,20 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
     contents = {key: decode(value, partial(blank, key)) for key, value in values.items()}
     if len(set().union(*named.values())) < len(header.tensors):
         raise layout.Damaged("is not a checkpoint of runner's: it has tensors that belong to no part")
-    contents = _migrated({"format": header.format, **contents}, path)
-    keys = values if parts is None else parts(contents)
+    contents = {"format": header.format, **contents}
+    if set(contents) - set(OPTIONAL) != set(KEYS):
+        raise layout.Damaged(f"is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
+    if problem := wrong_type(contents):
+        raise layout.Damaged(f"is not a checkpoint of runner's: {problem}")
+    keys = [key for key in (values if parts is None else parts(contents)) if key in values]
     needed = set[str]().union(*(named[key] for key in keys))
     left = set[str]()
     if later:
         layout.verify(file)
         states = set[str]().union(*(named[key] for key in keys if key in _LARGE))
         left = {name for name in needed & states if header.tensors[name].large}
-    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in needed - left])
+    now = needed - left
+    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in now])
     for name in left:
         tensors[name] = torch.empty_like(blanks[name])
         tensors[name].read_now = partial(_read_now, path, header, name)  # type: ignore[attr-defined]
@@ -284,33 +276,6 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
 def _read_now(path: Path, header: layout.Header, name: str) -> torch.Tensor:
     with _opened(path) as file:
         return layout.read_tensors(file, header, [name])[name]
-
-
-def _refuse_newer(written: Any, path: Path) -> None:
-    if type(written) is int and written > FORMAT:
-        raise UserError(str(path), f"has format {written}, and this version reads up to {FORMAT}: update runner")
-
-
-def _migrated(contents: Any, path: Path) -> dict[str, Any]:
-    """Contents of any format in the current one, once they are known to be those of a checkpoint.
-
-    Raises:
-        Damaged: if they are not.
-        UserError: if a newer version wrote them.
-    """
-    # A newer format may have other keys, and is not damage: looked at first, so that no older file is taken instead.
-    written = contents.get("format") if isinstance(contents, dict) else None
-    _refuse_newer(written, path)
-    if not isinstance(contents, dict) or set(contents) != set(KEYS):
-        raise layout.Damaged(f"is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
-    if type(written) is not int or written < 1:
-        raise layout.Damaged("is not a checkpoint of runner's: its format is not a number from 1 on")
-    if problem := wrong_type(contents):
-        raise layout.Damaged(f"is not a checkpoint of runner's: {problem}")
-    found: dict[str, Any] = contents
-    for older in range(written, FORMAT):
-        found = _MIGRATIONS[older](found)
-    return found
 
 
 @contextlib.contextmanager

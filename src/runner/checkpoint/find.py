@@ -10,7 +10,7 @@ from runner.checkpoint.file import DamagedCheckpoint, Parts, read
 from runner.config.errors import UserError, nearest_path
 from runner.config.reading import modified, start_time
 
-SUFFIXES = (".safetensors", ".pt")  # of the current format, and of format 1
+SUFFIX = ".safetensors"
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
@@ -60,13 +60,15 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     Raises:
         UserError: if no run in `runs` has one.
     """
-    folders = {path.parent for pattern in ("*", "sweeps/*/*") for path in runs.glob(f"{pattern}/checkpoints/last.*")}
-    found = [path for path in (named(folder, "last") for folder in folders) if path]
+    patterns = (f"{runs_of}/checkpoints/last{SUFFIX}" for runs_of in ("*", "sweeps/*/*"))
+    found = [path for pattern in patterns for path in runs.glob(pattern) if path.is_file()]
     if not found:
-        beside = (path for path in runs.parent.glob("*/*/checkpoints/last.*") if path.suffix in SUFFIXES)
+        begun = max(runs.glob("*/overrides.yaml"), key=lambda path: modified(path) or _LONG_AGO, default=None)
+        none = f"no run with a checkpoint in {runs}" + (f": the newest, {begun.parent}, has none yet" if begun else "")
+        beside = runs.parent.glob(f"*/*/checkpoints/last{SUFFIX}")
         others = sorted({path.parts[len(runs.parent.parts)] for path in beside})
-        hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others else ""
-        raise UserError(key, f"no run with a checkpoint in {runs}", f"a checkpoint file or a run directory{hint}")
+        hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others and not begun else ""
+        raise UserError(key, none, f"a checkpoint file or a run directory{hint}")
 
     def age(path: Path) -> tuple[datetime, datetime]:
         written = modified(path) or _LONG_AGO
@@ -76,14 +78,13 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
 
 
 def named(folder: Path, stem: str) -> Path | None:
-    """The checkpoint of a name such as `last` in a folder, of the current format or else an older one; None without."""
-    return next((path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()), None)
+    """The checkpoint of a name such as `last` in a folder; None without."""
+    return path if (path := folder / f"{stem}{SUFFIX}").is_file() else None
 
 
 def step_files(folder: Path) -> list[Path]:
     """Checkpoints of single steps in a folder, newest step first."""
-    found = [path for path in folder.glob("step_*") if path.suffix in SUFFIXES]
-    return sorted(found, key=lambda path: (path.stem, path.suffix == SUFFIXES[0]), reverse=True)
+    return sorted(folder.glob(f"step_*{SUFFIX}"), reverse=True)
 
 
 def _newest(folder: Path) -> list[Path]:
@@ -111,7 +112,7 @@ def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> L
     warnings: list[str] = []
     candidates = _newest(folder)
     if not candidates:
-        raise UserError(key, f"{folder} has no checkpoint (last or step_* with {' or '.join(SUFFIXES)})")
+        raise UserError(key, f"{folder} has no checkpoint (last or step_* with {SUFFIX})")
     for path in candidates:
         try:
             return LoadedCheckpoint(path, read(path, parts, later), warnings)

@@ -22,12 +22,14 @@ from runner.distributed.sharding import Part
 
 _BLOCK = 1 << 20
 _LARGE = 1 << 20  # bytes
-_LARGEST_HEADER = 100_000_000  # bytes, as in the library
-# Lists and mappings of a header, which take 20 to 80 times the memory of their two characters. Runs save about one in 70
-# bytes; the first number leaves room for the states of callbacks.
-_CONTAINERS, _BYTES_A_CONTAINER = 2**18, 32
+_LARGEST_HEADER = 2**25  # bytes: over 100,000 tensors
+# Lists and mappings of a header take 20 to 80 times the memory of their two characters, other values up to 50 times. Runs
+# save about one container in 70 bytes and one value in 40; the first numbers leave room for the states of callbacks.
+_CONTAINERS, _VALUES, _BYTES_OF_ONE = 2**18, 2**20, 32
 _ZEROS = "0" * 64
 _HEAD = re.compile(rb'.{8}\{"__metadata__":\{"format":"(\d{1,9})","sha256":"([0-9a-f]{64})"', re.DOTALL)
+
+OTHERS = "init_from= starts a run from weights of other programs"
 
 
 class Damaged(Exception):
@@ -90,7 +92,9 @@ class Plan:
         text = _compact({"__metadata__": known, **self._entries}).encode()
         text += b" " * (-len(text) % 8)
         if len(text) > _LARGEST_HEADER or _too_dense(text):
-            raise ValueError("what is saved beside tensors is more than 100 MB, or than 262,144 lists and mappings")
+            raise ValueError(
+                "what is saved beside tensors is over 32 MiB, 1,048,576 values, or 262,144 lists and mappings"
+            )
         return len(text).to_bytes(8, "little") + text
 
     def finish(self, file: BinaryIO, digests: Mapping[str, str]) -> None:
@@ -162,7 +166,8 @@ def digest_pieces(file: BinaryIO, place: tuple[int, int], pieces: Iterable[Piece
 
 def _too_dense(header: bytes) -> bool:
     """Whether parsing would take far more memory than the header has bytes."""
-    return header.count(b"[") + header.count(b"{") > _CONTAINERS + len(header) // _BYTES_A_CONTAINER
+    room, containers = len(header) // _BYTES_OF_ONE, header.count(b"[") + header.count(b"{")
+    return containers > _CONTAINERS + room or header.count(b",") > _VALUES + room
 
 
 def _compact(value: Any) -> str:
@@ -199,17 +204,19 @@ def read_header(file: BinaryIO) -> Header:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(size - 8, _LARGEST_HEADER):
-        raise Damaged("is truncated, or not a safetensors file")
+    if not 0 < length <= size - 8:
+        raise Damaged(f"is truncated, or is not a checkpoint of runner's; {OTHERS}")
+    if length > _LARGEST_HEADER:
+        raise Damaged("is not a checkpoint of runner's: its header is larger than 32 MiB")
     file.seek(0)
     data = file.read(8 + length)
     head = _HEAD.match(data)
     if head is None:
-        raise Damaged("is not a checkpoint of runner's: its header has no checksum")
+        raise Damaged(f"is not a checkpoint of runner's: its header has no checksum; {OTHERS}")
     if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
         raise Damaged("its contents do not match its checksum (header): the file is damaged")
     if _too_dense(data):
-        raise Damaged("is not a checkpoint of runner's: its header has more lists and mappings than runs save")
+        raise Damaged("is not a checkpoint of runner's: its header has more values, lists or mappings than runs save")
     entries = json.loads(data[8:], object_pairs_hook=_unique)
     metadata = entries.pop("__metadata__")
     if not all(isinstance(text, str) for text in metadata.values()):

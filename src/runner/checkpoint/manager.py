@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint import file
-from runner.checkpoint.find import SUFFIXES, step_files
+from runner.checkpoint.find import SUFFIX, step_files
 from runner.checkpoint.structure import identity
 from runner.config.errors import UserError
 from runner.distributed.sharding import local
@@ -77,7 +77,7 @@ class CheckpointManager:
 
     def __init__(self, folder: Path, keep: int, writes: bool = True, channel: Channel | None = None) -> None:
         self.folder, self.keep, self.writes, self.channel = folder, keep, writes, channel
-        self.last, self.best = folder / f"last{SUFFIXES[0]}", folder / f"best{SUFFIXES[0]}"
+        self.last, self.best = folder / f"last{SUFFIX}", folder / f"best{SUFFIX}"
         for leftover in folder.glob(".*.tmp") if writes else ():
             leftover.unlink()
 
@@ -87,7 +87,7 @@ class CheckpointManager:
         Raises:
             UserError: if there is no room, or it cannot be written; what was there before is untouched.
         """
-        path = self.folder / f"{step_stem(global_step)}{SUFFIXES[0]}"
+        path = self.folder / f"{step_stem(global_step)}{SUFFIX}"
         # Nothing older is deleted before the new one was read back whole.
         if self.channel is not None:
             file.write_together(path, contents, self.channel)
@@ -125,5 +125,3 @@ class CheckpointManager:
 def _name(path: Path, name: Path) -> None:
     if not (name.is_file() and path.samefile(name)):
         file.link(path, name)
-    for suffix in SUFFIXES[1:]:  # of an older format, which this one replaces
-        name.with_suffix(suffix).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
-from runner.checkpoint.find import SUFFIXES, LoadedCheckpoint
+from runner.checkpoint.find import SUFFIX, LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, step_stem
 from runner.config.errors import UserError
 from runner.distributed.sharding import gathered, part
@@ -143,8 +143,8 @@ def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bo
     The best one beside an older checkpoint may be of a later evaluation, which the resumed run does not know of. Returns
     whether there was a valid one.
     """
-    beside = [source.with_name(f"{stem}{suffix}") for stem in ("best", step_stem(global_step)) for suffix in SUFFIXES]
-    for path in (*beside[:2], source, *beside[2:]):
+    best, step = (source.with_name(f"{stem}{SUFFIX}") for stem in ("best", step_stem(global_step)))
+    for path in (best, source, step):
         try:
             found = file.read(path, later=True)
         except UserError:

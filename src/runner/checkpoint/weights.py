@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from runner.checkpoint import find, pickles
+from runner.checkpoint import find
 from runner.checkpoint.file import Parts, is_checkpoint
+from runner.config import stored
 from runner.config.errors import UserError, first_line
 from runner.config.reading import open_regular
+from runner.config.schema.train import Train
 from runner.config.schema.verbs import Weights as Which
 from runner.distributed.sharding import whole
 
@@ -44,7 +48,7 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
     Raises:
         UserError: if the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
     """
-    averaged = contents["averaged"] or {"kind": "", "weights": None}
+    averaged = contents["averaged"] or {"kind": "", "weights": None, "calibrated": True}
     kind, weights = averaged["kind"], averaged["weights"]
     if which == "averaged" and weights is None:
         raise UserError(
@@ -52,9 +56,7 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
             "is averaged, but the checkpoint holds no average",
             "auto or raw, or a checkpoint of a run with ema or swa",
         )
-    # Files of older versions do not say.
-    calibrated = averaged.get("calibrated", True)
-    if which == "averaged" and not calibrated:
+    if which == "averaged" and not averaged["calibrated"]:
         raise UserError(
             "weights",
             f"is averaged, but the checkpoint was saved after {kind} took weights and before an evaluation, which "
@@ -63,17 +65,28 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
         )
     best = contents["metrics"]["best"]
     of_average = best is not None and bool(kind) and best["metric"].startswith(f"val/{kind}_")
-    if weights is not None and (which == "averaged" or (of_average and calibrated and which == "auto")):
+    if weights is not None and (which == "averaged" or (of_average and averaged["calibrated"] and which == "auto")):
         return weights, kind
     return contents["model"], "raw"
 
 
+def loss_of(contents: dict[str, Any], kind: str, config: Train, loss: nn.Module) -> dict[str, Any]:
+    """A state dict for a loss beside the weights of a kind; what the checkpoint lacks is as the loss has it.
+
+    Of a loss that `config` changes, only the parameters are the checkpoint's.
+    """
+    saved = (contents if kind == "raw" else contents["averaged"]).get("loss") or {}
+    if stored.load(contents["config"], "").get("loss") != stored.load(stored.dump(config), "").get("loss"):
+        saved = {name: saved[name] for name, _ in loss.named_parameters() if name in saved}
+    return loss.state_dict() | saved
+
+
 def part_with(which: Which = "auto") -> Parts:
-    """The part of a checkpoint that `weights_of` takes: all that is read of a file to use its weights."""
+    """The parts of a checkpoint that `weights_of` and `loss_of` take: all that is read of a file to use its weights."""
 
     def part(contents: dict[str, Any]) -> tuple[str, ...]:
         try:
-            return ("model" if weights_of(contents, which)[1] == "raw" else "averaged",)
+            return ("model", "loss") if weights_of(contents, which)[1] == "raw" else ("averaged",)
         except UserError:  # raised again by whoever takes them
             return ()
 
@@ -90,6 +103,7 @@ class Weights:
         classes: names of the classes that the model tells apart; empty where the file does not say.
         kind: of a checkpoint's, see `weights_of`; those of other files are `raw`.
         warnings: what was passed over on the way to the file.
+        config: that of a checkpoint, as YAML.
     """
 
     path: Path
@@ -97,6 +111,7 @@ class Weights:
     classes: tuple[str, ...] = ()
     kind: str = "raw"
     warnings: list[str] = field(default_factory=list)
+    config: str = "{}"
 
 
 def read_weights(init_from: str, runs: Path) -> Weights:
@@ -117,7 +132,8 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return Weights(found.path, tensors, tuple(found.contents["classes"]), kind, found.warnings)
+    classes, config = tuple(found.contents["classes"]), found.contents["config"]
+    return Weights(found.path, tensors, classes, kind, found.warnings, config)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -136,25 +152,35 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that torch saved: a state dict, or a mapping that has one under a usual name."""
     try:
-        with open_regular(path) as file:
-            contents = pickles.load(file, older=True)
-    except pickles.NotSaved as error:
-        raise UserError(_KEY, f"{path} was not written by torch.save: {error}") from error
+        with open_regular(path) as file, warnings.catch_warnings(action="ignore"):
+            size, zipped = path.stat().st_size, file.read(4) == b"PK\3\4"
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        inner = [contents, *(contents.get(key) for key in _INSIDE)] if isinstance(contents, Mapping) else []
+        states = [each for each in inner if isinstance(each, Mapping)]
+        named = ({str(name): value for name, value in each.items() if isinstance(value, Tensor)} for each in states)
+        tensors = next(filter(None, named), {})
+        odd = next((name for name, value in tensors.items() if not _is_plain(value, size)), None)
+        tensors = {name: value.detach() for name, value in tensors.items()}
     except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]{1,200})", str(error))
         raise UserError(
             _KEY,
-            f"{path} is refused: it is damaged, or holds more than tensors and plain containers ({str(error)[:200]}); "
-            "nothing in it was run",
+            f"{path} is refused: it is damaged, or holds more than tensors and plain containers"
+            f"{f' ({found[1]})' if found else ''}; nothing in it was run",
             "a checkpoint of this program's, .safetensors, or torch.save(model.state_dict(), ...)",
         ) from error
     except Exception as error:  # a crafted file can raise anything in the unpickler
-        raise UserError(_KEY, f"{path} cannot be read: {first_line(error)}") from error
-    candidates = [contents, *(contents.get(key) for key in _INSIDE)] if isinstance(contents, Mapping) else []
-    for candidate in candidates:
-        if isinstance(candidate, Mapping):
-            tensors = {str(name): value for name, value in candidate.items() if isinstance(value, Tensor)}
-            if tensors:
-                return tensors
-    raise UserError(
-        _KEY, f"{path} has no tensors by name", f"a state dict, or a mapping with one under {' or '.join(_INSIDE)}"
-    )
+        reason = first_line(error).split(". ")[0]  # after it, torch advises to trust the file
+        raise UserError(_KEY, f"{path} cannot be read: {reason[:200]}") from error
+    if odd is not None:
+        raise UserError(_KEY, f"{path} is refused: {odd[:200]!r} is not a dense tensor that fits into the file")
+    if not tensors:
+        allowed = f"a state dict, or a mapping with one under {' or '.join(_INSIDE)}"
+        raise UserError(_KEY, f"{path} has no tensors by name", allowed)
+    return tensors
+
+
+def _is_plain(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor is a dense one on the CPU that is no larger than its file, as one repeated by a stride of 0 can be."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return dense and tensor.device.type == "cpu" and max(tensor.nbytes, tensor.untyped_storage().nbytes()) <= size

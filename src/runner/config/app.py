@@ -151,7 +151,7 @@ def compose(
     checked: overrides.CheckedOverrides,
     schema: type,
     sources: Sources,
-    also: Callable[[Composition], list[Problem]],
+    also: Callable[[Composition, bool], list[Problem]],
     known: Sequence[str] = (),
 ) -> tuple[Composition, DictConfig]:
     """Compose the first job, before folders are made, callbacks run and loggers are built.
@@ -190,7 +190,7 @@ def compose(
         raise ConfigError([*problems, *failure])
     problems += [*unasked(cfg, checked.accepted), *composition.unset()]
     if problems:
-        raise ConfigError([*problems, *also(composition)])
+        raise ConfigError([*problems, *also(composition, False)])
     return composition, cfg
 
 

@@ -90,6 +90,12 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
     return problems
 
 
+def other_run(key: str) -> bool:
+    """Whether a run with another value of a key is another one for `resume=auto`, and not the same on other hardware."""
+    hardware = ("device", "devices", "strategy", "threads", "dist", "fsdp")
+    return key == "data.root" or (changes_result(key) and not within(key, hardware))
+
+
 def changes_result(key: str) -> bool:
     """Whether a key that may change is one that is to be reported."""
     return declared(key) is not Change.ALLOWED

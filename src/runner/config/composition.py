@@ -48,6 +48,12 @@ class Composition:
         return self.continues or self.values.get("resume") == "auto"
 
     @property
+    def given_choices(self) -> dict[str, str]:
+        """The options that the command line names."""
+        given = set(map(key_of, self.overrides))
+        return {group: name for group, name in self.group_choices.items() if group in given}
+
+    @property
     def runs(self) -> Path:
         """The folder that run directories of this name are made in."""
         return Path(str(self.values["output_root"])) / str(self.values["name"])
@@ -118,9 +124,7 @@ class Composition:
         """
         known = self
         if checkpoint:
-            given = set(map(key_of, self.overrides))
-            choices = {group: name for group, name in self.group_choices.items() if group in given}
-            known = dataclasses.replace(self, group_choices=choices, primary="")
+            known = dataclasses.replace(self, group_choices=self.given_choices, primary="")
         return [
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
             for problem in problems

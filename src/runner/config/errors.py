@@ -14,11 +14,12 @@ from pathlib import Path
 from runner.config import user_frames
 from runner.config.secrets import MASK, is_secret, mask_word
 
+_NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't start new thread")
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
-OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED = 0, 1, 2, 3, 4, 75
-"""Exit codes of a job; `WORSE` is that of a report that finds a run worse than its baseline."""
+OK, FAILED, USAGE, DIVERGED, WORSE, INCOMPLETE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 75, 130
+"""Exit codes of all verbs: `WORSE` than a baseline (report), `INCOMPLETE` if some checks could not run and none failed (check)."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ def nearest_path(path: Path) -> str:
     return str(path.parent / close) if close else ""
 
 
-def too_many_files(error: BaseException) -> str:
-    """The sentence for an error caused by the system's limit on open files, or an empty string."""
+def system_limit(error: BaseException) -> str:
+    """The sentence for an error caused by a limit of the system on open files, names or memory, or an empty string."""
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
@@ -118,6 +119,11 @@ def too_many_files(error: BaseException) -> str:
                 "there are too many open files: the limit of this process (ulimit -n) or of the system is reached\n"
                 "    allowed: a larger limit, such as ulimit -n 4096, or fewer workers, such as data.num_workers=0"
             )
+        if isinstance(cause, OSError) and number == errno.ENAMETOOLONG:
+            name = f"{str(cause.filename)[:60]}..."
+            return f"{name}: the name is too long for a file or folder\n    allowed: a shorter one, such as 50 letters"
+        if type(cause) is MemoryError or any(said in str(cause) for said in _NO_MEMORY):
+            return f"there is not enough memory, or a limit on it (ulimit -v) is too small: {first_line(cause)}"
         cause = cause.__cause__ or cause.__context__
     return ""
 
@@ -126,13 +132,8 @@ def file_error(error: OSError) -> str:
     """The sentence for a file or folder that the system refuses, or an empty string for another error."""
     if error.errno == errno.ENOSPC and error.filename is None:
         return "no space left on the disk; free some space or choose another output directory"
-    if error.filename is None or error.errno not in (
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOSPC,
-        errno.ENOTDIR,
-    ):
+    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+    if error.filename is None or error.errno not in refused:
         return ""
     allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
     return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"
@@ -171,8 +172,9 @@ def explain(error: BaseException) -> tuple[int, str, str]:
         sentence = f"{type(error).__name__}: {error}"
         own = bool(user_frames.own_frames(error)) and not user_frames.wants_all()
         first, *others = sentence.split("\n")
-        text = "\n".join([first, *where, *others]) if own else whole(error)
-        return FAILED, sentence, too_many_files(error) or text
+        refused = file_error(error) if isinstance(error, OSError) else ""
+        text = "\n".join([first, *where, *others]) if own else refused or whole(error)
+        return FAILED, sentence, system_limit(error) or text
     sentence = f"{getattr(error, 'prefix', '')}{error}"
     lines = where if isinstance(error, UserError) else []
     return code, sentence, "\n".join([f"{sentence}{getattr(error, 'hint', '')}", *lines])

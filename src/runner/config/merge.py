@@ -1,6 +1,6 @@
 """The config of a checkpoint with the command line on top.
 
-Whom to trust, where to read and write, and how long to run come from the command line only, never from a checkpoint.
+Whom to trust, where to read, write and send, and how long to run come from the command line only, never from a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 
 from runner.config import keys, stored
 from runner.config.allowed_targets import IF_TRUSTED, not_packages, packages_in, refusal, remedy, section_of
+from runner.config.changes import other_run
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
+from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.targets import targets_in
-from runner.config.validate import shown
+from runner.config.validate import shown, typed
 
 # Arguments that the program adds where a component's signature names them.
 FACTS: dict[str, tuple[str, ...]] = {
@@ -36,10 +38,19 @@ FACTS: dict[str, tuple[str, ...]] = {
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
 
-_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", *keys.OF_THE_SWEEP)
+_OF_THE_CALL = (
+    "trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", "dry_run", "slurm", *keys.OF_THE_SWEEP
+)  # fmt: skip
 # Fetching writes to disk, so the command line decides.
 _FETCHING = ("data.download", "data.dataset.download", "data.mirror", "data.dataset.mirror")
-_MOST = 1024  # threads or processes that a file may ask for
+# The largest numbers, and the most items of a list, that a file may have in these sections. They multiply processes, memory
+# or time. How large a model can be in all is bounded where it is built.
+_MOST = {
+    "devices": 1024, "threads": 1024, "max_restarts": 1024, "fsdp.replicas": 1024, "dist.timeout_s": 10**6, "epochs": 10**7,
+    "max_steps": 10**12, "accumulate": 2**20, "data.num_workers": 128, "data.prefetch": 128, "data.image_size": 2**14,
+    "data.batch_size": 2**20, "evaluate.batch_size": 2**20, "data.split.folds": 10**4, "checkpoint.keep": 10**4,
+    "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
+}  # fmt: skip
 _LONGEST_NAME = 200
 
 
@@ -65,8 +76,32 @@ def merge_with_checkpoint(
     if problems := _refused(values, composition, builds):
         raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
     _fetch_nothing(original, composition.values)  # which is not a change of the user's
+    if "logger" in values:
+        values["logger"] = _own_loggers(_at(values, "logger"), composition.values["logger"])
     changed = stored.differences(original, values)
     return values, [found for found in changed if not keys.within(found[0], (*_OF_THE_CALL[2:], *_FETCHING))]
+
+
+def settings_changed(text: str, where: str, values: dict[str, Any], composition: Composition) -> list[str]:
+    """Keys in which a stored config is that of another run than `values`, those of a command line; what a run finds is none."""
+    config, _ = typed(Train, stored.load(text, where))  # which has keys that an older version did not know
+    original = to_plain(config) if config else {}
+    given = ["data.image_size", *(["data.normalize"] if _at(values, "data.normalize").get("mean") else [])]
+    _keep_found(original, values, dataclasses.replace(composition, overrides=[*composition.overrides, *given]))
+    values["lr"] = original.get("lr") if values["lr"] == "auto" else values["lr"]
+    return [key for key, _, _ in stored.differences(original, values) if other_run(key)]
+
+
+def _own_loggers(loggers: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The loggers that write into the run directory; of those that may send elsewhere, the ones that the user has, too."""
+    found = dict[str, Any]()
+    for name, node in loggers.items():
+        target = node.get("_target_") if isinstance(node, dict) else None
+        if keys.within(str(target), ["runner.tracking.loggers"]):
+            found[name] = node
+        elif isinstance(own.get(name), dict) and own[name].get("_target_") == target:
+            found[name] = copy.deepcopy(own[name])
+    return found
 
 
 def _at(values: dict[str, Any], key: str) -> dict[str, Any]:
@@ -85,6 +120,9 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
         before, after = _at(original, section), _at(values, section)
         if same(section):
             after |= {name: before.get(name) for name in names if name in after and after[name] is None}
+    before, after = _at(original, "data.split"), _at(values, "data.split")
+    if same("data.dataset") and after.get("test") is None and not says("data.split.test", composition.overrides):
+        after["test"] = before.get("test")
     before, after = _at(original, "data"), _at(values, "data")
     if before and after.get("batch_size") == "auto":
         after["batch_size"] = before.get("batch_size")
@@ -109,12 +147,13 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
     if name != str(composed["name"]) and not (inside and len(name) <= _LONGEST_NAME):
         allowed = "a short name without .. and control characters, given on the command line: name=..."
         problems.append(Problem("name", f"cannot be {shown(name)}", allowed))
-    own, after = keys.flatten(composed), keys.flatten(values)
-    for key in ("threads", "data.num_workers"):
-        number = after.get(key)
-        if isinstance(number, int) and number > _MOST and number != own.get(key):
-            message = f"cannot be {number}, as it comes from a file"
-            problems.append(Problem(key, message, f"{_MOST}, or {key}=... on the command line"))
+    for section, most in _MOST.items():
+        for key, value in keys.walk(keys.at(values, section), section):
+            number = len(value) if isinstance(value, list) else value
+            if isinstance(number, int | float) and number > most and value != keys.at(composed, key):
+                what = f"{len(value):,} items" if isinstance(value, list) else shown(value)
+                allowed = f"at most {most:,}, or {key}=... on the command line"
+                problems.append(Problem(key, f"cannot be {what}, as it comes from a file", allowed))
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
     problems += [Problem(*wrong, origin="trust") for wrong in not_packages(trust)]
     # The command line allows a target only in the section that names it: a data set is not a loss.

@@ -42,7 +42,7 @@ def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem |
     if not holds_sweep(folder):
         return None
     if not resumes:
-        allowed = f"{others}, or resume=auto, given from its first start on, to continue it"
+        allowed = f"{others}, or resume=auto to continue it"
         return Problem(key, f"cannot be {folder}: it contains a sweep", allowed)
     if not os.path.lexists(folder / "multirun.yaml"):
         return None  # not every sweeper writes it; each job looks at its own folder too
@@ -75,8 +75,8 @@ def _words_of(folder: Path) -> list[str]:
 
 
 def _that_matter(words: Iterable[str]) -> list[str]:
-    """The overrides that determine the jobs; where they run, and in which folder, does not matter."""
-    plain = sorted(str(word).lstrip("+") for word in words)
+    """The overrides that determine the jobs; where they run, in which folder, and `resume=auto` do not matter."""
+    plain = sorted(str(word).lstrip("+") for word in words if not str(word).startswith("resume="))
     return [word for word in plain if not word.startswith("hydra") or word[5:].startswith((".sweeper", "/sweeper"))]
 
 

@@ -6,7 +6,7 @@ before Hydra sees them; a key inside an open section (an argument of a component
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from hydra.errors import HydraException
 
 from runner.config import keys
 from runner.config.errors import Problem, nearest
-from runner.config.renamed import renamed_problem
 from runner.config.sources import Sources
 from runner.config.synonyms import option_meant, target_meant
 from runner.config.words import not_overrides
@@ -39,12 +38,12 @@ def parsed(words: Iterable[str]) -> list[Override]:
     return found
 
 
-def check_overrides(words: Iterable[str], schema: type, sources: Sources, multirun: bool) -> CheckedOverrides:
+def check_overrides(words: Sequence[str], schema: type, sources: Sources, multirun: bool) -> CheckedOverrides:
     """Check each override by itself; a wrong one never hides the others."""
     groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
     result = CheckedOverrides()
-    paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) is not None]
-    readable, problems = not_overrides(list(words), _is_readable, paths)
+    paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) and key not in map(keys.key_of, words)]
+    readable, problems = not_overrides(words, _is_readable, paths)
     result.problems.extend(problems)
     for word in readable:
         [override] = parsed([word])
@@ -90,8 +89,6 @@ def _checked(
     if options is not None and not isinstance(value, dict):
         return _checked_group(override, word, options, sources)
     annotation = keys.find(schema, key)
-    if renamed := renamed_problem(key):
-        return renamed
     if annotation is None:
         return None
     if override.is_delete() and annotation is not Any:

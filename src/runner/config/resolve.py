@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from runner.config import keys
+from runner.config import keys, slurm
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.frozen import to_plain, with_changes
@@ -30,10 +30,11 @@ def problems_in(
     schema: type[T],
     where: str = "",
     builds: Sequence[str] | None = None,
+    imports: bool = True,
 ) -> tuple[T | None, list[Problem]]:
     """Validate plain values: types, ranges, rules between keys, and the signature of every component that is built.
 
-    `builds` are the sections of these components; None means all.
+    `builds` are the sections of these components; None means all. `imports`: see `bind`.
 
     Returns:
         The config, or None where a value has the wrong type, and the problems. A number under `lr` is moved to `optimizer.lr`.
@@ -47,11 +48,25 @@ def problems_in(
         built = builds is None or keys.within(key, builds)
         if built and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
-            found = _of_torch(node) if key == "scheduler" else []
-            found = found or bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
+            if not imports and key == "scheduler" and not keys.within(node["_target_"], ["runner"]):
+                continue  # it may be one of torch's, of which something else is to be said than of its arguments
+            found = _of_torch(node) if key == "scheduler" and imports else []
+            found = found or bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0), imports)
             problems += [_listing_optimizers(problem) for problem in found]
     problems = [_of_an_option(problem, composition) for problem in problems]
     return config, composition.with_origins(problems, where)
+
+
+def problems_without_imports(composition: Composition, schema: type[T]) -> list[Problem]:
+    """The problems of a command line that are known before torch is imported, which takes seconds.
+
+    Where a checkpoint has the last say on the config, these are the values on the command line of a wrong type.
+    """
+    if composition.values.get("ckpt_path") is None and not (composition.resumes or slurm.restarted()):
+        return problems_in(composition.values, composition, schema, imports=False)[1]
+    given = set(map(keys.key_of, composition.overrides))
+    wrong = [problem for problem in typed(schema, composition.values)[1] if problem.key in given]
+    return composition.with_origins(wrong)
 
 
 def _of_torch(node: Mapping[str, Any]) -> list[Problem]:
@@ -72,7 +87,16 @@ def _of_torch(node: Mapping[str, Any]) -> list[Problem]:
 
 
 def _of_an_option(problem: Problem, composition: Composition) -> Problem:
-    """For keys of a callback or logger that no option brings, name the option that does."""
+    """Say what to do about a key that an option brings or should bring.
+
+    A new `_target_` may not take the arguments of the option, and keys of a callback or logger need its option.
+    """
+    section = problem.key.rpartition(".")[0]
+    if "is not an argument" in problem.message and says(f"{section}._target_", composition.overrides):
+        if says(problem.key, composition.overrides):
+            return problem
+        allowed = f"~{problem.key} too, as it is an argument of {section}={composition.group_choices.get(section)}"
+        return dataclasses.replace(problem, allowed=allowed, nearest="")
     group, _, name = problem.key.partition(".")
     if group not in ("callbacks", "logger"):
         return problem

@@ -15,6 +15,7 @@ from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem
 from runner.config.freezing import MOMENT, entries
+from runner.config.schema.sections import TEST_SHARE
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect
 
@@ -144,8 +145,9 @@ def _of_averaging(config: Train) -> Broken:
 def _of_data(config: Train) -> Broken:
     """How the data are split, normalised and placed."""
     data, split, mean, std = config.data, config.data.split, config.data.normalize.mean, config.data.normalize.std
-    if split.val + split.test >= 1:
-        message = f"val={split.val} and test={split.test} leave nothing to train on"
+    test = TEST_SHARE if split.test is None else split.test
+    if split.val + test >= 1:
+        message = f"val={split.val} and test={test} leave nothing to train on"
         yield "data.split", message, "fractions that add up to less than 1"
     if split.folds is not None and split.fold >= split.folds:
         yield "data.split.fold", f"is {split.fold}, and there are {split.folds} folds", f"0 to {split.folds - 1}"

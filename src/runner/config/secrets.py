@@ -1,6 +1,6 @@
-"""Masks passwords and keys wherever a command line, a config or an error is stored or shown.
+"""Masks passwords and keys wherever a command line or a config is stored or shown, and passwords in every URL.
 
-One list of names decides. A name is compared in snake case, `apiKey` and `api-key` as `api_key`, without digits at its end.
+A name is compared in snake case, `apiKey` and `api-key` as `api_key`, without digits at its end.
 """
 
 from __future__ import annotations
@@ -14,41 +14,21 @@ from pathlib import Path
 from typing import Any
 
 MASK = "***"
+_SECRET = re.compile(
+    r"(?:.+_)?(?:passwords?|passwd|pwd|passphrase|secrets?|credentials?|authorization|api_?key|(?:access|private|secret)_key"
+    r"|(?:access|api|auth|bearer|hf|refresh)_token)"
+)
+"""Names of arguments whose values are secret; none that also names a column, a file or a part of a model."""
 
-_OF_FILES = r"(?!.*_(?:file|path|dir|folder|name|length|len)$)"
-_NOT_TOKENS = (
-    "class|cls|mask|pad|patch|bos|eos|unk|sep|register|special|start|end|image|text|mix|num|n|max|min|per|time"
-)
-_OF_KEYS = (
-    "access|account|admin|api|app|aws|azure|auth|client|deploy|encryption|gcp|hf|host|license|master|private|s3|secret|"
-    "service|session|shared|signing|ssh|storage|subscription|user|wandb"
-)
-PATTERNS = (
-    rf"{_OF_FILES}(?:.+_)?(?:passwords?|passwd|passphrases?|passcodes?|pwd|secrets?|credentials?|creds)(?:_.+)?",
-    rf"(?!(?:.+_)?(?:{_NOT_TOKENS})_)(?:.+_)?token",
-    r"(?:.+_)?(?:auth|authorization|bearer|jwt|webhook|dsn)",
-    rf"(?:(?:.+_)?(?:{_OF_KEYS})_)?key",
-    r"(?:.+_)?apikey",
-    r"(?:.+_)?(?:sig|signature)",
-    r"pass",
-    r"(?:.+_)?cookies?",
-    r"session(?:_?id)?",
-)
-"""Names of arguments whose values are secret."""
-
-_SECRET = re.compile("|".join(f"(?:{pattern})" for pattern in PATTERNS))
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_PARTS = re.compile(r"[.@/ ]")
 _PASSWORD_IN_URL = re.compile(r"""(?<=://)([^/\s:@'"]*):([^/\s'"]+)@""")
 _USER_IN_URL = re.compile(r"""(?<=http://|ttps://)([^/\s:@'"]+)@""")
-_QUERY = re.compile(r"""(?<=[?&#;])([\w.\-]+)=([^&#;\s'"]+)""")
-_BEARER = re.compile(r"\b([Bb]earer)\s+(?!tokens?\b|auth)[\w.~+/=\-]+")
+_QUERY = re.compile(r"""(?i)(?<=[?&#])([\w.\-]*(?:password|secret|token|key|sig|signature))=([^&#;\s'"]+)""")
 # Begins where a name does and never backtracks: a text from a checkpoint may have a million letters.
-_NAME = re.compile(r"""(?<![\w.\-])([\w.\-]++)(['"]?\s*[=:]\s*)""")
+_NAME = re.compile(r"""(?<![\w.\-])([\w.\-]++)['"]?\s*[=:]\s*""")
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
-_VALUE = re.compile(rf"""{_QUOTED}|[^\s,;&'"{{}}\[\]()]+""")
-# A value after a colon in an override may have spaces, and be a list or a dictionary; one without its end is masked as a whole.
-_NESTED_VALUE = re.compile(
+# A value in an override may have spaces, and be a list or a dictionary; one without its end is masked as a whole.
+_VALUE = re.compile(
     rf"{_QUOTED}|\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|['\"\[{{].*|[^,{{}}\[\]]+", re.DOTALL
 )
 _MASKED = re.compile(r"(?:^|[=:/])\*\*\*(?:$|[@&])")
@@ -62,16 +42,25 @@ def is_secret(name: str) -> bool:
 
 
 def mask_text(text: str) -> str:
-    """A text for people with the secrets in its URLs and in its pairs such as `api_key=abc` masked."""
-    return _pairs_masked(_urls_masked(text), in_override=False)
+    """A text with the passwords in its URLs masked."""
+    if "://" not in text:
+        return text
+    text = _USER_IN_URL.sub(f"{MASK}@", _PASSWORD_IN_URL.sub(rf"\1:{MASK}@", text))
+    return _QUERY.sub(rf"\1={MASK}", text)
 
 
 def mask_word(word: str) -> str:
     """A word of a command line with its secrets masked, also those in a nested value."""
     key, equals, _ = word.partition("=")
-    if equals and any(is_secret(part) for part in _PARTS.split(key.lstrip("+~-"))):
+    if equals and any(map(is_secret, re.split("[.@/ ]", key.lstrip("+~-")))):
         return f"{key}={MASK}"
-    return _pairs_masked(_urls_masked(word), in_override=True)
+    word, done, parts = mask_text(word), 0, list[str]()
+    for found in _NAME.finditer(word):
+        secret = found.start() >= done and is_secret(found[1].rpartition(".")[2])
+        if secret and (value := _VALUE.match(word, found.end())):
+            parts += [word[done : found.end()], MASK]
+            done = value.end()
+    return "".join([*parts, word[done:]])
 
 
 def mask_words(words: Iterable[str]) -> list[str]:
@@ -92,40 +81,29 @@ def mask_values(value: Any, secret: bool = False) -> Any:
         return [mask_values(item, secret) for item in value]
     if secret and isinstance(value, str | int) and not isinstance(value, bool) and value != "":
         return MASK
-    return _urls_masked(value) if isinstance(value, str) else value
+    return mask_text(value) if isinstance(value, str) else value
 
 
 def mask_sweep(path: Path) -> None:
     """Mask the secrets in what Hydra writes of a sweep; other jobs may do the same meanwhile."""
+    with contextlib.suppress(OSError):
+        _mask_sweep(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)  # reading it takes longer than all else that comes before training
+def _mask_sweep(path: Path, _: int) -> None:
     import yaml  # what is light enough for every start does not need it
 
-    with contextlib.suppress(OSError, yaml.YAMLError):
-        if _version(path) == _masked_sweep:
-            return  # by an earlier job; reading it takes longer than all else that comes before training
-        stored = yaml.safe_load(path.read_bytes())
-        masked = mask_values(stored)
-        job = masked["hydra"]["job"]
-        dirname, separator = job["override_dirname"], job["config"]["override_dirname"]["kv_sep"]
-        # The words are searched for, as commas inside them look like those between them; long ones may hold short ones.
-        for word in sorted(masked["hydra"]["overrides"]["task"], key=len, reverse=True):
-            dirname = dirname.replace(word.replace("=", separator), mask_word(word).replace("=", separator))
-        job["override_dirname"] = dirname
-        for kind, words in masked["hydra"]["overrides"].items():
-            masked["hydra"]["overrides"][kind] = mask_words(words)
-        if masked != stored:
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
-            temporary.replace(path)
-        _masked_sweep[:] = _version(path)
-
-
-_masked_sweep: list[int] = []
-"""The version of the file that `mask_sweep` left last."""
-
-
-def _version(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size]
+    try:
+        masked = mask_values(stored := yaml.safe_load(path.read_bytes()))
+    except yaml.YAMLError:
+        return
+    masked["hydra"]["overrides"] = {kind: mask_words(words) for kind, words in masked["hydra"]["overrides"].items()}
+    if masked != stored:
+        masked["hydra"]["job"]["override_dirname"] = MASK  # has the words in a form of its own
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
+        temporary.replace(path)
 
 
 def is_masked(value: Any) -> bool:
@@ -142,27 +120,3 @@ def unmasked(value: Any, given: Any) -> Any:
         items = given if isinstance(given, list) and len(given) == len(value) else [None] * len(value)
         return [unmasked(item, other) for item, other in zip(value, items, strict=True)]
     return given if is_masked(value) and isinstance(given, str | int) else value
-
-
-def _urls_masked(text: str) -> str:
-    if "://" in text:
-        text = _PASSWORD_IN_URL.sub(rf"\1:{MASK}@", text)
-        text = _USER_IN_URL.sub(f"{MASK}@", text)
-    if "=" in text:
-        text = _QUERY.sub(lambda found: f"{found[1]}={MASK}" if is_secret(found[1]) else found[0], text)
-    return text
-
-
-def _pairs_masked(text: str, in_override: bool) -> str:
-    parts, done = [], 0
-    for found in _NAME.finditer(text) if "=" in text or ":" in text else ():
-        name, mark = found[1].rpartition(".")[2], found[2]
-        if found.start() < done or not is_secret(name):
-            continue
-        value = (_NESTED_VALUE if in_override and ":" in mark else _VALUE).match(text, found.end())
-        # In prose, `name: ...` is the start of a message, and `key=` is an argument in a line of code.
-        certain = in_override or mark[0] in "'\"" or ("=" in mark and name != "key")
-        if value and (certain or (mark == ":" and value[0][0] in "'\"")):
-            parts += [text[done : found.end()], MASK]
-            done = value.end()
-    return _BEARER.sub(rf"\1 {MASK}", "".join([*parts, text[done:]]))

@@ -25,6 +25,7 @@ early: list[str] = []
 _interrupts: list[int] = []
 _SOON_S = 0.01
 _AGAIN_S = 1.0
+_SLICES = 20
 
 
 @contextlib.contextmanager
@@ -56,12 +57,19 @@ def interruptible() -> Iterator[None]:
 def raising_after(seconds: float, error: Callable[[], BaseException]) -> Iterator[None]:
     """Raise what `error` makes in the code inside after that many seconds, whatever it waits for.
 
+    The timer goes on while the process is stopped (Ctrl-Z, SIGSTOP), so it measures slices: a stop counts as one at most.
     Only for the main thread, and on systems that have `signal.setitimer`. One call into compiled code is not interrupted,
     nor an import: a package of which a part was imported fails when it is imported again.
     """
-    imports = _imports(sys._getframe())
+    imports, left = _imports(sys._getframe()), _SLICES
 
     def expire(number: int, frame: FrameType | None) -> None:
+        nonlocal left
+        left -= 1
+        if left > 0:
+            return
+        if left == 0:  # Python drops an exception in a destructor, and not every destructor shows in the frames
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
         if _in_destructor(frame) or _imports(frame) > imports:
             signal.setitimer(signal.ITIMER_REAL, _SOON_S, _AGAIN_S)
             return
@@ -69,8 +77,7 @@ def raising_after(seconds: float, error: Callable[[], BaseException]) -> Iterato
 
     before = signal.signal(signal.SIGALRM, expire)
     try:
-        # It repeats, as Python drops an exception in a destructor, and not every destructor shows in the frames.
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, *[max(seconds, 1e-3) / _SLICES] * 2)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

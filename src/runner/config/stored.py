@@ -16,7 +16,6 @@ from runner.config.errors import UserError, first_line
 from runner.config.frozen import to_plain
 from runner.config.keys import at, flatten
 from runner.config.overrides import parsed
-from runner.config.renamed import migrate
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
@@ -94,7 +93,7 @@ def load(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: its config is not plain YAML: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise UserError(f"{where}: its config is not a mapping")
-    return migrate(values)
+    return values
 
 
 def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:

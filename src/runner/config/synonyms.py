@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import re
+from pathlib import Path
 
 _OF = {
     "optimizer.lr": "learning_rate learningrate lr_rate base_lr init_lr initial_lr max_lr",
@@ -96,6 +98,7 @@ _VALUES = {
     },
     "resume": dict.fromkeys(("true", "yes", "on"), "auto"),
 }
+_CLASSES = {"optimizer": ("torch.optim", "torch/optim/*.py"), "loss": ("torch.nn", "torch/nn/modules/*.py")}
 
 
 def plain(word: str) -> str:
@@ -114,7 +117,12 @@ def option_meant(group: str, name: str) -> str:
     word = plain(name)
     if known := _OPTIONS.get(group, {}).get(word):
         return known
-    if group == "model" and word.isidentifier() and callable(_in("torchvision.models", word)):
+    if (
+        group == "model"
+        and word.isidentifier()
+        and not word.startswith("_")
+        and _defines("torchvision/models/*.py", word)
+    ):
         return f"torchvision model.name={word}"
     return ""
 
@@ -127,10 +135,10 @@ def target_meant(group: str, name: str) -> str:
         return (
             f"'~{group}' '+{group}._target_={name}'" if group in ("callbacks", "logger") else f"{group}._target_={name}"
         )
-    if group == "scheduler" and callable(_in("torch.optim.lr_scheduler", name)):
+    if group == "scheduler" and _defines("torch/optim/lr_scheduler.py", name):
         return f"scheduler=torch scheduler.name={name}"
-    module = {"optimizer": "torch.optim", "loss": "torch.nn"}.get(group, "")
-    return f"{group}._target_={module}.{name}" if name[:1].isupper() and callable(_in(module, name)) else ""
+    module, files = _CLASSES.get(group, ("", ""))
+    return f"{group}._target_={module}.{name}" if files and name[:1].isupper() and _defines(files, name) else ""
 
 
 def value_meant(key: str, value: object) -> str:
@@ -141,8 +149,10 @@ def value_meant(key: str, value: object) -> str:
     return _VALUES.get(key, {}).get(text, "")
 
 
-def _in(module: str, name: str) -> object:
-    try:
-        return getattr(importlib.import_module(module), name, None) if module else None
-    except ImportError:
-        return None
+def _defines(files: str, name: str) -> bool:
+    """Tell whether files of an installed package define a class or function; importing torch to see takes seconds."""
+    package, _, pattern = files.partition("/")
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    definition = re.compile(rf"^(?:class|def) {re.escape(name)}\b", re.MULTILINE)
+    return any(definition.search(path.read_text()) for each in folders or () for path in Path(each).glob(pattern))

@@ -16,15 +16,16 @@ from pydantic import ValidationError
 
 from runner.config import keys
 from runner.config.errors import ConfigError, Problem, UserError, nearest
-from runner.config.renamed import new_key, new_target
 from runner.config.schema.sections import EXTRAS
 from runner.config.secrets import is_masked
+from runner.config.signatures import read_signature
 from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed
 
 _CONTROL = ("_target_", "_partial_", "_args_")
 # How torch says that a number in the config asks for more memory than there is.
 _TOO_LARGE = re.compile(r"can't allocate memory|not enough memory|overflow")
+_IN_WORDS = {"lr": "lr|learning rate", "betas": "betas?", "eps": "eps|epsilon"}  # how torch's errors name its arguments
 _DOWNLOADS = ("download", "pretrained", "pretrained_backbone", "fetch_weights")
 
 
@@ -60,6 +61,16 @@ def resolve(path: str) -> Any:
     return found
 
 
+def called(target: str, name: Any) -> str:
+    """What people call a component: its class, or the `name` by which a library makes it, such as `resnet18 (torchvision)`."""
+    by_name = {
+        "runner.models.timm_zoo.classifier": f"{name} (timm)",
+        "runner.models.torchvision_zoo.classifier": f"{name} (torchvision)",
+        "runner.optim.schedules.Torch": str(name),
+    }
+    return by_name.get(target) or target.rpartition(".")[2]
+
+
 class Component:
     """A mapping with `_target_` taken apart.
 
@@ -71,13 +82,13 @@ class Component:
         arguments: what is passed by name.
     """
 
-    def __init__(self, key: str, node: Mapping[str, Any]) -> None:
-        """Resolve the target.
+    def __init__(self, key: str, node: Mapping[str, Any], target: Any = None) -> None:
+        """Resolve the target, unless something with its signature is given.
 
         Raises:
             UserError: if there is no such object.
         """
-        self.target = resolve(str(node["_target_"]))
+        self.target = resolve(str(node["_target_"])) if target is None else target
         self.parameters: Mapping[str, inspect.Parameter] | None
         try:
             self.parameters = inspect.signature(self.target).parameters
@@ -102,7 +113,9 @@ def targets_in(value: Any) -> Iterator[tuple[str, str]]:
     )
 
 
-def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0) -> list[Problem]:
+def bind(
+    key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0, imports: bool = True
+) -> list[Problem]:
     """Check a component's arguments against the signature of its target, without calling it.
 
     Args:
@@ -110,6 +123,7 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         node: `_target_` and the arguments.
         facts: names of arguments that the program adds where the signature has them.
         positional: how many leading arguments the program passes by position.
+        imports: False reads signatures from source files, and finds no problem where these do not tell them.
 
     Returns:
         Problems: target not found or not callable, unknown, missing and wrongly typed arguments; of nested
@@ -119,12 +133,13 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     for name, value in node.items():
         for at, inner in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(inner, dict) and "_target_" in inner:
-                problems += bind(f"{key}.{name}" if at is None else f"{key}.{name}.{at}", inner)
+                problems += bind(f"{key}.{name}" if at is None else f"{key}.{name}.{at}", inner, imports=imports)
     path = str(node["_target_"])
-    if (new := new_target(path)) != path:
-        return [*problems, Problem(f"{key}._target_", f"{path} was renamed to {new}", new)]
+    read = None if imports else read_signature(path)
+    if not imports and read is None:
+        return problems
     try:
-        component = Component(key, node)
+        component = Component(key, node, read)
     except UserError as error:
         return [*problems, Problem(f"{key}._target_", str(error))]
     if not callable(component.target):
@@ -148,7 +163,7 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
             continue
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
-        elif not takes_any and new_key(f"{key}.{name}") is None:  # a renamed key has been reported
+        elif not takes_any:
             # What the program gives to a logger is not a setting.
             listed = [each for each in named if not (key.startswith("logger.") and each in facts)]
             listed += sorted(component.known_extras)
@@ -263,15 +278,31 @@ def build(
         return functools.partial(component.target, *positional, **kwargs)
     try:
         return component.target(*positional, **kwargs)
-    except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, ArithmeticError, MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and not _TOO_LARGE.search(str(error)):
             error.add_note(f"while {key} was built")
             raise
         reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]
-        raise UserError(f"{key}: {node['_target_']} refuses its arguments: {reason}") from error
+        argument = _refused(reason, component.arguments)
+        raise UserError(
+            f"{key}.{argument}".rstrip("."), f"{node['_target_']} refuses its arguments: {reason}"
+        ) from error
     except Exception as error:
         error.add_note(f"while {key} was built")
         raise
+
+
+def _refused(reason: str, arguments: Mapping[str, Any]) -> str:
+    """The argument that an error is about: the first that it names, or the only one with the value that it ends with."""
+    flat = keys.flatten(dict(arguments)).items()
+    given = {name: value for name, value in flat if value is not None and not name.endswith("_target_")}
+    places = list[tuple[int, int, str]]()
+    for name in given:
+        words = _IN_WORDS.get(name, re.escape(name.rpartition(".")[2]).replace("_", "[_ ]"))
+        if found := re.search(rf"(?<!\w)({words})(?!\w)", reason, re.IGNORECASE):
+            places.append((found.start(), -len(name), name))
+    ending = [name for name, value in given.items() if re.search(rf"[\s=:]{re.escape(str(value))}\.?$", reason)]
+    return min(places)[2] if places else ending[0] if len(ending) == 1 else ""
 
 
 def _built(key: str, value: Any, fetch: bool) -> Any:

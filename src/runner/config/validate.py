@@ -13,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from runner.config import keys
 from runner.config.errors import Problem, nearest
-from runner.config.renamed import renamed_problem
 from runner.config.synonyms import key_meant, value_meant
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
 
 
 def _untyped(section: type, key: str, value: Any) -> Problem | None:
-    """What pydantic does not find: a renamed key, a number that is not finite, and true or false for 1 and 0."""
+    """What pydantic does not find: a number that is not finite, and true or false for 1 and 0."""
     annotation = keys.find(section, key)
     if isinstance(value, str) and value == "???":  # what Hydra calls a mandatory value
         return Problem(key, "is missing", "a value" if annotation is None else keys.describe(annotation))
@@ -61,7 +60,7 @@ def _untyped(section: type, key: str, value: Any) -> Problem | None:
     is_number = annotation is not Any or keys.within(key, _OF_NUMBERS)
     if is_number and any(isinstance(each, float) and not math.isfinite(each) for _, each in keys.walk(value)):
         return Problem(key, f"cannot be {shown(value)}", "finite numbers")
-    return renamed_problem(key)
+    return None
 
 
 def _problem(section: type, location: tuple[int | str, ...], kind: str, value: Any) -> Problem:

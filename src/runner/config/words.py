@@ -55,7 +55,7 @@ def _together(words: Sequence[str]) -> tuple[int, str]:
 
 
 def _is_path(word: str) -> bool:
-    return "=" not in word and not word.endswith(".yaml") and ("/" in word or word.endswith((".safetensors", ".pt")))
+    return "=" not in word and not word.endswith(".yaml") and ("/" in word or word.endswith(".safetensors"))
 
 
 def _key(word: str) -> str:

@@ -323,6 +323,9 @@ def _measure(
         count += pixels.numel() // pixels.shape[1]
         total = total + pixels.sum(dim=(0, 2, 3))
         squares = squares + pixels.square().sum(dim=(0, 2, 3))
+    if not count:
+        allowed = "samples that can be read, or data.normalize.mean and data.normalize.std"
+        raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read", allowed)
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     if not bool((mean + std).isfinite().all()):

@@ -106,8 +106,10 @@ def read_sample(
         image, target = read(index)
         transforming = True
         return transformed(image, transforms), target
-    except (UserError, MemoryError):
-        raise
+    except (UserError, MemoryError) as error:
+        if type(error) is not UserError or transforming or error.problems[0].key or error.problems[0].allowed:
+            raise
+        raise UserError("", str(error), "data.on_error=skip, which reads other samples instead") from error
     except Exception as error:
         name, why = _name(index, split), _located(error)
         if (path := path_of(dataset, index)) is not None and path not in why:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.config.schema.sections import Split
+from runner.config.schema.sections import TEST_SHARE, Split
 from runner.data.sampler import AllSamples, Indices
 
 _MOST_SAMPLES = 10**9  # their order takes 8 GB
@@ -50,7 +50,9 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
     if split.folds is not None and "val" in datasets:
         problem = f"is {split.folds}, but this data set has a validation split of its own"
         raise UserError("data.split.folds", problem, "null")
-    wanted = {"val": split.val if split.folds is None else 1 / split.folds, "test": split.test}
+    # Who brings a validation split trains on all the rest.
+    test = split.test if split.test is not None else 0.0 if "val" in datasets else TEST_SHARE
+    wanted = {"val": split.val if split.folds is None else 1 / split.folds, "test": test}
     fractions = {name: share for name, share in wanted.items() if name not in datasets and share != 0}
     if fractions:
         targets = targets_of(source) if split.stratified else None

@@ -149,7 +149,7 @@ class WorkerLoader(Loader):
                 iterator = self._iterator = iter(self._loader)
             while True:
                 with self._watched(pending, self._timeout_s):
-                    read = next(iterator, None)
+                    read = worker_failures.next_batch(iterator)
                 if read is None:
                     return
                 yield read
@@ -175,7 +175,7 @@ class WorkerLoader(Loader):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
             failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
-            late = isinstance(error, worker_failures.TimedOut) or str(error).startswith("DataLoader timed out")
+            late = isinstance(error, worker_failures.TimedOut) or str(error).startswith(worker_failures.LATE)
             if failure is None and not late:
                 raise
             worker_failures.kill(self._iterator)

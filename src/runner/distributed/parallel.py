@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.config.errors import UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
 from runner.distributed.dropout import SharedMasks
 from runner.distributed.sharding import is_sharded
@@ -28,10 +29,10 @@ class ParallelStep:
     mean loss by its share of the samples, so batches that the ranks do not divide are exact too. With `retries`, a step may
     compute the same rows several times (`on_oom=split`), so the gradients are averaged once, after the last of them.
 
-    A model that is sharded averages its gradients itself, so it is called as it is.
+    A model that is sharded averages its gradients itself, so it is called as it is. Buffers of a loss are those of rank 0.
 
     Args:
-        model: what is trained.
+        state: model and loss, see `runner.engine.state.TrainState`.
         objective: (images, targets) -> mean loss of the rows.
         step: computes a step, see `runner.engine.step.train_step`.
         world: the ranks.
@@ -40,12 +41,17 @@ class ParallelStep:
     """
 
     def __init__(
-        self, model: nn.Module, objective: _Objective, step: Any, world: World, find_unused: bool, retries: bool
+        self, state: Any, objective: _Objective, step: Any, world: World, find_unused: bool, retries: bool
     ) -> None:
-        self._model, self._objective, self._step, self._world = model, objective, step, world
-        self._find_unused, self._retries, self._sharded = find_unused, retries, is_sharded(model)
+        self._model, self._objective, self._step, self._world = state.model, objective, step, world
+        self._learner = _Learner(state.model, state.loss, objective)
+        self._find_unused, self._retries, self._sharded = find_unused, retries, is_sharded(state.model)
+        if self._sharded and any(parameter.requires_grad for parameter in state.loss.parameters()):
+            raise UserError(
+                "loss", "has parameters, which strategy=fsdp does not train", "strategy=ddp, or another loss"
+            )
         self._masks = SharedMasks()
-        self._norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
+        self._norms = [module for module in self._model.modules() if isinstance(module, GlobalBatchNorm)]
         self._parallel: DistributedDataParallel | None = None
         self._trained: tuple[bool, ...] = ()
 
@@ -64,7 +70,7 @@ class ParallelStep:
         ranks depends on the buckets, so a resumed run has to have them from its first step on.
         """
         self._parallel = DistributedDataParallel(
-            _Learner(self._model, self._objective),
+            self._learner,
             find_unused_parameters=self._find_unused,
             gradient_as_bucket_view=True,
         )
@@ -74,7 +80,7 @@ class ParallelStep:
         with parts.autocast():
             loss = self._parallel(batch.images, parts.targets(batch.targets))
         loss.backward()
-        for parameter in self._model.parameters():
+        for parameter in self._learner.parameters():
             parameter.grad = None
         buffers.restore()
         generators.restore()
@@ -87,7 +93,7 @@ class ParallelStep:
 
     def average_gradients(self) -> None:
         """Average the gradients of a step with retries."""
-        for parameter in self._model.parameters():
+        for parameter in self._learner.parameters():
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._world.total(gradient) / self._world.size
@@ -101,7 +107,9 @@ class ParallelStep:
         try:
             with self._masks:
                 trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
-                if trained != self._trained and not (self._retries or self._sharded):
+                if self._retries or self._sharded:
+                    self._world.copy_first(self._learner.loss.buffers())
+                elif trained != self._trained:
                     self._trained = trained  # weights are frozen and unfrozen as training goes on
                     self._build(parts, batch)
                 self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
@@ -122,19 +130,19 @@ def _unsynchronized(model: Any) -> Iterator[None]:
 class _Learner(nn.Module):
     """Model and loss as one module, so that what both compute is averaged."""
 
-    def __init__(self, model: nn.Module, objective: _Objective) -> None:
+    def __init__(self, model: nn.Module, loss: nn.Module, objective: _Objective) -> None:
         super().__init__()
-        self.model, self._objective = model, objective
+        self.model, self.loss, self._objective = model, loss, objective
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
         """The mean loss."""
         return self._objective(images, targets)
 
 
-def parallelize(parts: Any, step: Any, model: nn.Module, world: World, *, find_unused: bool, retries: bool) -> Any:
+def parallelize(parts: Any, step: Any, state: Any, world: World, *, find_unused: bool, retries: bool) -> Any:
     """The parts of a step, and the step itself, for one of several ranks."""
-    objective = parts.compiled_loss or (lambda images, targets: parts.loss(model(images), targets))
-    parallel = ParallelStep(model, objective, step, world, find_unused, retries)
+    objective = parts.compiled_loss or (lambda images, targets: parts.loss(state.model(images), targets))
+    parallel = ParallelStep(state, objective, step, world, find_unused, retries)
     average = parallel.average_gradients if retries else None
     changed = dataclasses.replace(
         parts, compiled_loss=parallel.objective, no_sync=parallel.no_sync, average_gradients=average

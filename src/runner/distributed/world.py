@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -54,7 +55,7 @@ class World:
             try:
                 answer[0] = question()
             except Exception as error:
-                answer[1] = error
+                answer[1] = _portable(error)
         dist.broadcast_object_list(answer, src=0, group=_control())
         if answer[1] is not None:
             raise answer[1]
@@ -156,6 +157,15 @@ def joined(timeout_s: float, device: torch.device, store: Any = None) -> Iterato
         _WORLD = World()
         with contextlib.suppress(Exception):  # another rank may be gone
             dist.destroy_process_group()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or a description of one that cannot be sent, as it holds an open file: the other ranks wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
+    return error
 
 
 def _control() -> Any:

@@ -41,6 +41,7 @@ METHODS = {
 """The methods of a callback, each with the names of its arguments."""
 
 _PAUSE_FACTOR = 50  # the pause between saves, as a multiple of the time that the last one took
+_FIRST_S = 2.0  # seconds of training without a checkpoint that a kill may cost
 _SPIKE, _SPIKE_WINDOW = 3.0, 10  # multiple of the median of that many logged losses
 
 
@@ -210,14 +211,14 @@ class Checkpointing:
 
     Saves that are due to an epoch or an evaluation are delayed until `min_seconds` have passed since the last one, and 50
     times the time that it took, so that saving takes at most 2% of the time. If the best state is delayed, it is copied, so
-    that it can be written later. A delay does not change any bit of the run.
+    that it can be written later. The first save comes at the first step after 2 seconds. No bit of the run depends on this.
 
     Args:
         every_steps: optimizer steps between saves, which are never delayed; None for no such saves.
         every_epochs: epochs between saves; None for no such saves.
         save: called with the loop, whether the state is the best so far, and the copy of a delayed best state.
         copy: called with the loop; returns a copy of the state that later steps do not change.
-        min_seconds: shortest time between saves that may be delayed; 0 never delays.
+        min_seconds: shortest time between saves that may be delayed; 0 never delays, and makes no early save.
         check: called at every boundary; raises the error of a save in the background.
         clock: gives the time in seconds; that of rank 0, where several ranks have to agree. None for that of this process.
     """
@@ -238,6 +239,7 @@ class Checkpointing:
         self._best: Any = None
         self._delayed = False
         self._pause = min_seconds
+        self._first = min(_FIRST_S, min_seconds) if every_steps or every_epochs else 0.0  # 0 once there was a save
         self._since = self._clock()
 
     def on_start(self, loop: Loop) -> None:
@@ -253,9 +255,9 @@ class Checkpointing:
             return
         if loop.improved or (epochs is not None and loop.epoch_ended and position.epoch % epochs == 0):
             self._delayed = True
-        if not self._delayed:
+        if not (self._delayed or self._first):
             return
-        if self._clock() - self._since >= self._pause:
+        if self._clock() - self._since >= (self._first or self._pause):
             self._write(loop)
         elif loop.improved:
             self._best = self._copy(loop)
@@ -273,5 +275,6 @@ class Checkpointing:
         best, self._best, self._delayed = self._best, None, False
         began = self._clock()
         self._save(loop, loop.improved, None if loop.improved else best)
+        self._first = 0.0
         self._since = self._clock()
         self._pause = max(self.min_seconds, _PAUSE_FACTOR * (self._since - began)) if self.min_seconds else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +49,15 @@ class AdaptiveClip:
 
 
 def clip_gradients(
-    model: nn.Module, norm: float | None, value: float | None, adaptive: AdaptiveClip | None = None
+    parameters: Sequence[nn.Parameter], norm: float | None, value: float | None, adaptive: AdaptiveClip | None = None
 ) -> None:
     """Clip each gradient element to `value`, then each unit as `adaptive` says, then the 2-norm of all to `norm`."""
     if value is not None:
-        torch.nn.utils.clip_grad_value_(model.parameters(), value)
+        torch.nn.utils.clip_grad_value_(parameters, value)
     if adaptive is not None:
         adaptive()
     if norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        torch.nn.utils.clip_grad_norm_(parameters, norm)
 
 
 def _norms(tensor: Tensor) -> Tensor:

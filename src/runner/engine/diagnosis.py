@@ -44,7 +44,7 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     """
     with no_trace(state.model, parts.loss), torch.enable_grad(), uncompiled():
         for batch in batches:
-            if cause := _cause(state.model, parts, batch):
+            if cause := _cause(state, parts, batch):
                 content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
     cause = "the cause could not be reproduced, so it depends on random draws or on the weights at that step"
@@ -53,28 +53,28 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     return Diagnosis(step, epoch, cause, {})
 
 
-def _cause(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
+def _cause(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     """What is not finite first in the order of computing, with the samples concerned; empty if everything is finite."""
-    cause = _cause_before(model, parts, batch)
-    if is_sharded(model):
+    cause = _cause_before(state, parts, batch)
+    if is_sharded(state.model):
         return next(filter(None, world().gather(cause)), "")
-    return cause or _cause_in_passes(model, parts, batch)
+    return cause or _cause_in_passes(state, parts, batch)
 
 
-def _cause_before(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
+def _cause_before(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     """What is not finite before anything is computed."""
     if samples := nonfinite_samples(batch.images, batch.indices):
         return f"the images of {samples} have values that are not finite"
     targets = parts.targets(batch.targets)
     if samples := nonfinite_samples(targets, batch.indices):
         return f"the targets of {samples} are not finite"
-    wrong = [name for name, parameter in model.named_parameters() if not is_finite(local(parameter))]
+    wrong = [name for name, parameter in state.named_parameters() if not is_finite(local(parameter))]
     return f"weights are not finite: {join_names(wrong)}" if wrong else ""
 
 
-def _cause_in_passes(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
+def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     """What is not finite first in forward and backward."""
-    targets = parts.targets(batch.targets)
+    model, targets = state.model, parts.targets(batch.targets)
     with nonfinite_outputs(model) as outputs, parts.autocast():
         logits = model(batch.images)
         loss = parts.loss(logits, targets)
@@ -87,7 +87,7 @@ def _cause_in_passes(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
         samples = nonfinite_samples(logits, batch.indices)
         return f"the loss is {value}" + (f", and the outputs for {samples}" if samples else "")
     loss.backward()  # type: ignore[no-untyped-call]
-    wrong = [name for name, parameter in model.named_parameters() if not is_finite(parameter.grad)]
+    wrong = [name for name, parameter in state.named_parameters() if not is_finite(parameter.grad)]
     return f"outputs and loss are finite ({value:.4g}), the gradients of {join_names(wrong)} are not" if wrong else ""
 
 
@@ -105,7 +105,7 @@ class FiniteWatch:
         Observer(state.model, before=self._check_inputs, names=[""])
         Observer(state.model, after=self._check_output)
         stepped = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in state.model.named_parameters():
+        for name, parameter in state.named_parameters():
             if self._checks_gradients and parameter in stepped:
                 needed = parameter.requires_grad  # a parameter that is frozen for a while accepts no hook
                 parameter.requires_grad_(True)

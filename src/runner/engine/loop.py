@@ -159,8 +159,21 @@ class Loop:
 
     def _boundary(self) -> None:
         """Evaluate if it is due, let callbacks save, and obey signals."""
-        position = self.state.position
         self.improved = False
+        self._evaluate_if_due()
+        for method in self._on_boundary:
+            method(self)
+            late = self.stop_reason and not self.stopping and self._evaluated_at != self.state.position.global_step
+            if late and self._evaluation_due():
+                # A callback requested the end after the decision whether to evaluate; others have yet to save.
+                self.state.position.evaluation_due = True
+                self._evaluate_if_due()
+        if self.stopping:
+            raise Preempted(self.stopping)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate if it is due, and ask for signals."""
+        position = self.state.position
         if position.evaluation_due and not self.interrupted():
             self.check_nonfinite()
             try:
@@ -173,14 +186,6 @@ class Loop:
                 raise
         # Asked once, so that callbacks and loop agree whenever the signal comes.
         self.stopping = self.interrupted()
-        for method in self._on_boundary:
-            method(self)
-        if self.stopping:
-            raise Preempted(self.stopping)
-        if self.stop_reason and self._evaluated_at != position.global_step and self._evaluation_due():
-            # A callback requested the end after the decision whether to evaluate.
-            position.evaluation_due = True
-            self._boundary()
 
     def _evaluation_due(self) -> bool:
         """Whether to evaluate at the end of this epoch, interval or run."""

@@ -28,7 +28,7 @@ class NonFiniteGuard:
     the step. Where the loss is scaled, its scaler skips steps whose gradients overflow, which belongs to scaling; the
     guard then watches the loss.
 
-    Where ranks have parts of the gradients, a flag on one of them is a flag on all.
+    A flag on one rank is a flag on all: where they have parts of the gradients, and where each watches its own loss.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, scaled: bool) -> None:
@@ -95,6 +95,7 @@ class NonFiniteGuard:
     def allows_step(self) -> bool:
         """Whether the optimizer is to be called; where nothing waits it always is, and `undo` has to follow."""
         if self.scaled:
+            world().highest(self._found)  # gradients are averaged by now, and losses are those of each rank's rows
             return True
         self._look()
         if self._before is not None:

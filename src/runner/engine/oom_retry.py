@@ -77,7 +77,7 @@ class OOMRetryStep:
         while not fits:
             state.position.pieces *= 2
             self._losses = []
-            for parameter in state.model.parameters():
+            for _, parameter in state.named_parameters():
                 parameter.grad = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from runner.engine.freezing import Freezing
 from runner.engine.position import Best, Position
 from runner.engine.protocols import Schedule
 from runner.engine.weight_average import AveragedModel
-from runner.instrument.nested import named_tensors
+from runner.instrument.nested import kind_of, named_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
 
@@ -101,6 +101,7 @@ class TrainState:
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: AveragedModel | None = None
+    loss: nn.Module = field(default_factory=nn.Identity)  # one with tensors of its own; any other has nothing to train
     freezing: Freezing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +111,11 @@ class TrainState:
         """Put the model into training mode for the next step, except for what is frozen."""
         self.freezing.train(self.position)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of the model, and those of the loss as `loss.NAME`."""
+        yield from self.model.named_parameters()
+        yield from self.loss.named_parameters("loss")
+
     def set_learning_rate(self) -> None:
         """Set each group's learning rate for the next step."""
         factor = self.schedule.factor(self.position.global_step)
@@ -117,8 +123,9 @@ class TrainState:
             group["lr"] = group["initial_lr"] * factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain containers under the names that a checkpoint has."""
-        return {
+        """Tensors and plain containers under the names that a checkpoint has; `loss` only if it has tensors."""
+        loss = self.loss.state_dict()
+        return ({"loss": loss} if loss else {}) | {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.schedule.state_dict(),
@@ -135,6 +142,8 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; `ValueError` if weights or optimizer groups do not match."""
         load_weights(self.model, state["model"])
+        if saved := state.get("loss"):
+            load_weights(self.loss, saved, "loss")
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"])
@@ -150,11 +159,12 @@ class TrainState:
 
 
 def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:
-    """Name of the first tensor in the state dicts `model` and `optimizer` that is not finite, or ""; waits for the device.
+    """Name of the first tensor in the state dicts `model`, `loss` and `optimizer` that is not finite, or ""; waits for the device.
 
-    Tensors of the model that are `by_design` never finite, such as a mask of infinities, do not count.
+    Tensors of model and loss that are `by_design` never finite, such as a mask of infinities, do not count.
     """
-    found = [*named_tensors(contents["model"]), *named_tensors(contents["optimizer"], "optimizer")]
+    found = list(named_tensors(contents["model"]))
+    found += [named for part in ("loss", "optimizer") for named in named_tensors(contents.get(part), part)]
     named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in by_design]
     if not named:
         return ""
@@ -163,8 +173,8 @@ def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> 
     return "" if bool(flags.all()) else named[int(flags.int().argmin())][0]
 
 
-def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load a complete state dict; `ValueError` names the first tensors that do not fit."""
+def load_weights(model: nn.Module, weights: dict[str, Any], what: str = "model") -> None:
+    """Load a complete state dict; `ValueError` names the first tensors that do not fit, and `what` they do not fit."""
     own = model.state_dict()
     problems = {
         "missing": [name for name in own if name not in weights],
@@ -174,9 +184,14 @@ def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
             for name in own
             if name in weights and weights[name].shape != own[name].shape
         ],
+        "of another kind": [
+            f"{name} {weights[name].dtype} for {own[name].dtype}"
+            for name in own
+            if name in weights and kind_of(weights[name]) != kind_of(own[name])
+        ],
     }
     if any(problems.values()):
-        raise ValueError(f"the checkpoint's tensors are not those of this model: {list_problems(problems)}")
+        raise ValueError(f"the checkpoint's tensors are not those of this {what}: {list_problems(problems)}")
     # Some models, such as MNASNet, refuse a state dict without version metadata, which a checkpoint does not keep.
     own.update({name: divided_like(value, own[name]) for name, value in weights.items()})
     model.load_state_dict(own)
@@ -198,6 +213,9 @@ def _divided(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[An
     moments = dict(state["state"])
     for number, weight in zip(numbers, weights, strict=False):
         if number in moments:
+            for name, value in moments[number].items():
+                if name in _MOMENTS and isinstance(value, torch.Tensor) and kind_of(value) != kind_of(weight):
+                    raise ValueError(f"the optimizer's {name} is {value.dtype}, and its weight {weight.dtype}")
             moments[number] = {
                 name: divided_like(value, weight) if getattr(value, "shape", None) == weight.shape else loaded(value)
                 for name, value in moments[number].items()
@@ -212,7 +230,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     write out of bounds, those of another memory layout pair the wrong numbers. So moments get the layout of their weights.
 
     Raises:
-        ValueError: if the parameter groups do not match, or moments have another shape than their weights.
+        ValueError: if the parameter groups do not match, or moments have another shape or kind of values than their weights.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     groups = state["param_groups"]

@@ -86,7 +86,7 @@ def backward(state: TrainState, loss: Tensor, weight: float) -> None:
 
 def update_weights(state: TrainState, parts: StepConfig) -> None:
     """Unscale and clip the gradients, take an optimizer step unless the guard forbids it, and drop the gradients."""
-    model, optimizer, scaler, guard = state.model, state.optimizer, state.scaler, parts.guard
+    optimizer, scaler, guard = state.optimizer, state.scaler, parts.guard
     if parts.average_gradients is not None:
         parts.average_gradients()
     if parts.on_gradients is not None:
@@ -95,7 +95,8 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
         if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            clip_gradients(model, parts.clip_norm, parts.clip_value, parts.clip_adaptive)
+            trained = [parameter for _, parameter in state.named_parameters()]
+            clip_gradients(trained, parts.clip_norm, parts.clip_value, parts.clip_adaptive)
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()

@@ -16,6 +16,7 @@ from runner.engine.protocols import Metric
 
 _ROUNDING = 1e-3  # of the sum of probabilities
 _MULTILABEL = "task=multilabel loss=bce"
+_CONFUSED = 2048  # most classes of a confusion matrix, which has their square of numbers
 _SHOWN = 8  # numbers of a target in a message
 
 
@@ -46,7 +47,8 @@ class Task(Protocol):
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """Fresh metrics with several values, for `eval`.
 
-        `per_class` (C,) and `confusion` (C, C); `label_...` (L,) or `output_...` (K,) with a value of each; or nothing.
+        `per_class` (C,), and `confusion` (C, C) of up to 2048 classes; `label_...` (L,) or `output_...` (K,) with a value of
+        each; or nothing.
         """
 
 
@@ -101,15 +103,16 @@ class Classification:
         return {"accuracy": Accuracy(device)}
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
-        """Accuracy of each class, and how often class i was predicted as class j."""
+        """Accuracy of each class, and how often class i was predicted as class j, unless there are very many."""
         # Importing torchmetrics takes a second, so only `eval` does it. validate_args would wait for the device; the loss
         # already refuses classes out of range.
         from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
         tables: dict[str, Any] = {
             "per_class": MulticlassAccuracy(self.num_classes, average="none", validate_args=False).to(device),
-            "confusion": MulticlassConfusionMatrix(self.num_classes, validate_args=False).to(device),
         }
+        if self.num_classes <= _CONFUSED:
+            tables["confusion"] = MulticlassConfusionMatrix(self.num_classes, validate_args=False).to(device)
         return {name: converting(metric, self) for name, metric in tables.items()}
 
     def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

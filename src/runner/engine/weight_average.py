@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.distributed.sharding import divided_like, loaded, local, with_part
+from runner.instrument.nested import kind_of
 from runner.instrument.no_trace import preserved_buffers
 
 Kind = Literal["ema", "swa"]
@@ -46,7 +47,7 @@ class AveragedModel:
     Args:
         kind: `ema` or `swa`.
         model: the trained model, on its device and in its memory layout.
-        parameters: the parameters to average; the others keep their current values.
+        parameters: the parameters to average, also those of `loss`; the others keep their current values.
         decay, warmup: of EMA.
         start, every: optimizer steps before the first that counts, and from one update to the next.
         can_skip: whether steps may be skipped on the device.
@@ -62,9 +63,10 @@ class AveragedModel:
         start: int = 0,
         every: int = 1,
         can_skip: bool = False,
+        loss: nn.Module | None = None,
     ) -> None:
         self.kind, self.decay, self.warmup, self.start, self.every = kind, decay, warmup, start, every
-        self._model = model
+        self._model, self._loss = model, nn.Identity() if loss is None else loss
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._parameters = list(parameters)
         self._current = [local(parameter.detach()) for parameter in parameters]  # of a divided one, this rank's part
@@ -172,39 +174,49 @@ class AveragedModel:
 
     def weights(self) -> dict[str, Any]:
         """A state dict of the model with averaged weights; its tensors are not copied."""
-        places = self._names().items()
-        averages = {name: with_part(self._average[place], self._parameters[place]) for name, place in places}
-        return self._model.state_dict() | averages | self._statistics
+        return self._averages(self._model) | self._statistics
 
-    def _names(self) -> dict[str, int]:
-        """The place of each averaged weight by its names in a state dict."""
-        named = self._model.state_dict(keep_vars=True).items()
+    def _averages(self, module: nn.Module) -> dict[str, Any]:
+        """A state dict of model or loss with averages."""
+        pairs = [(name, self._average[place], self._parameters[place]) for name, place in self._names(module).items()]
+        return module.state_dict() | {name: with_part(average, weight) for name, average, weight in pairs}
+
+    def _names(self, module: nn.Module) -> dict[str, int]:
+        """The place of each averaged weight by its names in a state dict of model or loss."""
+        named = module.state_dict(keep_vars=True).items()
         return {name: self._places[id(value)] for name, value in named if id(value) in self._places}
 
     def state_dict(self) -> dict[str, Any]:
-        """Kind, number of updates, averaged weights by name (None before the first), and whether BatchNorm is calibrated."""
+        """Kind, number of updates, averaged weights by name (None before the first), whether BatchNorm is calibrated; the loss."""
         weights = self.weights() if self.begun else None
-        return {"kind": self.kind, "updates": self.updates, "calibrated": self._calibrated, "weights": weights}
+        state = {"kind": self.kind, "updates": self.updates, "calibrated": self._calibrated, "weights": weights}
+        loss = self._averages(self._loss) if self.begun else {}
+        return state | ({"loss": loss} if loss else {})
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from a saved state; without one of this kind, start with the current weights.
 
         Raises:
-            ValueError: if names or shapes do not match.
+            ValueError: if names, shapes or kinds of values do not match.
         """
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._current)
         self._statistics, self._calibrated, updates = {}, True, 0
         if state is not None and state["kind"] == self.kind and state["weights"] is not None:
-            saved, updates = state["weights"], int(state["updates"])
-            self._calibrated = bool(state.get("calibrated", True))  # older files do not record it
-            for name, place in self._names().items():
-                parameter = self._parameters[place]
-                if name not in saved or saved[name].shape != parameter.shape:
-                    raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(parameter.shape)}")
-                self._average[place].copy_(local(divided_like(saved[name], parameter)))
+            updates = int(state["updates"])
+            self._calibrated = bool(state["calibrated"])
+            for module, saved in ((self._model, state["weights"]), (self._loss, state.get("loss") or {})):
+                for name, place in self._names(module).items():
+                    parameter = self._parameters[place]
+                    if name not in saved or saved[name].shape != parameter.shape:
+                        raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(parameter.shape)}")
+                    if kind_of(saved[name]) != kind_of(parameter):
+                        raise ValueError(
+                            f"the averaged '{name}' is {saved[name].dtype}, and the weight {parameter.dtype}"
+                        )
+                    self._average[place].copy_(local(divided_like(saved[name], parameter)))
             for name, tensor in self._norm_buffers().items():
-                self._statistics[name] = loaded(saved[name]).to(tensor.device, copy=True)
+                self._statistics[name] = loaded(state["weights"][name]).to(tensor.device, copy=True)
         self._updates = updates
         if self._counted is not None:
             self._counted.fill_(updates)

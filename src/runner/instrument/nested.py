@@ -50,3 +50,12 @@ def first_tensor(value: Any) -> Tensor | None:
 
 def _text(key: Any) -> str:
     return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))
+
+
+def kind_of(tensor: Tensor) -> str:
+    """The kind of values of a tensor, whatever their precision."""
+    if tensor.is_complex():
+        return "complex"
+    if tensor.dtype == torch.bool:
+        return "boolean"
+    return "floating-point" if tensor.is_floating_point() else "integer"

@@ -45,7 +45,8 @@ def evaluating(model: nn.Module, *others: object, inference: bool = True) -> Ite
     """Evaluation mode and inference mode, see `no_trace`; without `inference` only no gradients."""
     # Buffers are put back outside inference mode, whose tensors cannot be trained with.
     with no_trace(model, *others):
-        model.eval()
+        for module in (each for each in (model, *others) if isinstance(each, nn.Module)):
+            module.eval()
         with torch.inference_mode() if inference else torch.no_grad():
             yield
 

@@ -23,6 +23,7 @@ def parameter_groups(
     lr_mult: Mapping[str, float] | None = None,
     layer_decay: float | None = None,
     blocks: Sequence[str] = (),
+    loss: nn.Module | None = None,
 ) -> list[dict[str, Any]]:
     """Divide the trainable parameters of a model into groups for an optimizer.
 
@@ -35,6 +36,7 @@ def parameter_groups(
         lr_mult: factor of the rate by pattern; if several patterns match, the last one wins.
         layer_decay: factor of the rate from each layer to the one before it; the last layer, the head, has 1.
         blocks: names of the model's blocks, see `depths`.
+        loss: a loss with parameters, named `loss.NAME`; their layer is the last one.
 
     Returns:
         Parameter groups with a `name` for messages, such as `layer 2, no decay`, and `lr_mult`, a factor that is not yet
@@ -43,9 +45,11 @@ def parameter_groups(
     Raises:
         UserError: if a pattern matches no parameter.
     """
-    named = dict(model.named_parameters())
+    of_loss = list(loss.named_parameters("loss")) if loss is not None else []
+    pairs = [*of_loss, *model.named_parameters()]
+    named = dict(pairs)
     if no_decay == "auto":
-        spared = tables(model)
+        spared = tables(model) | {f"loss.{name}" for name in (tables(loss) if loss is not None else ())}
     else:
         spared = {name for _, name in _matches("optimizer.no_decay", no_decay or (), named)}
     factors = lr_mult or {}
@@ -54,13 +58,14 @@ def parameter_groups(
     last = max(deep.values(), default=0)
     groups: dict[str, dict[str, Any]] = {}
     last_matrix: dict[str, int] = {}
-    for index, (name, parameter) in enumerate(named.items()):
+    for index, (name, parameter) in enumerate(pairs):
         if not parameter.requires_grad:
             continue
         words, factor = [], 1.0
         if layer_decay is not None:
-            words.append(f"layer {deep[name]}")
-            factor *= layer_decay ** (last - deep[name])
+            layer = deep.get(name, last)
+            words.append(f"layer {layer}")
+            factor *= layer_decay ** (last - layer)
         if name in chosen:
             words.append(chosen[name])
             factor *= factors[chosen[name]]

@@ -223,7 +223,10 @@ class Torch(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._rate(0)  # finds mistakes
+        try:
+            self._rate(1)  # finds mistakes, some of which show at a step
+        except (ArithmeticError, TypeError) as error:
+            raise ValueError(f"torch.{self.name} cannot use {dict(self.options)}: {error}") from error
 
     def shape(self, step: int) -> float:
         """The factor of step `step` after the warm-up."""

@@ -19,13 +19,16 @@ from runner.config.errors import UserError, nearest_path
 from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
 from runner.config.reading import is_number, open_regular, read_json, read_regular
-from runner.sweeps.rows import Found, JobRow
+from runner.config.targets import called
+from runner.sweeps.rows import Found, JobRow, comparable
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
 _LARGEST = 2**28  # bytes of a metrics file
 _OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
+_DEEPEST = 64  # levels of a config
+_NESTING = ("[", "{", "- ", "-\n", "? ", "?\n")  # what begins another level on the same line or the next
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
 """Names beside keys and metrics that `where`, `columns` and `sort` know."""
@@ -65,7 +68,7 @@ class Run:
         """The metric that the best checkpoint was chosen by."""
         best = self.summary.get("best")
         found = best.get("metric") if isinstance(best, dict) else self.summary.get("monitor")
-        return None if found is None else str(found)
+        return None if found is None else comparable(str(found))
 
     @property
     def mode(self) -> str:
@@ -73,19 +76,25 @@ class Run:
         best = self.summary.get("best")
         return "min" if isinstance(best, dict) and best.get("mode") == "min" else "max"
 
+    @property
+    def choices(self) -> dict[str, str]:
+        """The option of each group; those of the run that it resumed, too."""
+        return found if isinstance(found := self.summary.get("choices"), dict) else {}
+
     @functools.cached_property
     def metrics(self) -> dict[str, float]:
         """Final metrics by name.
 
-        `val/...` are those of the best step, `last/...` of the last evaluation, `test/...` of the test. See `MEASURED` for the
-        others.
+        `val/...` are those of the best step (of averaged weights, if they decide which is best), `last/...` of the last evaluation,
+        `test/...` of the test. See `MEASURED` for the others.
         """
         found: dict[str, Any] = {}
         best, summary = self.summary.get("best"), self.summary
-        if isinstance(best, dict) and best.get("metric") is not None:
+        if isinstance(best, dict) and isinstance(best.get("metric"), str):
             found = {
-                f"{str(best['metric']).partition('/')[0]}/loss": best.get("loss"),
+                f"{best['metric'].partition('/')[0]}/loss": best.get("loss"),
                 best["metric"]: best.get("value"),
+                str(self.monitor): best.get("value"),
             }
         for split in ("last", "test"):
             values = summary.get(split)
@@ -125,7 +134,7 @@ class Run:
     def value(self, name: str) -> Any:
         """The value of a config key, a group of options, a metric or one of `SPECIAL`; None if the run has none.
 
-        A group has the name of its component, such as `SmallCNN` for `model`.
+        A group has the name of its component, such as `SmallCNN` or `resnet18 (timm)` for `model`.
         """
         if name in SPECIAL:
             time = self.summary.get("wall_s")
@@ -138,7 +147,9 @@ class Run:
         if name in MEASURED:
             return self.speed.get(name)
         if (target := self.config.get(f"{name}._target_")) is not None:
-            return str(target).rpartition(".")[2]
+            return called(str(target), self.config.get(f"{name}.name"))
+        if name in self.choices:
+            return self.choices[name]
         given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
         return _typed(given[-1]) if given else self.config.get(f"{name}.name")
 
@@ -234,12 +245,17 @@ def _section(text: str) -> dict[str, Any]:
         return {}
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=loader)):
-            raise ValueError("it has aliases, of which a few lines can stand for gigabytes")
+        if "*" in text or sum(map(text.count, _NESTING)) > _DEEPEST:
+            depth = 0
+            for event in yaml.parse(text, Loader=loader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                # A few lines of aliases can stand for gigabytes, and the reader of deep nesting runs out of stack.
+                if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                    raise ValueError("it has aliases, or is nested too deeply")
         content = yaml.load(text, Loader=loader)
+        return flatten(content) if isinstance(content, dict) else {}
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError("it is not plain YAML") from error
-    return flatten(content) if isinstance(content, dict) else {}
 
 
 def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:

@@ -16,7 +16,7 @@ from runner.reports.difference import Difference, difference
 from runner.reports.reading import Run, damaged_lines, find_runs
 from runner.reports.table import Spread, Table, differing_keys, make_table, selected
 from runner.tracking.files import finite, write_atomically
-from runner.tracking.formats import amount, csv_text, markdown_table
+from runner.tracking.formats import amount, clean, csv_text, markdown_table, markdown_text
 
 OUTPUTS = "outputs"
 Place = str | Path | Run | Iterable[str | Path | Run]
@@ -132,7 +132,8 @@ class Report:
         text = markdown_table(self.table.head, self.table.cells())
         for run in self.runs:
             if run.repeat:
-                text += ["", f"{run.path} {run.status}: {run.error or 'no reason given'}", "", f"    {run.repeat}"]
+                told = markdown_text(f"{run.path} {run.status}: {run.error or 'no reason given'}")
+                text += ["", told, "", f"    {' '.join(clean(run.repeat).splitlines())}"]
         return mask_text("\n".join(text) + "\n")
 
     def _repr_html_(self) -> str:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.config.changes import changes_result
-from runner.config.errors import UserError, nearest
+from runner.config.errors import UserError
 from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.reading import is_number
 from runner.reports.reading import MEASURED, SPECIAL, Run, continued_by
-from runner.reports.where import condition
+from runner.reports.where import condition, meant
 from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
@@ -150,7 +150,7 @@ def make_table(
     names, asked = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
     for key, name in [("columns", name) for name in asked] + [("sort", (sort or "run").lstrip("-"))]:
         if name not in names:
-            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", nearest(name, names))
+            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", meant(name, names))
     metric, mode = monitored(runs)
     differing = differing_keys(runs)
     known = {name for run in runs for name in run.metrics} | set(MEASURED) | {"time_s"}
@@ -215,7 +215,7 @@ def names_of(runs: Iterable[Run]) -> set[str]:
     """What `where`, `columns` and `sort` can name."""
     names = {*SPECIAL, *MEASURED}
     for run in runs:
-        names |= run.config.keys() | run.metrics.keys() | {key_of(word) for word in run.overrides}
+        names |= run.config.keys() | run.metrics.keys() | run.choices.keys() | {key_of(word) for word in run.overrides}
         names |= {key.removesuffix("._target_") for key in run.config if key.endswith("._target_")}
     return names
 

@@ -137,7 +137,13 @@ def _constant(node: ast.expr) -> Any:
     raise _Wrong(f"has {ast.unparse(node)!r}, which is not a value; put strings in quotes")
 
 
+def meant(name: str, names: Collection[str]) -> str:
+    """The name that is probably meant by a wrong one: a metric that begins so, such as `val/accuracy` for `acc`, or the nearest."""
+    metrics = [each for each in names if "/" in each and each.rpartition("/")[2].startswith(name.lower())]
+    return min(metrics, key=lambda each: (not each.startswith("val/"), each), default="") or nearest(name, names)
+
+
 def _require(name: str, names: Collection[str]) -> None:
     if name not in names:
-        close = nearest(name, names)
+        close = meant(name, names)
         raise _Wrong(f"names {name}, which no run has" + (f"; did you mean '{close}'?" if close else ""))

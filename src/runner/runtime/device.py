@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -122,6 +124,28 @@ def configure_torch(
             f"matmul_precision={matmul_precision} has no effect on this {device.type}: it has no faster product"
         )
     return warnings
+
+
+@contextlib.contextmanager
+def switches_kept() -> Iterator[None]:
+    """Afterwards, the switches that `configure_torch` sets are as they were, and so is the variable for cuBLAS."""
+    names = [(torch.backends.cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")]
+    names += [(torch.utils.deterministic, "fill_uninitialized_memory")]
+    flags, workspace = [(*place, getattr(*place)) for place in names], os.environ.get(_WORKSPACE)
+    threads, anomaly = torch.get_num_threads(), torch.is_anomaly_enabled()
+    precision, mode = torch.get_float32_matmul_precision(), torch.get_deterministic_debug_mode()
+    try:
+        yield
+    finally:
+        if mode != torch.get_deterministic_debug_mode():
+            torch.set_deterministic_debug_mode(mode)
+        torch.set_num_threads(threads)
+        torch.autograd.set_detect_anomaly(anomaly)
+        torch.set_float32_matmul_precision(precision)
+        for flag in flags:
+            setattr(*flag)
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
 
 
 def _rounds_products(device: torch.device) -> bool:

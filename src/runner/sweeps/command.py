@@ -47,7 +47,7 @@ class Command:
     flags: argparse.Namespace
     checked: overrides.CheckedOverrides
     sources: Sources
-    also: Callable[[Composition], list[Problem]]
+    also: Callable[[Composition, bool], list[Problem]]
     monitor: Callable[[Composition], tuple[str, str]]
     app: Any
     composition: Composition

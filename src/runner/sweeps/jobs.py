@@ -12,6 +12,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem
+from runner.config.secrets import mask_words
 
 Announce = Callable[[int, int, str], None]
 """Called before each job with its number from 1, the number of jobs, and what it varies."""
@@ -67,7 +68,8 @@ def validate_jobs(jobs: Sequence[Sequence[str]], problems_of: Callable[[list[str
 
 
 def varied_words(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """For each job, the overrides that not all jobs have, as one text."""
+    """For each job, the overrides that not all jobs have, as one text, with secrets masked."""
+    jobs = [mask_words(job) for job in jobs]
     common = set.intersection(*(set(job) for job in jobs)) if len(jobs) > 1 else set()
     return [" ".join(word.lstrip("+") for word in job if word not in common and "hydra." not in word) for job in jobs]
 

@@ -35,7 +35,7 @@ def launch(
     schema: type,
     primary: str,
     argv: Sequence[str],
-    also: Callable[[Composition], list[Problem]],
+    also: Callable[[Composition, bool], list[Problem]],
     sweep_root: Callable[[Plan], Path],
     restarted: bool = False,
     announce: Announce = lambda *_: None,
@@ -49,8 +49,8 @@ def launch(
         schema: dataclass that the overrides are checked against.
         primary: name of the primary config.
         argv: the words after the verb.
-        also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
-            report has them all.
+        also: finds further problems in a composition, with or without importing torch; asked without before a run, and when
+            there are problems already, so that one report has them all; and with for each job of a sweep.
         sweep_root: claims the folder of a sweep, or finds that of the one to continue.
         restarted: whether this process continues the work of one that was started with the same words and died.
         announce: called before each job of a sweep.
@@ -98,9 +98,10 @@ def launch(
 def _launch_run(call: Command) -> int:
     """Run one job; returns its exit status."""
     call.refuse_keys_of_sweeps("applies to a sweep, and this is a single run", "--multirun, or no such key")
-    if _wants_script(call.composition):
-        if problems := call.also(call.composition):
-            raise ConfigError(problems)
+    wants_script = _wants_script(call.composition)
+    if problems := call.also(call.composition, wants_script):
+        raise ConfigError(problems)
+    if wants_script:
         print(script.job_script(call.verb, call.argv, call.composition.values))
         return 0
     cfg, app = call.cfg, call.app
@@ -117,7 +118,7 @@ def _launch_run(call: Command) -> int:
 def _check_sweep(call: Command, restarted: bool) -> None:
     """Refuse what is wrong with a sweep as a whole."""
     values = call.composition.values
-    if wrong := [problem for problem in call.also(call.composition) if within(problem.key, OF_THE_SWEEP)]:
+    if wrong := [problem for problem in call.also(call.composition, True) if within(problem.key, OF_THE_SWEEP)]:
         raise ConfigError(wrong)  # no job has these keys
     if problem := absent(call.chosen("hydra/launcher")):
         raise ConfigError([problem])
@@ -164,10 +165,10 @@ def _launch_grid(call: Command, sweep_root: Callable[[Plan], Path], announce: An
         def problems_of(words: list[str]) -> list[Problem]:
             job = call.composed(words)
             identities[identity(job.values, job.overrides, swept)] = job.overrides
-            return [] if job.values.get("ckpt_path") is not None else call.also(job)
+            return [] if job.values.get("ckpt_path") is not None else call.also(job, True)
 
         validate_jobs(jobs, problems_of)
-    elif common := _of_every_job(cfg, words, call.also(composition)):
+    elif common := _of_every_job(cfg, words, call.also(composition, True)):
         raise ConfigError(common)
 
     def base() -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _check_ends(command: Command, words: Sequence[str], space: dict[str, Range])
                 path, _, last = key.rpartition(".")
                 section: Any = at(composition.values, path) if path else composition.values
                 section[last] = value
-        return [] if composition.values.get("ckpt_path") is not None else command.also(composition)
+        return [] if composition.values.get("ckpt_path") is not None else command.also(composition, True)
 
     try:
         validate_jobs(jobs, problems_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -167,7 +168,7 @@ def row_of(folder: Path, entry: Entry | None = None, flags: Sequence[str] = ()) 
         varied=words,
         overrides=words,
         status=status,
-        metric=found.metric if best or summary is None else None,
+        metric=comparable(found.metric) if best or summary is None else None,
         mode=None if not best else "min" if best.get("mode") == "min" else "max",
         value=found.value,
         step=None if step is None else int(step),
@@ -178,6 +179,11 @@ def row_of(folder: Path, entry: Entry | None = None, flags: Sequence[str] = ()) 
         folder=folder,
         summary=summary or {},
     )
+
+
+def comparable(metric: str | None) -> str | None:
+    """The name under which runs are compared: `val/accuracy` also if averaged weights reached it (`val/ema_accuracy`)."""
+    return metric and re.sub("^val/(ema|swa)_", "val/", metric)
 
 
 def command_alone(overrides: Iterable[str], flags: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from runner.config.reading import read_regular
 from runner.sweeps.rows import JobRow, rows_in
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, write_json
-from runner.tracking.formats import csv_text, duration, markdown_table, number
+from runner.tracking.formats import csv_text, duration, markdown_table, markdown_text, number
 
 REPEATS = ("seed", "data.split.seed", "data.split.fold")
 """Keys that distinguish repetitions of the same experiment."""
@@ -67,7 +67,8 @@ def _write(sweep_dir: Path, rows: list[JobRow]) -> None:
     page = [f"# {sweep_dir.name}", "", *markdown_table(head, lines)]
     for row in rows:
         if row.failed:
-            page += ["", f"Job {row.job} {row.status}: {row.error}", f"- log: `{row.log}`", f"- again: `{row.repeat}`"]
+            told = markdown_text(f"Job {row.job} {row.status}: {row.error}")
+            page += ["", told, f"- log: `{row.log}`", f"- again: `{row.repeat}`"]
     write_json(sweep_dir / "sweep.json", content)
     write_atomically(sweep_dir / "sweep.csv", csv_text(head, lines).encode())
     write_atomically(sweep_dir / "sweep.md", ("\n".join(page) + "\n").encode())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from runner.config.keys import key_of
 from runner.config.reading import start_time
 from runner.sweeps.ledger import ENDED, Records
-from runner.sweeps.rows import Found, JobRow, rows_in
+from runner.sweeps.rows import Found, JobRow, comparable, rows_in
 from runner.tracking.formats import STATE_COLOURS, duration, metric, number, wrapped
 from runner.tracking.progress_file import Progress, read_progress
 from runner.tracking.run_directory import works
@@ -49,7 +49,7 @@ class Seen:
         """The name of the monitored metric, or of the training loss before the first evaluation, and the best value so far."""
         found = self.progress
         if found is not None and found.best is not None:
-            return found.metric, found.best
+            return comparable(found.metric) or "", found.best
         if found is not None and "loss" in found.train:
             return "train loss", found.train["loss"]
         return self.row.metric or "", self.row.value

@@ -30,6 +30,7 @@ _BAR_PERIOD_S = 0.2
 _COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
+_COUNTED_QUIET_S = 5.0  # doubled after each line, up to the next number
 _QUIET_S = 60.0  # without a bar; then a line says how far the run is
 _NOTABLE_WAIT = 0.1
 _COMMAND = "python -m runner"
@@ -208,14 +209,17 @@ class Console:
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
-        """Gives a function to call before each of `total` parts, with its name; a bar shows them if this is a terminal."""
-        begun, due = -1, 0.0
+        """Gives a function to call before each of `total` parts, with its name; a bar shows them, or now and then a line."""
+        begun, due, quiet = -1, 0.0, _COUNTED_QUIET_S
 
         def begin(name: str = "") -> None:
-            nonlocal begun, due
+            nonlocal begun, due, quiet
             begun += 1
             texts = [name] if name else []
-            if self._terminal is not None and (name or perf_counter() >= due):  # short parts would flood the terminal
+            if self._terminal is None and perf_counter() - self._told_at >= quiet:
+                quiet = min(2 * quiet, _QUIET_S)
+                self.line("  ".join([what, f"{begun}/{total}", *texts]))
+            elif self._terminal is not None and (name or perf_counter() >= due):  # short parts would flood the terminal
                 due = perf_counter() + _COUNTED_S
                 self._on_terminal(lambda terminal: terminal.bar(what, begun / max(total, 1), f"{begun}/{total}", texts))
 
@@ -311,7 +315,7 @@ class Console:
         try:
             self._stream.write(encodable("\n".join(lines) + "\n", getattr(self._stream, "encoding", None)))
             self._stream.flush()
-        except (OSError, ValueError):
+        except (AttributeError, OSError, ValueError):  # a closed standard output is None
             self._give_up()
 
     def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:

@@ -25,6 +25,7 @@ STATE_COLOURS = {
 """Styles of the states of a run, for tables."""
 
 _STATES = re.compile(rf"(?<=  )({'|'.join(STATE_COLOURS)})(?=  |$)")  # as cells
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what makes spreadsheets take the text of a cell for a formula
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
@@ -160,7 +161,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
 
     If it is wider than `width` characters, the cells of its widest column are broken between words.
     """
-    cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in rows]
+    columns, *cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in (columns, *rows)]
     widths = column_widths(columns, cells)
     right = [{is_number(row[i]) for row in cells if row[i] != "-"} == {True} for i in range(len(columns))]
     if width is not None and (much := sum(widths) + 2 * (len(widths) - 1) - width) > 0:
@@ -185,16 +186,27 @@ def column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     return [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
 
+def markdown_text(text: str) -> str:
+    """A text as one line of Markdown that is shown as it is: no control characters, HTML, links or columns."""
+    return " ".join(clean(text).split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A table as lines of Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+    return [f"| {' | '.join(map(markdown_text, line))} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def harmless(cell: object) -> object:
+    """A cell for CSV: a text that a spreadsheet would take for a formula (CWE-1236) begins with an apostrophe."""
+    text = isinstance(cell, str) and cell.startswith(_FORMULA) and cell != "-" and not is_number(cell)
+    return f"'{cell}" if text else cell
 
 
 def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table as CSV."""
+    """A table as CSV, without control characters and formulas."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([head, *rows])
+    cells = [[clean(cell) if isinstance(cell, str) else cell for cell in row] for row in (head, *rows)]
+    csv.writer(text, lineterminator="\n").writerows([harmless(cell) for cell in row] for row in cells)
     return text.getvalue()
 
 

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from runner.config.errors import UserError
-from runner.config.reading import read_overrides, read_regular, read_summary, start_time
+from runner.config.reading import modified, read_regular, read_summary, start_time
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking import progress_file
 from runner.tracking.files import write_atomically, write_json, writing
@@ -60,37 +60,34 @@ def claim(parent: Path, stamp: str) -> Path:
         raise UserError("output_root", str(error)) from error
 
 
-def unfinished(runs: Path, overrides: list[str], of_job: str | None = None) -> tuple[RunDirectory | None, list[str]]:
-    """The newest run in `runs` with the same overrides, unless it has finished, and warnings.
+def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple[RunDirectory | None, list[str]]:
+    """The newest run in `runs` that is the `same` and has not finished, unless a newer one has, and warnings.
 
-    With `of_job`, only runs of this SLURM job count.
-    Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
+    `most` limits how many are looked at, by their names; 0 is no limit. Directories that cannot be read or used are skipped
+    with a warning, because they may belong to someone else.
     """
-    overrides = mask_words(overrides)  # as they are stored
-    same: list[Path] = []
-    skipped: list[str] = []
-    for path in sorted(runs.glob("*/overrides.yaml")):
-        folder = path.parent
+    skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
+
+    def opened(folder: Path) -> RunDirectory | None:
         try:
-            if read_overrides(folder) == overrides and of_job in (None, _slurm_job(folder)):
+            if same(folder):
                 if os.path.lexists(folder / "summary.json") and read_summary(folder) is None:
-                    raise ValueError("its summary.json cannot be read")
-                same.append(folder)
-        except (OSError, ValueError) as error:
-            skipped.append(f"{folder}: {path.name}: {getattr(error, 'strerror', None) or error}")
-    found = None
-    for folder in sorted(same, key=_recency, reverse=True):
+                    raise ValueError("summary.json cannot be read")
+                return RunDirectory(folder)
+        except (ValueError, UserError) as error:
+            skipped.append(f"resume=auto skips {folder}: {error}")
+        return None
+
+    folders = sorted(path.parent for path in runs.glob("*/overrides.yaml"))[-most:]
+    for folder in sorted(folders, key=_recency, reverse=True):
         if (read_summary(folder) or {}).get("status") == "finished":
-            break
-        try:
-            found = RunDirectory(folder)
-            break
-        except UserError as error:
-            skipped.append(f"{folder}: {error}")
-    return found, [f"resume=auto skips {text}" for text in skipped]
+            finished.append(folder)
+        elif found := opened(folder):
+            return (None if any(map(opened, finished)) else found), skipped
+    return None, skipped
 
 
-def _slurm_job(folder: Path) -> str:
+def slurm_job(folder: Path) -> str:
     """The number of the SLURM job that a run began in; an empty string if there was none."""
     try:
         environment = json.loads(read_regular(folder / "environment.json"))
@@ -102,7 +99,7 @@ def _slurm_job(folder: Path) -> str:
 def _recency(folder: Path) -> tuple[datetime, list[int]]:
     """Larger for a run that started later; with equal times, for the one with larger numbers in its name."""
     numbers = [int(part) for part in re.findall(r"\d{1,18}", folder.name)]
-    return start_time(folder) or datetime.min.replace(tzinfo=UTC), numbers
+    return start_time(folder) or modified(folder / "overrides.yaml") or datetime.min.replace(tzinfo=UTC), numbers
 
 
 def hold(folder: Path) -> int | None:

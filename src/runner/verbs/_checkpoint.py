@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from runner.build.hardware import choose_hardware
 from runner.build.model import KnownData, build_model, build_task, num_classes_of, prepared
 from runner.checkpoint import find
-from runner.checkpoint.weights import part_with, weights_of
+from runner.checkpoint.weights import loss_of, part_with, weights_of
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
@@ -109,16 +108,8 @@ class ResolvedCheckpoint(Generic[T]):
         return splits
 
     def data_facts(self) -> DataFacts:
-        """What the model was trained on; `data.image_size=` on the command line replaces the size of its images.
-
-        Raises:
-            UserError: if an old checkpoint does not store it, and the data cannot be read.
-        """
-        shape = self.found.contents["metrics"].get("images")
-        if shape is None:
-            with contextlib.closing(self.data(_CPU)) as splits:
-                shape = splits.image_shape
-        channels, height, width = shape
+        """What the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
+        channels, height, width = self.found.contents["metrics"]["images"]
         if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
             height = width = self.config.data.image_size
         return DataFacts(self.classes, channels, (height, width))
@@ -145,13 +136,16 @@ class ResolvedCheckpoint(Generic[T]):
         pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
         return prepared(self.input_pipeline(_CPU), pixels)
 
-    def load_weights(self, model: nn.Module) -> None:
-        """Load the selected weights into a model.
+    def load_weights(self, model: nn.Module, loss: nn.Module | None = None) -> None:
+        """Load the selected weights into a model, and what belongs to them into a loss.
 
         Raises:
             UserError: if they do not fit, or the checkpoint does not have them.
         """
-        load_weights_of(self.found, model, self.weights[0])
+        weights, kind = self.weights
+        load_weights_of(self.found, model, weights)
+        if loss is not None:
+            load_weights_of(self.found, loss, loss_of(self.found.contents, kind, self.config, loss), "loss")
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
         """The task, and the model with the selected weights on the device, in evaluation mode.
@@ -209,12 +203,14 @@ def config_and_checkpoint(
     return config, found
 
 
-def load_weights_of(found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load weights of a checkpoint into a model; raises `UserError` if they do not fit."""
+def load_weights_of(
+    found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any], what: str = "model"
+) -> None:
+    """Load weights of a checkpoint into a model, or a loss; raises `UserError` if they do not fit."""
     try:
-        load_weights(model, weights)
+        load_weights(model, weights, what)
     except ValueError as error:
-        allowed = "no model=... and no model.* here: a checkpoint brings its model"
+        allowed = f"no {what}=... and no {what}.* here: a checkpoint brings its {what}"
         raise UserError(str(found.path), str(error), allowed) from None
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from runner.config.app import Composition
+    from runner.config.errors import Problem
     from runner.sweeps.ledger import Plan
 
 
@@ -87,18 +88,23 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
 
 def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     """Run the jobs of a verb that takes a config; see `runner.sweeps.launch`."""
-    if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):
-        # Importing torch takes seconds. Standard output may be a pipe, and its last line is the run directory.
-        print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
-    from runner.config.resolve import problems_in
+    from runner.config.resolve import problems_in, problems_without_imports
     from runner.config.schema import VERBS as SCHEMAS
     from runner.sweeps.launch import launch
     from runner.sweeps.ledger import Ledger
     from runner.sweeps.view import headline_of
     from runner.tracking import live
 
-    schema, asked = SCHEMAS[verb.name], 0
+    schema, asked, job = SCHEMAS[verb.name], 0, job_of(verb.name)
+    job.says_loading = sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv)
     opened, showing, continued = list[Path](), contextlib.ExitStack(), ""
+
+    def also(composition: Composition, imports: bool) -> list[Problem]:
+        problems = problems_without_imports(composition, schema)
+        if problems or not imports:
+            return problems
+        job.say_loading()
+        return problems_in(composition.values, composition, schema)[1]
 
     def announce(number: int, count: int, varied: str) -> None:
         nonlocal asked
@@ -121,11 +127,11 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     try:
         with showing, interruptible():
             status, sweep = launch(
-                job_of(verb.name),
+                job,
                 schema,
                 verb.name,
                 verb.expand_shorthand(argv),
-                also=lambda composition: problems_in(composition.values, composition, schema)[1],
+                also=also,
                 sweep_root=open_sweep,
                 monitor=_monitor,
                 restarted=restarted,
@@ -207,7 +213,7 @@ class Job:
     """What Hydra calls for each job of a verb. Launchers pickle it as the name of the verb, without torch."""
 
     def __init__(self, verb: Verb) -> None:
-        self.verb = verb
+        self.verb, self.says_loading = verb, False
         # Hydra names its jobs after the last part of the module, and callbacks see the whole.
         self.__module__ = f"runner.verbs.{verb.name.replace('-', '_')}"
         self.__name__ = self.__qualname__ = "job"
@@ -218,6 +224,7 @@ class Job:
         Raises:
             SystemExit: with the exit status if it failed.
         """
+        self.say_loading()
         for name, value in self.verb.environment.items():
             os.environ.setdefault(name, value)
         if not self.verb.keeps_runs:
@@ -249,6 +256,13 @@ class Job:
         from runner.verbs._ranks import on_ranks
 
         return _report_errors(functools.partial(on_ranks, self.verb, run), current(cfg))
+
+    def say_loading(self) -> None:
+        """Say once that torch is imported, which takes seconds."""
+        if self.says_loading:
+            # Standard output may be a pipe, and its last line is the run directory.
+            print(f"runner {__version__}: {self.verb.name}, loading torch ...", file=sys.stderr, flush=True)
+            self.says_loading = False
 
     def __reduce__(self) -> tuple[Callable[[str], Job], tuple[str]]:
         return job_of, (self.verb.name,)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 from runner.build.ranks import config_from_plain, count_ranks, device_of_rank
 from runner.config.composition import Composition
-from runner.config.errors import OK, PREEMPTED
+from runner.config.errors import INTERRUPTED, OK, PREEMPTED
 from runner.config.frozen import to_plain
 from runner.config.keys import key_of
 from runner.config.schema import VERBS as SCHEMAS
@@ -125,7 +124,7 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     with tempfile.TemporaryDirectory() as logs:
         outcome = run_ranks(verb_as_rank, job, size, Path(logs))
     if outcome.status == PREEMPTED:
-        raise SystemExit(128 + signal.SIGINT)
+        raise SystemExit(INTERRUPTED)
     return outcome.value
 
 

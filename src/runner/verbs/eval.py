@@ -80,7 +80,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last, precision.weights)
         probe(task, model, loss, splits)
-        resolved.load_weights(model)
+        resolved.load_weights(model, loss)
         parts = (split.loader, task.targets, loss)
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         limit = config.limit.eval_batches

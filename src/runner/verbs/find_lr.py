@@ -9,6 +9,7 @@ from pathlib import Path
 from runner.build.auto_lr import REASON, FoundRate, find_rate
 from runner.build.describe import describe
 from runner.checkpoint import resume
+from runner.checkpoint.weights import loss_of
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.verbs import FindLr
@@ -37,6 +38,8 @@ def run(composition: Composition) -> float:
     with contextlib.closing(training.data):
         if found is not None:
             load_weights_of(found, training.model, found.contents["model"])
+            saved = loss_of(found.contents, "raw", config, training.loss)
+            load_weights_of(found, training.loss, saved, "loss")
             # The test freezes what is frozen at the checkpoint's position.
             position = resume.made_of(found, "position", Position)
             training.state.position = dataclasses.replace(position, skipped_steps=[])

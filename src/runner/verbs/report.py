@@ -33,11 +33,12 @@ def main(argv: Sequence[str]) -> int:
     from runner.reports.report import report
     from runner.reports.terminal import show
     from runner.tracking.console import Console
+    from runner.tracking.formats import clean
 
     found = report(*places, **options, tolerance=tolerance)
     if "-" in options.values():
         for note in found.notes:
-            print(f"warning: {mask_text(note)}", file=sys.stderr)
+            print(f"warning: {clean(mask_text(note))}", file=sys.stderr)
     else:
         show(found, console := Console(None))
         for name in _FILES:

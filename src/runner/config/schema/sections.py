@@ -16,6 +16,8 @@ from runner.config.secrets import mask_values
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
+TEST_SHARE = 0.2
+"""What `data.split.test=null` takes where the data set has no validation split."""
 Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "zero_gamma", "prior_bias"]
 
 
@@ -75,7 +77,7 @@ class Split(Section):
     """How validation and test samples are split off if the data set does not provide them."""
 
     val: Share = 0.1
-    test: Share = 0.2
+    test: Share | None = None
     seed: NonNegative = 0
     stratified: bool = True
     folds: Annotated[int, Ge(2)] | None = None

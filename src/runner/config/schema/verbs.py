@@ -69,7 +69,7 @@ class Check(Train):
     strict: bool = False
     samples: Annotated[int, Ge(16)] = 2048
     train: bool = False
-    train_steps: Count = 100
+    train_steps: Count = 200
     budget_s: Annotated[float, Gt(0)] = 60.0
     json: bool = False
 

@@ -23,6 +23,7 @@ _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "te
 _SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = (".parquet", ".pq")
+_VALUES_A_BYTE, _UNPACKED = 32, 1000  # most of a Parquet file, for each of its bytes
 
 
 class TableImages(ImageFolder):
@@ -219,8 +220,16 @@ def _read_parquet(path: Path, check: Callable[[Sequence[str]], list[str]], _: st
         problem = f"{path.name} needs pyarrow, which is not installed"
         raise UserError("data.dataset.table", problem, "pip install 'runner[parquet]', or a .csv file") from error
     try:
-        names = check(parquet.read_schema(path).names)
-        return Table(path, parquet.read_table(path, columns=list(dict.fromkeys(names))).to_pydict())
+        names, known = set(check(parquet.read_schema(path).names)), parquet.read_metadata(path)
+        groups = map(known.row_group, range(known.num_row_groups))
+        parts = [group.column(place) for group in groups for place in range(group.num_columns)]
+        parts = [part for part in parts if part.path_in_schema.partition(".")[0] in names]
+        values, unpacked = sum(part.num_values for part in parts), sum(part.total_uncompressed_size for part in parts)
+        # Each row names another file, so a table with far more in it than it has bytes was made to fill the memory.
+        if max(values / _VALUES_A_BYTE, unpacked / _UNPACKED) > path.stat().st_size:
+            problem = f"{path} is far smaller than the {values:,} values in it, {unpacked:,} bytes once unpacked"
+            raise UserError("data.dataset.table", problem, "a table whose rows differ, or a .csv file")
+        return Table(path, parquet.read_table(path, columns=list(names)).to_pydict())
     except (OSError, ArrowException) as error:
         reason = " ".join(str(error).split())
         raise UserError("data.dataset.table", f"{path} cannot be read: {reason}") from error

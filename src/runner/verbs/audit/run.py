@@ -12,7 +12,7 @@ import torch
 from runner.build.describe import describe
 from runner.config import keys
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, UserError
+from runner.config.errors import FAILED, ConfigError, UserError
 from runner.config.frozen import to_plain
 from runner.config.resolve import resolve_changes, resolve_config
 from runner.config.schema.verbs import Audit
@@ -26,7 +26,6 @@ from runner.verbs.audit.report import show_stored, show_trained
 from runner.verbs.audit.side import Side
 from runner.verbs.audit.stored import compare
 
-DIFFERENT = 1
 _SUSPECTED = 8  # samples that transforms are tried on
 
 
@@ -52,7 +51,7 @@ def run(composition: Composition) -> float:
         show_trained(report, record)
     report.json(record)
     if not record["same"] and composition.job_dir is None:
-        raise SystemExit(DIFFERENT)
+        raise SystemExit(FAILED)
     return float(not record["same"])
 
 

@@ -48,7 +48,7 @@ class Side:
             # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.
             resume.restore(found._replace(contents=copy.deepcopy(found.contents)), training.state, {})
         training.state.position.evaluation_due = False
-        self.names = {parameter: name for name, parameter in training.state.model.named_parameters()}
+        self.names = {parameter: name for name, parameter in training.state.named_parameters()}
         self.epoch = 0  # of the latest batch
         self.samples, self.batch_size = training.data.train.loader.samples, training.data.train.loader.batch_size
         self._ahead: Iterator[Batch] = iter(())

@@ -7,6 +7,7 @@ from typing import Any
 from runner.config.app import Composition
 from runner.config.schema.verbs import Bench
 from runner.config.secrets import mask_words
+from runner.config.targets import called
 from runner.tracking.environment import environment
 from runner.tracking.files import write_json
 from runner.tracking.plots import bars
@@ -35,8 +36,7 @@ def run(composition: Composition) -> float:
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     picture, path = folder / "bench.png", folder / "bench.json"
     spreads = [(spread.median, spread.low, spread.high) for _, spread in speeds]
-    model = str(config.model["_target_"]).rsplit(".", 1)[1]
-    title = f"{config.name}, {model} on {found['device']}"
+    title = f"{config.name}, {called(config.model['_target_'], config.model.get('name'))} on {found['device']}"
     bars([name for name, _ in speeds], spreads, spreads[0][0], "samples/s, median and quartiles", picture, title)
     record: dict[str, Any] = {"part": config.part, "overrides": mask_words(composition.overrides), **found}
     record |= {"environment": environment(), "written": [str(path), str(picture)]}

@@ -15,10 +15,11 @@ from torch import Tensor
 from runner.build.metrics import build_metrics
 from runner.engine.evaluation import evaluate
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed, warned
+from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed
 from runner.verbs.check.split_stats import SplitStats
 
 _FEWEST = 30  # held-out samples of a score
+_ERRORS = 3.0  # standard errors that are no accident
 
 
 def image_features(images: Tensor) -> Tensor:
@@ -67,6 +68,7 @@ class Baselines:
     constant: float  # of always predicting the most frequent class, or the mean
     linear: float  # of a linear model on the pixels of the thumbnails
     linear_train: float  # the same on the samples that it was fitted to
+    related: float  # standard errors by which its predictions have to do with the targets; about 0 by chance
     confusion: np.ndarray | None  # how often class i was predicted as class j, (C, C); None for regression
 
     def __str__(self) -> str:
@@ -108,22 +110,23 @@ def score_baselines(context: CheckContext) -> Baselines:
         warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline need not be optimal
         model.fit(pixels, targets)
     guessed, trivial = model.predict(theirs), constant.fit(pixels, targets).predict(theirs)
+    related = (guessed - guessed.mean()) * (right - right.mean())
+    if context.classes:  # how much more probable each class is for its samples than for all
+        probable = model.predict_proba(theirs) - model.predict_proba(theirs).mean(0)
+        related = (probable * (right[:, None] == model.classes_)).sum(1)
+    errors = float(related.mean() / max(1e-12, related.std() / math.sqrt(len(related))))
     pairs = ((right, trivial), (right, guessed), (targets, model.predict(pixels)))
     constant_score, linear_score, train_score = (float(score(*pair)) for pair in pairs)
     confusion = confusion_matrix(right, guessed, labels=range(context.classes)) if context.classes else None
-    return Baselines(stats.name, len(right), constant_score, linear_score, train_score, confusion)
+    return Baselines(stats.name, len(right), constant_score, linear_score, train_score, errors, confusion)
 
 
 def learnable(context: CheckContext) -> Result:
     """Targets that a linear model cannot predict from the pixels at all: shuffled, or paired with the wrong images."""
     found = context.cached(score_baselines)
-    if found.confusion is None:
-        better = found.linear < found.constant * (1 - 1 / math.sqrt(found.samples))
-    else:
-        chance = max(found.constant, 1 / context.classes)
-        better = found.linear > chance + 2 * math.sqrt(chance * (1 - chance) / found.samples)
     fix = "check how images and targets are paired; if the task is only hard, a larger `samples` shows it"
-    return passed(f"{found}: scores to beat") if better else warned(str(found), fix)
+    evidence = f"{found}; predictions and targets are related by {found.related:.1f} standard errors"
+    return graded(evidence, fix, warn=found.related < _ERRORS)
 
 
 def class_meaning(context: CheckContext) -> Result:

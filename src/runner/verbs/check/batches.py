@@ -10,11 +10,12 @@ from torch import Tensor
 
 from runner.verbs.check.baselines import chance_level, image_features, linear_accuracy
 from runner.verbs.check.context import CheckContext
+from runner.verbs.check.data import moments_without_padding
 from runner.verbs.check.near_duplicates import unit_vectors
 from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed
 from runner.verbs.check.split_stats import is_classes, thumbnails
 
-_SAME = 0.9999  # correlation of two images of a batch that are the same
+_SAME, _CLOSE = 0.9999, 0.1  # correlation of two images of a batch that are the same, and most deviations apart
 _WRAPPED = 1.0  # jumps over the whole range for each jump over half of it; 0.1 in photographs
 _FEWEST = 160  # samples for fitting and scoring a linear model
 
@@ -48,8 +49,11 @@ def first_batches(context: CheckContext) -> TrainingBatches:
 def batch_repeats(context: CheckContext) -> Result:
     """Batches with the same picture for several samples."""
     found = context.cached(first_batches)
-    augmented, plain = unit_vectors(thumbnails(found.images)), unit_vectors(thumbnails(found.plain))
-    same = (augmented @ augmented.T > _SAME) & (plain @ plain.T < 0.99)
+    small, plain = thumbnails(found.images).flatten(1), unit_vectors(thumbnails(found.plain))
+    augmented, small = unit_vectors(small), small - small.mean(1, keepdim=True)
+    # Padding of one width makes pages similar, but not equal.
+    apart = torch.cdist(small, small) / small.shape[1] ** 0.5 / thumbnails(found.plain).std().clamp_min(1e-6)
+    same = (augmented @ augmented.T > _SAME) & (plain @ plain.T < 0.99) & (apart < _CLOSE)
     same &= (found.images.flatten(1).std(1) > 1e-4)[:, None] & (found.batch[:, None] == found.batch[None, :])
     share = float(same.any(1).float().mean())
     evidence = f"{share:.0%} of {len(augmented)} samples look exactly like another sample of their batch"
@@ -101,9 +105,13 @@ def model_input(context: CheckContext) -> Result:
     mean, std = (torch.tensor(each).expand(splits.channels) for each in (splits.mean, splits.std))
     if measured is None or len(measured[0]) != len(mean):
         raise NotApplicable("the images have other channels than data.normalize")
-    wanted, wide = (measured[0] - mean) / std, (measured[1] / std).clamp_min(1e-6)
-    for name, images in (("an evaluation", found.plain), ("training", found.images)):
-        ours, theirs = images.mean((0, 2, 3)), images.std((0, 2, 3))
+    expected, trained = moments_without_padding(context, found.plain, found.images)
+    evaluated = torch.stack([found.plain.mean((0, 2, 3)), found.plain.std((0, 2, 3))])
+    for name, (ours, theirs), (wanted, wide) in (
+        ("an evaluation", evaluated, torch.stack([(measured[0] - mean) / std, measured[1] / std])),
+        ("training", trained, expected),
+    ):
+        wide = wide.clamp_min(1e-6)
         ratio = float((theirs.clamp_min(1e-6) / wide).log().mean().exp())
         away = float(((ours - wanted).abs() / wide).max())
         evidence = f"in {name}, the model input has mean {ours.mean():.3g} and standard deviation {theirs.mean():.3g}; "
@@ -149,10 +157,8 @@ def augmented_classes(context: CheckContext) -> Result:
     need(context.classes, "there are no classes")
     found = context.cached(first_batches)
     targets = found.plain_targets
-    enough = (
-        is_classes(targets) and len(targets) >= max(_FEWEST, 12 * context.classes) and len(torch.unique(targets)) > 1
-    )
-    need(enough, "there are too few samples for a linear model")
+    enough = len(targets) >= max(_FEWEST, 12 * context.classes) and len(torch.unique(targets)) > 1
+    need(enough and is_classes(targets), "there are too few samples for a linear model")
     same = found.images.shape[1:] == found.plain.shape[1:]
     need(same, "augmented images have another shape than evaluated images")
     side = min(64, *found.images.shape[2:])

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from runner.build.batch_size import auto_batch_size
 from runner.build.evaluation import load_best
@@ -21,7 +22,7 @@ from runner.config.errors import UserError
 from runner.config.schema.verbs import Check
 from runner.config.targets import build
 from runner.data.build import DataModule, build_data
-from runner.data.loaders import Batch, Loader
+from runner.data.loaders import Batch
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
 from runner.instrument.no_trace import SavedBuffers, evaluating
 from runner.runtime.device import choose_device, prepare_repeating
@@ -29,20 +30,14 @@ from runner.train import build_run
 from runner.verbs.check.result import NotApplicable, need
 from runner.verbs.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets
 
-_SAMPLES = 64  # of the batch that goes through the model, and of one of an evaluation
-_FEWEST = 16  # of it for large images and models
-_FEWEST_IF_SLOW = 4  # of it if a pass is slow
-_SHARE_OF_PASS = 1 / 40  # of the budget, for this batch forward and backward
-_BACKWARD = 3  # forward and backward take this many times as long as forward
+_SAMPLES, _EVALUATED = 64, 16  # of the batch that goes through the model, and of one of an evaluation
+_FEWEST, _FEWEST_ON_CPU = 16, 4  # of it for large images and models
 _PIXELS = 2**21  # of this batch
-_PARAMETERS = 2**29  # of the model, times the samples
-_SHARE_OF_READING = 0.3  # of the time left, for reading images from disk
-_LAST_SHARE = 0.6  # of it, until the checks have as many images as they need
+_FLOPS = 2**34  # of the model for this batch
+_SHARE_OF_READING = 0.4  # of the time left, for reading images from disk
 _MOST_SAMPLES = 256  # of a split in full size
 _VALUES = 2**24  # pixels and channels of these samples together
-_SHARE = 0.05  # of the time left, for reading these samples of one split
-_ENOUGH = 128  # images of a split that a check needs to pass
-_ENOUGH_OF_CLASS = 2  # the same for each class, on average
+_ENOUGH, _ENOUGH_OF_CLASS = 128, 2  # images of a split, and of each class on average, that a check needs to pass
 
 # The base classes are private, and torch has no public ones.
 DROPOUT, BATCH_NORM = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
@@ -68,7 +63,7 @@ class CheckContext:
         self.device, _ = choose_device(config.device)
         self._splits: DataModule | None = None
         self._training: Run | None = None
-        self._cache: dict[Callable[[CheckContext], Any], tuple[Any, bool]] = {}
+        self._cache: dict[Callable[[CheckContext], Any], tuple[Any, BaseException | None, bool]] = {}
         self.used_stats = False
 
     def build(self) -> None:
@@ -80,10 +75,9 @@ class CheckContext:
         if self.config.data.batch_size == "auto":
             self.config, _ = auto_batch_size(self.config, functools.partial(build_run, make_cache=False))
         config = self.config
-        data = dataclasses.replace(
-            config.data, on_error="skip", max_skipped=1.0
-        )  # the check `readable` counts unreadable images
-        size = min(config.evaluate.batch_size, _SAMPLES)
+        # The check `readable` counts unreadable images.
+        data = dataclasses.replace(config.data, on_error="skip", max_skipped=1.0)
+        size = min(config.evaluate.batch_size, _EVALUATED)
         arguments = (data, config.transform, config.seed, self.device, size, config.channels_last)
         self._splits = build_data(*arguments, make_cache=False, dtype=getattr(torch, config.dtype))
         plain = dataclasses.replace(config, compile=False)  # compiled code calls no hooks
@@ -95,7 +89,8 @@ class CheckContext:
             except ValueError as error:
                 raise UserError(str(self.found.path), str(error)) from error
         state = training.state
-        self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter
+        rates = [group["initial_lr"] for group in state.optimizer.param_groups]
+        self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter, rates
         self._training = training
 
     def close(self) -> None:
@@ -104,15 +99,21 @@ class CheckContext:
             self._splits.close()
 
     def cached(self, compute: Callable[[CheckContext], T]) -> T:
-        """`compute(self)`, computed for the first check that asks for it."""
+        """`compute(self)`, computed for the first check that asks for it; what that raises, others raise at once."""
         before = self.used_stats
         if compute not in self._cache:
-            self.used_stats = False
-            self._cache[compute] = compute(self), self.used_stats
-        value: T
-        value, used = self._cache[compute]
+            self.used_stats, value, raised = False, None, None
+            try:
+                value = compute(self)
+            except BaseException as error:  # also for lack of time: it would take as long again
+                raised = error
+            self._cache[compute] = value, raised, self.used_stats
+        found: T
+        found, raised, used = self._cache[compute]
         self.used_stats = before or used
-        return value
+        if raised is not None:
+            raise raised
+        return found
 
     @property
     def left(self) -> float:
@@ -144,28 +145,20 @@ class CheckContext:
     def unmarked_stats(self) -> dict[str, SplitStats]:
         """The same for a check that needs only a few images."""
         found, left, parts = {}, self.left, self.splits.parts
-        taken, whole = 0, len(parts) + 1  # the training split counts twice
-        for name, part in parts.items():
-            taken += 2 if name == "train" else 1
-            until, last = (left * (1 - share * taken / whole) for share in (_SHARE_OF_READING, _LAST_SHARE))
-
-            def in_time(read: int, until: float = until, last: float = last) -> bool:
-                return self.left > (until if read >= self._enough else last)
-
+        for place, (name, part) in enumerate(parts.items(), 1):
+            until = left * (1 - _SHARE_OF_READING * place / len(parts))
             most, seed = self.config.samples, self.config.seed
+            in_time = functools.partial(lambda until: self.left > until, until)
             found[name] = compute_split_stats(name, part, self.sample_transforms, most, seed, in_time)
         return found
 
-    @property
-    def _enough(self) -> int:
-        return max(_ENOUGH, _ENOUGH_OF_CLASS * self.classes)
-
     def undersampled(self) -> list[str]:
         """Splits of which too few images were read for a check to pass, in words."""
+        enough = max(_ENOUGH, _ENOUGH_OF_CLASS * self.classes)
         return [
             f"{stats.read:,} of {stats.samples:,} images of {name}"
             for name, stats in self.unmarked_stats.items()
-            if stats.read < min(stats.asked, self._enough)
+            if stats.read < min(stats.asked, enough)
         ]
 
     @property
@@ -216,8 +209,7 @@ class CheckContext:
         good = stats.indices[stats.finite]
         if not stats.kept:  # images that are kept were read in a random order
             good = good[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
-        indices: list[int] = good[:count].tolist()
-        return indices
+        return list(map(int, good[:count]))
 
     @property
     def most_samples(self) -> int:
@@ -232,12 +224,12 @@ class CheckContext:
         """
         found = {}
         for name, (dataset, _) in self.splits.parts.items():
-            seeded, until = SeededDataset(dataset, self.config.seed, self.sample_transforms), self.left * (1 - _SHARE)
+            seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms)
+            kept = self.unmarked_stats[name].kept
             pairs: list[tuple[Tensor, Tensor]] = []
-            for index in self.readable(name, self.most_samples):
-                if self.left < until and len(pairs) >= 2:
-                    break
-                image, target = seeded[0, index]
+            # It takes long to read images again.
+            for index in (each for each in self.readable(name, self.most_samples) if not kept or each in kept):
+                image, target = kept[index] if kept else seeded[0, index]
                 image = as_tensor(image)
                 if not pairs or (image.shape, image.dtype) == (pairs[0][0].shape, pairs[0][0].dtype):
                     pairs.append((image, as_target(target)))
@@ -249,45 +241,32 @@ class CheckContext:
     @functools.cached_property
     def batch(self) -> Batch:
         """Up to 64 training samples without augmentation, of as many classes as possible, to send through the model."""
-        size = math.prod(self.splits.image_shape)
-        parameters = sum(p.numel() for p in self._training.model.parameters()) if self._training is not None else 1
-        most = min(self._batch_limit, max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters))))
+        fewest = _FEWEST_ON_CPU if self.device.type == "cpu" else _FEWEST
+        most = max(fewest, min(_SAMPLES, _PIXELS // math.prod(self.splits.image_shape), _FLOPS // max(1, self._flops)))
         indices = self.readable("train", most)
         need(len(indices) >= 2, "there are not two readable training images without NaN")
         return self.read("train", indices, again=False)
 
+    @property
+    def noise(self) -> Tensor:
+        """Two random images as the model takes them, for what needs no image of the data."""
+        made = torch.rand(2, *self.splits.image_shape, generator=torch.Generator().manual_seed(0))
+        return made.to(self.splits.example[0].device, getattr(torch, self.config.dtype))
+
     # Model
 
-    @functools.cached_property
-    def _seconds_per_sample(self) -> float:
-        """Time of one sample through the model, forward and backward; 0 if there is no model."""
-        indices = self.readable("train", 2)
-        if self._training is None or len(indices) < 2:
-            return 0.0
-        images = self.read("train", indices, again=False).images
-        taken = math.inf
-        with evaluating(self.model):
-            for _ in range(2):  # the first call may prepare kernels
-                start = time.monotonic()
-                self.model(images).sum().item()
-                taken = min(taken, time.monotonic() - start)
-        return _BACKWARD * taken / len(images)
-
     @property
-    def _batch_limit(self) -> int:
-        """Samples of a batch that can go through the model a few times within the budget."""
-        share = _SHARE_OF_PASS * self.config.budget_s
-        return max(_FEWEST_IF_SLOW, int(share / max(self._seconds_per_sample, 1e-9)))
+    def _flops(self) -> int:
+        """Operations of the model for one sample; 0 if there is no model."""
+        if self._training is None:
+            return 0
+        with evaluating(self.model), FlopCounterMode(display=False) as counter:
+            self.model(self.noise[:1])
+        return int(counter.get_total_flops())
 
-    def shortened(self, loader: Loader) -> Loader:
-        """The loader, with batches cut to what the budget allows; for checks that work with any batch size."""
-        most = self._batch_limit
-        return loader if most >= loader.batch_size else _ShortBatches(loader, most)
-
-    def affordable_steps(self) -> float:
-        """An upper bound of the training steps in the time left: a sample of a large batch takes less time."""
-        plan = self.training.plan
-        return 2 * self.left / max(self._seconds_per_sample * plan.batch_size * plan.accumulate, 1e-9)
+    def shortened(self, batch: Batch) -> Batch:
+        """At most as many samples as `batch` has, for checks that work with any batch size."""
+        return Batch(*(part[: len(self.batch.images)] for part in batch))
 
     @property
     def training(self) -> Run:
@@ -324,22 +303,13 @@ class CheckContext:
         state, guard = self._training.state, self._training.parts.guard
         for parameter in self.model.parameters():
             parameter.grad = None
-        start, generators, buffers, state.meter = self._start
+        start, generators, buffers, state.meter, rates = self._start
         buffers.restore()
         state.load_state_dict(resume.copied(start))
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
         state.meter.reset()
         if guard is not None:
             guard.start()
         state.train()
         rng.restore(generators)
-
-
-class _ShortBatches(Loader):
-    """The first samples of each batch of a loader."""
-
-    def __init__(self, loader: Loader, most: int) -> None:
-        self._loader, self.samples, self.batch_size = loader, loader.samples, most
-
-    def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
-        found = self._loader.batches(epoch, start, stop, step)
-        return (Batch(*(part[: self.batch_size] for part in batch)) for batch in found)

@@ -141,9 +141,7 @@ def normalization(context: CheckContext) -> Result:
     wanted = preferred_data(context.config.model, grey=context.splits.channels == 1).get("normalize")
     if wanted == {"mean": list(mean), "std": list(std)}:
         return passed(f"{evidence}: as the pretrained weights of the model expect")
-    fix = (
-        f"data.normalize.mean={_numbers(moments[0])} data.normalize.std={_numbers(moments[1])}, or null to measure them"
-    )
+    fix = f"data.normalize.mean={_numbers(moments[0])} data.normalize.std={_numbers(moments[1])}, or null to measure"
     if float(context.train_stats.low[context.train_stats.finite].min()) < -0.05 and (away > 0.4 or wide > 1.8):
         evidence += ": the images have values below 0, so they are already normalized"
         return failed(evidence, f"normalize once, in the data set or with {fix}")
@@ -173,7 +171,7 @@ def channel_order(context: CheckContext) -> Result:
             evidence += f"; data.normalize.mean={_numbers(given[0])} fits them in the order {order}"
             return failed(evidence, "swap the channels where images are read (BGR to RGB), or in data.normalize")
     for stats in context.held_out_stats:
-        other = stats.channel_statistics()
+        other = stats.channel_statistics() if len(stats.indices) >= _FEWEST else None
         if other is not None and (order := _better_permutation(ours, other)) is not None:
             evidence += f" in train and {_numbers(other[0])} in {stats.name}"
             return failed(evidence, f"read the channels of {stats.name} in the order {order}, as in train")
@@ -224,9 +222,9 @@ def augmentation(context: CheckContext) -> Result:
         return failed("a batch of augmented images contains NaN or infinity", where)
     if context.splits.train.mix is None and not any(stats.unreadable for stats in context.stats.values()):
         plain = context.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
-    ours, theirs = _channel_moments(plain), _channel_moments(augmented)
-    if ours.shape != theirs.shape:
-        return failed(f"{theirs.shape[1]} channels with augmentation, {ours.shape[1]} without", where)
+    if plain.shape[1] != augmented.shape[1]:
+        return failed(f"{augmented.shape[1]} channels with augmentation, {plain.shape[1]} without", where)
+    ours, theirs = moments_without_padding(context, plain, augmented)
     wide = ours[1].clamp_min(1e-6)
     factor = float((theirs[1] / wide).clamp_min(1e-6).log().abs().max().exp())
     away = float(((theirs[0] - ours[0]).abs() / wide).max())
@@ -245,7 +243,15 @@ def augmentation(context: CheckContext) -> Result:
     return graded(evidence, fix, warn=factor > 2 or away > 1)
 
 
-def _channel_moments(images: Tensor) -> Tensor:
-    """Mean and standard deviation of each channel of (N, C, H, W): (2, C)."""
-    flat = images.transpose(0, 1).flatten(1)
-    return torch.stack([flat.mean(1), flat.std(1)])
+def moments_without_padding(context: CheckContext, plain: Tensor, augmented: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of images (N, C, H, W) as the model takes them: (2, C) each.
+
+    Black pixels do not count: shifts and rotations fill with them, whatever the background of the images is.
+    """
+    mean, std = (plain.new_tensor(each).view(1, -1, 1, 1) for each in (context.splits.mean, context.splits.std))
+    shown = [((each + mean / std).abs() > 1e-4).any(1) for each in (plain, augmented)]
+    if int(shown[1].sum()) * len(plain) < 0.5 * int(shown[0].sum()) * len(augmented):  # almost everything is gone
+        shown = [torch.ones_like(each) for each in shown]
+    pixels = [each.movedim(1, -1)[part] for each, part in zip((plain, augmented), shown, strict=True)]
+    ours, theirs = (torch.stack([each.mean(0), each.std(0)]) for each in pixels)
+    return ours, theirs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,18 +13,16 @@ from torch import Tensor, nn
 from runner.build.evaluation import evaluate_both
 from runner.build.metrics import build_callbacks, fresh_metrics
 from runner.checkpoint import resume
-from runner.data.loaders import Batch, Loader
+from runner.data.loaders import Loader
 from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.verbs.check.context import BATCH_NORM, CheckContext
-from runner.verbs.check.result import Result, failed, need, none_of, out_of_time, passed, warned
+from runner.verbs.check.guess import loss_range, overfit_samples
+from runner.verbs.check.result import Result, failed, need, none_of, passed, warned
 
-SHARE = 0.25  # of the time left, for one check
 _MOST_STEPS = 150
-_FEWEST_STEPS = 12  # that memorizing takes
-_SAMPLES = 16
 _RATES = (1e-3, 1e-4, 1e-2)  # of AdamW; deep models without norms need the small one
 _LEARNED = 0.1  # share of the first loss that is left
 _RIGHT = 0.9  # share of correct classes
@@ -37,7 +34,6 @@ class LearningCurve(NamedTuple):
     losses: list[float]  # before each step
     right: float | None  # share of correct classes at the end; None for regression
     rate: float
-    late: bool = False  # whether time ran out
 
     @property
     def learned(self) -> bool:
@@ -46,38 +42,26 @@ class LearningCurve(NamedTuple):
         return low and (self.right is None or self.right >= _RIGHT)
 
 
-def overfit_samples(context: CheckContext) -> Batch:
-    """The batch that is memorized, with targets as the loss takes them."""
-    images, _, indices = context.batch
-    return Batch(images[:_SAMPLES], context.targets(context.batch)[:_SAMPLES], indices[:_SAMPLES])
-
-
 def train_on_batch(
-    context: CheckContext, images: Tensor, rate: float, most: int, seconds: float = math.inf, until_learned: bool = True
+    context: CheckContext, images: Tensor, rate: float, most: int, until_learned: bool = True
 ) -> LearningCurve:
     """Train from the start with AdamW and without dropout on `images` with the targets of `overfit_samples`.
 
-    Training ends after `most` steps, after `seconds`, if the loss is not finite or has no gradient, or with `until_learned`
-    once the batch is learned.
+    It ends after `most` steps, if the loss is not finite or has no gradient, or with `until_learned` once that is learned.
     """
     context.restore()
     loss_of, targets = context.training.parts.loss, overfit_samples(context).targets
     without_noise(context)
     parameters = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    began, curve = time.monotonic(), LearningCurve([], None, rate)
-    for step in range(most):
+    curve = LearningCurve([], None, rate)
+    for _ in range(most):
         outputs = context.model(images)
         loss = loss_of(outputs, targets)
         right = None if targets.is_floating_point() else float((outputs.argmax(1) == targets).float().mean())
         curve = LearningCurve([*curve.losses, float(loss.detach())], right, rate)
-        taken = time.monotonic() - began
-        # Do not start what cannot finish in time: other checks need the time.
-        hopeless = step >= 2 and taken / step * min(most, _FEWEST_STEPS) > seconds
         if not math.isfinite(curve.losses[-1]) or (until_learned and curve.learned) or not loss.requires_grad:
             break
-        if taken > seconds or hopeless:
-            return curve._replace(late=True)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -98,12 +82,10 @@ def overfit_batch(context: CheckContext) -> LearningCurve:
     """The curve of the first learning rate that memorizes the batch, or else of the one with the lowest loss."""
     curves: list[LearningCurve] = []
     for rate in _RATES:
-        seconds = max(1.0, SHARE * context.left)
-        curves.append(train_on_batch(context, overfit_samples(context).images, rate, _MOST_STEPS, seconds))
+        curves.append(train_on_batch(context, overfit_samples(context).images, rate, _MOST_STEPS))
         if curves[-1].learned:
             return curves[-1]
-    best = min(curves, key=lambda curve: curve.losses[-1] if math.isfinite(curve.losses[-1]) else math.inf)
-    return best._replace(late=any(curve.late for curve in curves))
+    return min(curves, key=lambda curve: curve.losses[-1] if math.isfinite(curve.losses[-1]) else math.inf)
 
 
 def run_callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], None]]:
@@ -171,11 +153,11 @@ def overfit(context: CheckContext) -> Result:
     if curve.learned or (curve.right == 1.0 and last < 0.5 * first) or (right and first < 1e-3):
         return passed(evidence)
     fix = "debug=overfit shows more; see which checks above fail: dead units, gradients, softmax, targets"
-    if curve.late:
-        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
     if not right and last < 0.1 * first:
         return failed(f"{evidence}: the loss falls, but the answers stay wrong", f"a loss of the right answers: {fix}")
-    if last < 0.5 * first or curve.right == 1.0:
+    guess, lowest = context.cached(loss_range)
+    evidence += f"; a guess gives {guess:.4g}"
+    if last < (min(first, guess) + lowest) / 2 or curve.right == 1.0:
         return warned(evidence, f"a larger model, or more time: {fix}")
     return failed(evidence, fix)
 
@@ -186,14 +168,11 @@ def zero_input(context: CheckContext) -> Result:
     need(len(torch.unique(targets, dim=0)) >= 2, "the samples have the same target")
     curve = context.cached(overfit_batch)
     need(math.isfinite(curve.losses[-1]), "the loss is not finite")
-    seconds = max(1.0, SHARE * context.left)
-    without = train_on_batch(context, torch.zeros_like(images), curve.rate, len(curve.losses), seconds)
+    without = train_on_batch(context, torch.zeros_like(images), curve.rate, len(curve.losses))
     steps, empty = len(without.losses) - 1, without.losses[-1]
     evidence = f"loss {curve.losses[steps]:.4g} with the images, {empty:.4g} with zeros, after {steps} steps"
     if curve.losses[steps] < 0.9 * empty or not math.isfinite(empty):
         return passed(evidence)
-    if without.late or curve.late:
-        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
     return failed(evidence, "check what reaches the model: empty images, dead units, unused inputs")
 
 
@@ -224,7 +203,7 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
         for name in nonzero() if begins else ():
             found.stale.setdefault(name, found.steps)
         found.in_evaluation |= in_evaluation() - usual
-        training.step(state, parts, batch, weight, samples, update)
+        training.step(state, parts, context.shortened(batch), weight, samples, update)
         begins = update
         found.steps += update
 
@@ -232,8 +211,7 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
     usual = in_evaluation()
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * context.config.accumulate))
     limits = Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1)
-    source, held_out = (context.shortened(each) for each in (training.data.train.loader, held_out_loader(context)))
-    build_loop(context, source, plan, limits, held_out=held_out, step=step).run()
+    build_loop(context, training.data.train.loader, plan, limits, held_out=held_out_loader(context), step=step).run()
 
     context.restore()
     context.model.eval()
@@ -270,13 +248,12 @@ def evaluation_leaves_state(context: CheckContext) -> Result:
     training.model.eval()
     # Not `evaluate`, which restores buffers.
     with torch.no_grad(), training.precision.autocast():
-        for batch in context.shortened(held_out_loader(context)).batches(0, 0, 1):
+        for batch in map(context.shortened, held_out_loader(context).batches(0, 0, 1)):
             training.loss(training.model(batch.images), training.task.targets(batch.targets))
     after = _tensors(context)
     fix = "change buffers in forward only `if self.training`"
-    return none_of(
-        _changed(before, after), f"of {len(after)} tensors change", fix, f"{len(after)} tensors are unchanged"
-    )
+    otherwise = f"{len(after)} tensors are unchanged"
+    return none_of(_changed(before, after), f"of {len(after)} tensors change", fix, otherwise)
 
 
 def _tensors(context: CheckContext) -> dict[str, Tensor]:
@@ -299,10 +276,9 @@ def repeatability(context: CheckContext) -> Result:
     training, plan, runs = context.training, context.training.plan, []
     for _ in range(2):
         context.restore()
-        loader = context.shortened(training.data.train.loader)
-        batches = loader.batches(0, 0, min(plan.batches, 3 * plan.accumulate))
+        batches = training.data.train.loader.batches(0, 0, min(plan.batches, 3 * plan.accumulate))
         for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
-            training.step(training.state, training.parts, batch, weight, size, update)
+            training.step(training.state, training.parts, context.shortened(batch), weight, size, update)
         runs.append(_tensors(context))
     first, second = runs
     changed = _changed(second, first)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.loop import SHARE, overfit_samples, train_on_batch
+from runner.verbs.check.guess import free_outputs, optimize_outputs, overfit_samples
+from runner.verbs.check.loop import train_on_batch
 from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
 from runner.verbs.check.split_stats import is_classes
 
@@ -17,7 +17,6 @@ _COMPARED, _FREE = 12, 32  # samples that are compared with each other, and whos
 _TOLERANCE = 1e-3  # relative
 _RATE, _STEPS = 1e-3, 4  # of AdamW, in which a high first loss may come down
 _LEFT = 0.2  # of what it is too high by; of MNASNet up to 0.16 is left, with too large a head at least 0.27
-_FREE_RATE, _FREE_STEPS = 0.1, 120  # of Adam on the outputs
 _RIGHT, _CORRELATED = 0.9, 0.9
 _IGNORED = 1e-6  # share of the largest gradient
 
@@ -53,13 +52,12 @@ def initial_loss(context: CheckContext) -> Result:
         return failed(evidence, "find the operation with debug=anomaly")
     high, low = value > 2 * guess + 0.1, bool(context.classes) and value < 0.5 * guess
     if high and context.classes:
-        curve = train_on_batch(context, overfit_samples(context).images, _RATE, _STEPS + 1, SHARE * context.left)
+        curve = train_on_batch(context, overfit_samples(context).images, _RATE, _STEPS + 1)
         # Large features with a wide last layer, as in EfficientNet: what a few steps undo costs nothing.
         left = (min(curve.losses) - guess) / max(curve.losses[0] - guess, 1e-12)
         if left <= _LEFT:
-            return passed(
-                f"{evidence}; {len(curve.losses) - 1} steps of AdamW undo {min(1.0, 1 - left):.0%} of the difference"
-            )
+            undone = f"{len(curve.losses) - 1} steps of AdamW undo {min(1.0, 1 - left):.0%} of the difference"
+            return passed(f"{evidence}; {undone}")
     counts = context.splits.class_counts
     if low and counts is not None and outputs.ndim == 2 and len(counts) == outputs.shape[1]:
         # Outputs that know only the class frequencies, as `init=prior_bias` makes them.
@@ -83,9 +81,7 @@ def _probe(context: CheckContext) -> tuple[Tensor, Tensor, Tensor]:
     targets = targets[[*first, *(place for place in range(len(targets)) if place not in set(first))][:_COMPARED]]
     size = len(targets), context.training.task.outputs(context.splits.classes)
     # Between 0.05 and 0.95, as some losses take only probabilities.
-    outputs = (torch.rand(size, generator=torch.Generator().manual_seed(0)) * 0.9 + 0.05).to(
-        context.batch.images.device
-    )
+    outputs = 0.05 + 0.9 * torch.rand(size, generator=torch.Generator().manual_seed(0)).to(targets.device)
     pairs = [[_loss(context, a[None], b[None]) for b in targets] for a in outputs]
     return outputs, targets, torch.tensor(pairs, dtype=torch.float64)
 
@@ -155,42 +151,16 @@ def accumulation(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=apart > 0.02)
 
 
-def _free_outputs(context: CheckContext, targets: Tensor) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    """A parameter, and a function that turns it into outputs as the loss takes them, and gives these and their loss."""
-    shape = len(targets), context.training.task.outputs(context.splits.classes)
-    free = (0.1 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))).to(targets.device).requires_grad_()
-    values = targets.float()
-    numbers = not context.classes and targets.is_floating_point()
-    scale, shift = (values.std().clamp_min(1e-6), values.mean()) if numbers else (1.0, 0.0)
-
-    def scored(outputs: Tensor) -> tuple[Tensor, Tensor]:
-        return outputs, context.training.parts.loss(outputs, targets)
-
-    try:
-        scored(free * scale + shift)
-    except (RuntimeError, ValueError):  # a loss that takes only probabilities
-        return free, lambda: scored(free.sigmoid())
-    return free, lambda: scored(free * scale + shift)
-
-
 def loss_minimum(context: CheckContext) -> Result:
     """A loss that is not lowest at the right answers: of the wrong sign, detached, constant, or independent of the targets."""
     targets = context.targets(context.batch)[:_FREE]
     need(len(torch.unique(targets, dim=0)) >= 2, "all targets are alike")
-    free, scored = _free_outputs(context, targets)
-    outputs, loss = scored()
-    first = float(loss.detach())
+    reached, losses = optimize_outputs(context, targets)
     fix = "compare outputs and targets by differentiable operations, and return a lower value for better outputs"
-    if not loss.requires_grad:
+    if len(losses) == 1:
         return failed("no gradient reaches the outputs: argmax, round, detach(), .item() or no_grad in the loss", fix)
-    optimizer = torch.optim.Adam([free], lr=_FREE_RATE)
-    for _ in range(_FREE_STEPS):
-        outputs, loss = scored()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    evidence = f"optimizing the outputs directly brings the loss from {first:.4g} to {float(loss.detach()):.4g}; they "
-    reached, values = outputs.detach().float(), targets.float()
+    evidence = f"optimizing the outputs directly brings the loss from {losses[0]:.4g} to {losses[-1]:.4g}; they "
+    reached, values = reached.float(), targets.float()
     if is_classes(targets):
         right = float((reached.argmax(1) == targets).float().mean())
         return graded(f"{evidence}are right for {right:.0%} of {len(targets)} samples", fix, fail=not right >= _RIGHT)
@@ -203,7 +173,7 @@ def loss_minimum(context: CheckContext) -> Result:
 def loss_coverage(context: CheckContext) -> Result:
     """Samples, classes or outputs that the loss ignores, for example with a class weight of 0 or ignore_index."""
     targets = context.targets(context.batch)
-    free, scored = _free_outputs(context, targets)
+    free, scored = free_outputs(context, targets)
     _, loss = scored()
     need(loss.requires_grad, "no gradient reaches the outputs")
     (gradient,) = torch.autograd.grad(loss, free)
@@ -221,10 +191,8 @@ def loss_coverage(context: CheckContext) -> Result:
             return failed(evidence, "no class weight of 0, and no ignore_index that is a class")
         low, high = min(mean, key=mean.__getitem__), max(mean, key=mean.__getitem__)
         if mean[high] > 300 * mean[low] and not bool(ignored.any()):
-            evidence = (
-                f"a sample of class {high} counts {mean[high] / max(mean[low], 1e-12):,.0f} times as much as one of "
-            )
-            return warned(f"{evidence}class {low}", "class weights that differ less")
+            evidence = f"a sample of class {high} counts {mean[high] / max(mean[low], 1e-12):,.0f} times as much "
+            return warned(f"{evidence}as one of class {low}", "class weights that differ less")
         columns = gradient.abs().amax(0)
         used = columns > _IGNORED * columns.max()
         if unused := [each for each in present if each < len(columns) and not bool(used[each])]:

@@ -30,14 +30,12 @@ _NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 class ObservedPass:
     """A forward and a backward pass over a batch, in training mode but without dropout."""
 
-    scales: list[tuple[str, float]] = field(
-        default_factory=list
-    )  # deviation of the outputs of each module with weights
+    scales: list[tuple[str, float]] = field(default_factory=list)  # deviation of the outputs of modules with weights
     input_scale: float = math.nan  # deviation of the input of the last of these modules
     biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
     units: list[tuple[str, int, int]] = field(
         default_factory=list
-    )  # by rectifier: module, units, units that never fired
+    )  # by rectifier: module, units, those that never fired
     missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
     gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
 
@@ -59,6 +57,7 @@ def observe_pass(context: CheckContext) -> ObservedPass:
     """Send a batch through model, loss and back."""
     found, model, batch = ObservedPass(), context.model, context.batch
     inside: list[str] = []
+    rectified: list[Tensor] = []  # the output of the last rectifier
     outputs: dict[int, tuple[str, int, Tensor]] = {}  # by identity, with the version; kept, so that no identity recurs
 
     def deviation(values: Tensor) -> float:
@@ -87,6 +86,7 @@ def observe_pass(context: CheckContext) -> ObservedPass:
             # Features come last in tokens (B, N, D), and second in images (B, C, H, W).
             values = output.detach() if output.ndim == 3 else output.detach().transpose(1, -1)
             top = values.flatten(0, -2).amax(0)
+            rectified[:] = [output]
             found.units.append((inside[-1] if inside else "", len(top), int((top <= 0).sum())))
 
     context.disable_dropout()
@@ -94,6 +94,8 @@ def observe_pass(context: CheckContext) -> ObservedPass:
         with Operations(count_dead_units):
             logits = model(batch.images)
         loss = context.training.parts.loss(logits, context.targets(batch))
+    if rectified and rectified[0].data_ptr() == logits.data_ptr():
+        found.units.pop()  # outputs that are never negative by design: reachable-targets judges them
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
@@ -109,10 +111,7 @@ def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, although the config freezes nothing."""
     frozen = [name for name, parameter in context.model.named_parameters() if not parameter.requires_grad]
     total = sum(1 for _ in context.model.parameters())
-    what, fix = (
-        f"of {total} parameters do not require gradients",
-        "requires_grad=True; if this is intended, set freeze=...",
-    )
+    what, fix = f"of {total} parameters do not require gradients", "requires_grad=True, or freeze=... if intended"
     if frozen and context.config.freeze is not None:
         return passed(f"{len(frozen)} {what}: {join_names(frozen)}, as set by `freeze`")
     return none_of(frozen, what, fix, f"all {total} require gradients", "warn")
@@ -122,7 +121,7 @@ def optimizer_parameters(context: CheckContext) -> Result:
     """Trainable parameters that the optimizer does not have."""
     groups = context.training.state.optimizer.param_groups
     known = {id(parameter) for group in groups for parameter in group["params"]}
-    trainable = [(name, p) for name, p in context.model.named_parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in context.training.state.named_parameters() if p.requires_grad]
     missing = [name for name, parameter in trainable if id(parameter) not in known]
     what, fix = f"of {len(trainable)} are in no parameter group", "pass all parameters on to the optimizer"
     return none_of(missing, what, fix, f"all {len(trainable)} are in its {amount(len(groups), 'group')}")
@@ -153,10 +152,8 @@ def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
 
 def detached_parameters(context: CheckContext) -> Result:
     """Parameters that change the outputs but get no gradient, because of detach, no_grad, .data or .item."""
-    used, fix = (
-        context.cached(_without_gradient)[1],
-        "remove detach(), no_grad, .data, .item() or numpy() before the loss",
-    )
+    used = context.cached(_without_gradient)[1]
+    fix = "remove detach(), no_grad, .data, .item() or numpy() before the loss"
     otherwise = "all parameters that change the outputs get a gradient"
     return none_of(used, "parameters change the outputs and get no gradient", fix, otherwise)
 
@@ -187,7 +184,7 @@ def bias_before_norm(context: CheckContext) -> Result:
 def dead_units(context: CheckContext) -> Result:
     """Units of a ReLU that are zero for every sample: they output nothing and learn nothing."""
     units = context.cached(observe_pass).units
-    need(units, "the model has no rectifier")
+    need(units, "the model has no rectifier before its outputs")
     name, count, dead = max(units, key=lambda each: each[2] / each[1])
     total, all_dead = sum(each[1] for each in units), sum(each[2] for each in units)
     evidence = f"{all_dead:,} of {total:,} units never fire on {len(context.batch.images)} samples; "
@@ -230,10 +227,12 @@ def gradient_scale(context: CheckContext) -> Result:
     if wrong := _not_finite(gradients):
         return failed(f"the gradient of {wrong[0]} is not finite", fix)
     if zero := [name for name, gradient in gradients if gradient == 0]:
-        starts_at_zero = any(
-            not bool(p.any()) for name, p in context.model.named_parameters() if not name.endswith("bias")
+        weights = [p for name, p in context.model.named_parameters() if not name.endswith("bias")]
+        need(
+            all(bool(p.any()) for p in weights),
+            "a weight starts at zero, which lets no gradient through before the first step",
         )
-        need(not starts_at_zero, "a weight starts at zero, which lets no gradient through before the first step")
+        fix = "see dead-units and reachable-targets: a ReLU that is always 0, a saturated output, a product with 0"
         return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {join_names(zero)}", fix)
     least, most, evidence = _extremes(gradients, "of")
     fail, warn = (least / most < share or most > bound for share, bound in ((_FAINTEST, 1e6), (_FAINT, 1e4)))
@@ -279,9 +278,9 @@ def unregistered_parameters(context: CheckContext) -> Result:
     known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
     graph = context.loss()  # keeps the tensors alive, so no two have one identity
     found = [each for each in _graph_leaves(graph) if id(each) not in known]
-    of_loss = loss.named_parameters() if isinstance(loss, nn.Module) and found else ()
-    names = {id(each): f"loss.{name}" for name, each in of_loss}
-    for place, module in model.named_modules() if found else ():
+    names: dict[int, str] = {}
+    modules = [*model.named_modules(), *(loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ())]
+    for place, module in modules if found else ():
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for name, tensor in _nested_tensors(value, f"{place}.{key}" if place else key):

@@ -1,6 +1,8 @@
-"""Similar pictures: mirrored, rotated, shifted, cropped, rescaled, brighter, grey, or compressed again."""
+"""Similar pictures: mirrored, rotated, shifted, cropped, rescaled, noisy, brighter, grey, or compressed again."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -12,19 +14,18 @@ _RATIO = 0.4  # most that the distance to the same picture may be of the distanc
 _OTHERS = 3  # rank of that other picture, so that two copies of one picture do not hide each other
 _MARGIN = 2  # thumbnail pixels cut off at each border, and by how many pictures may be shifted
 _SCALES = (1.0, 0.8, 0.9, 1.125, 1.25)
-_QUERIES = 256  # pictures that are compared in every position
+_CANDIDATES = 16  # pictures that are compared in every position, those that are most similar at half the resolution
 
 
 def unit_vectors(images: Tensor) -> Tensor:
     """Images as vectors of length 1 without their mean, so that brightness and contrast do not count: (N, D)."""
     flat = images.flatten(1).double()
     flat = flat - flat.mean(1, keepdim=True)
-    units: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-6)
-    return units.float()
+    return F.normalize(flat, dim=1, eps=1e-6).float()
 
 
 def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find thumbnails (Q, C, h, w) among others (N, C, h, w).
+    """Find grey thumbnails (Q, 1, h, w) among others (N, 1, h, w).
 
     Returns for each the correlation with the most similar picture, the place of that among the others, and whether both are
     the same picture, (Q,) each.
@@ -32,57 +33,61 @@ def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Ten
     Unrelated photographs can have a correlation of 0.9, and images of one pattern with noise 0.99, so a correlation alone
     does not decide. The same picture occurs once: other pictures are much less similar to it.
     """
-    correlation, place = (unit_vectors(queries) @ unit_vectors(known).T).max(1)
+    units = unit_vectors(known).T
+    correlation, place = torch.maximum(unit_vectors(queries) @ units, unit_vectors(queries.flip(-1)) @ units).max(1)
     same = correlation > _SAME
     if min(known.shape[2:]) > 2 * _MARGIN + 4 and len(known) > _OTHERS:
-        aligned = _aligned_correlations(queries[:_QUERIES], known)
-        best, places = aligned.topk(_OTHERS, 1)
-        found = (best[:, 0] > _CLOSE) & (1 - best[:, 0] < _RATIO * (1 - best[:, -1]))
-        newly = (found & ~same[:_QUERIES]).nonzero().flatten()
-        correlation[newly], place[newly] = best[newly, 0], places[newly, 0]
-        same[newly] = True
+        aligned, candidates = _aligned_correlations(queries, known)
+        best, order = aligned.topk(_OTHERS, 1)
+        found = (best[:, 0] > _CLOSE) & (1 - best[:, 0] < _RATIO * (1 - best[:, -1])) & ~same
+        correlation = torch.where(found, best[:, 0], correlation)
+        place = torch.where(found, candidates.gather(1, order[:, :1])[:, 0], place)
+        same |= found
     return correlation, place, same
 
 
-def _aligned_correlations(queries: Tensor, known: Tensor) -> Tensor:
-    """The best correlation of each query with each known picture in any position, (Q, N)."""
-    height, width = known.shape[2] - 2 * _MARGIN, known.shape[3] - 2 * _MARGIN
-    # Without color, which copies may have lost.
-    queries, known = queries.mean(1, keepdim=True), known.mean(1, keepdim=True)
-    middle = ..., slice(_MARGIN, _MARGIN + height), slice(_MARGIN, _MARGIN + width)
-    windows = [queries.flip(2)[middle], queries.rot90(2, (2, 3))[middle]]
+def _aligned_correlations(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """The best correlation of each query in any position with its candidates, and their places: (Q, M) each."""
+    middle = _detail(known[:, :, _MARGIN:-_MARGIN, _MARGIN:-_MARGIN])
+    pooled = _detail(F.avg_pool2d(known[:, :, _MARGIN:-_MARGIN, _MARGIN:-_MARGIN], 2)).T
+    rough = torch.full((len(queries), len(known)), -1.0)
+    for window in _windows(queries, 2):
+        rough = torch.maximum(rough, _detail(F.avg_pool2d(window, 2)) @ pooled)
+    candidates = rough.topk(min(_CANDIDATES, len(known)), 1).indices
+    theirs, best = middle[candidates], torch.full(candidates.shape, -1.0)
+    for window in _windows(queries, 1):
+        best = torch.maximum(best, (theirs @ _detail(window)[:, :, None])[:, :, 0])
+    return best, candidates
+
+
+def _windows(images: Tensor, step: int) -> Iterator[Tensor]:
+    """What the middle of a copy of the images may show, in many positions; `step` is that of the shifts."""
+    height, width = (side - 2 * _MARGIN for side in images.shape[2:])
+    turned = [images.flip(2), images.rot90(2, (2, 3))]
     if height == width:
-        turned = (queries, queries.flip(2), queries.flip(3), queries.rot90(2, (2, 3)))
-        windows += [image.rot90(1, (2, 3))[middle] for image in turned]
+        turned += [each.rot90(1, (2, 3)) for each in (images, images.flip(2), images.flip(3), images.rot90(2, (2, 3)))]
+    yield from (each[:, :, _MARGIN : _MARGIN + height, _MARGIN : _MARGIN + width] for each in turned)
     for scale in _SCALES:
-        size = [max(round(side * scale), 1) for side in known.shape[2:]]
-        images = [F.interpolate(queries, size, mode="bilinear", antialias=True)]
-        if scale == 1.0:  # also shifted by half a pixel
-            right = (queries + queries.roll(1, 3)) / 2
-            images = [queries, right, (queries + queries.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
-        step = 1 if scale <= 1.0 else 2
-        windows += [
-            image[:, :, top : top + height, left : left + width]
-            for image in (*images, *(each.flip(-1) for each in images))
-            for top in _offsets(size[0], height)[::step]
-            for left in _offsets(size[1], width)[::step]
-        ]
-    # Without smooth gradients, which any two photographs have in common: polynomials of degree 2 over the image.
-    down, right = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
-    terms = [torch.ones_like(down), down, right, down * right, down.square(), right.square()]
-    basis = torch.linalg.qr(torch.stack(terms).flatten(1).T).Q
-
-    def detail(images: Tensor) -> Tensor:
-        flat = images.flatten(1)
-        return unit_vectors(flat - flat @ basis @ basis.T)
-
-    ours, best = detail(known[middle]), torch.full((len(queries), len(known)), -1.0)
-    for window in windows:
-        best = torch.maximum(best, detail(window) @ ours.T)
-    return best
+        size = [max(round(side * scale), 1) for side in images.shape[2:]]
+        scaled = [F.interpolate(images, size, mode="bilinear", antialias=True)]
+        if scale == 1.0 and step == 1:  # also shifted by half a pixel
+            right = (images + images.roll(1, 3)) / 2
+            scaled = [images, right, (images + images.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
+        for each in (*scaled, *(each.flip(-1) for each in scaled)):
+            for top in _offsets(size[0], height)[:: step if scale <= 1.0 else 2]:
+                for left in _offsets(size[1], width)[:: step if scale <= 1.0 else 2]:
+                    yield each[:, :, top : top + height, left : left + width]
 
 
 def _offsets(size: int, window: int) -> range:
     """Where windows begin: at most `_MARGIN` from the middle."""
     middle = (size - window) // 2
     return range(max(0, middle - _MARGIN), min(size - window, middle + _MARGIN) + 1)
+
+
+def _detail(images: Tensor) -> Tensor:
+    """Unit vectors without smooth gradients, which any two photographs have in common: polynomials of degree 2."""
+    down, right = torch.meshgrid(*(torch.linspace(-1, 1, side) for side in images.shape[2:]), indexing="ij")
+    terms = [torch.ones_like(down), down, right, down * right, down.square(), right.square()]
+    basis, flat = torch.linalg.qr(torch.stack(terms).flatten(1).T).Q, images.flatten(1)
+    return unit_vectors(flat - flat @ basis @ basis.T)

@@ -16,7 +16,7 @@ from typing import Any
 from runner.build.describe import describe
 from runner.build.hardware import set_switches
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.errors import FAILED, INCOMPLETE, ConfigError, Problem, UserError, nearest
 from runner.config.schema.verbs import Check as Settings
 from runner.config.signals import raising_after
 from runner.engine.errors import Diverged
@@ -28,7 +28,7 @@ from runner.verbs.check.result import NotApplicable, Result, failed, join_names,
 from runner.verbs.check.split_stats import is_classes
 from runner.verbs.check.table import BUILD, CHECKS, Check, turn
 
-FAILED, INCOMPLETE = 1, 3  # exit statuses
+_SHARE = 0.5  # of the time left, for one check: others need the time too
 _MOST_CLASSES = 12  # that the report lists
 _KINDS = {  # status or lack: the words of the summary, and whether it names the checks
     "fail": ("failed", True),
@@ -52,7 +52,7 @@ def run(composition: Composition) -> float:
         The number of checks that failed, for sweepers.
 
     Raises:
-        SystemExit: with exit status 1 if a check failed, 3 if one could not run, unless the job is part of a sweep.
+        SystemExit: with exit status 1 if a check failed, 5 if one could not run, unless the job is part of a sweep.
     """
     config, found = config_and_checkpoint(composition, Settings, "best")
     chosen, report = select_checks(config), Report(config.json)
@@ -130,7 +130,8 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
 def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
     """The result of one check, after which the context is restored.
 
-    A check that raises has failed. Later checks that raise the same are skipped: `errors` collects the first check of each.
+    It may take half of the time left, or a second. One that raises has failed; later ones that raise the same are skipped:
+    `errors` collects the first check of each.
     """
     budget = f"budget_s={context.config.budget_s:g}"
     if context.left <= 0:
@@ -139,13 +140,14 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     try:
         with contextlib.ExitStack() as stack:
             stack.callback(context.restore)
-            stack.enter_context(time_limit(context.left))
+            share = context.left if each is BUILD else max(1.0, _SHARE * context.left)
+            stack.enter_context(time_limit(min(context.left, share)))
             result = each.run(context)
             # A fault found in a few images is a fault; that a few images show none proves little.
             few = context.undersampled() if context.used_stats and result.status == "pass" else []
         return Result("skip", f"saw only {join_names(few)}", lack="images") if few else result
     except OutOfTime:
-        return out_of_time(f"{budget} ran out while it was running")
+        return out_of_time(f"{budget} is too short: it took half of the time left, or all")
     except NotApplicable as reason:
         return Result("skip", str(reason))
     except (MemoryError, KeyboardInterrupt):

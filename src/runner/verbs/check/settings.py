@@ -182,10 +182,8 @@ def norm_statistics(context: CheckContext) -> Result:
     norms = {name: each for name, each in context.model.named_modules() if isinstance(each, BATCH_NORM)}
     need(norms, "the model has no BatchNorm")
     plan, steps = context.training.plan, context.training.total_steps
-    size, fix = (
-        plan.batch_size,
-        "momentum=0.1; in PyTorch it is the share of the new batch, in TensorFlow that of the old ones",
-    )
+    size = plan.batch_size
+    fix = "momentum=0.1; in PyTorch it is the share of the new batch, in TensorFlow that of the old ones"
     for name, norm in norms.items():
         momentum = norm.momentum
         if norm.track_running_stats and momentum is not None:
@@ -208,20 +206,16 @@ def norm_statistics(context: CheckContext) -> Result:
 def dropout_rate(context: CheckContext) -> Result:
     """Dropout, as a layer or a function, that drops almost everything."""
     calls: list[float] = []
-    images = context.batch.images
 
     def look(name: str, arguments: Sequence[Any], output: Any) -> None:
-        if (
-            name in ("bernoulli_", "bernoulli", "native_dropout")
-            and len(arguments) > 1
-            and isinstance(arguments[1], float)
-        ):
+        drops = name in ("bernoulli_", "bernoulli", "native_dropout")
+        if drops and len(arguments) > 1 and isinstance(arguments[1], float):
             # Those other than native_dropout are given the share that is kept.
             calls.append(arguments[1] if name == "native_dropout" else 1 - arguments[1])
 
     context.training.state.train()
     with Operations(look), torch.no_grad():
-        context.model(images)
+        context.model(context.noise)
     modules = context.model.named_modules()
     rates = {name: float(each.p) for name, each in modules if isinstance(each, DROPOUT) and each.p > 0}
     rates |= {f"number {place} in forward": rate for place, rate in enumerate(calls)}

@@ -40,6 +40,7 @@ class SplitStats:
     digests: list[bytes]  # hashes of the bytes of each image
     thumbnails: Tensor  # M of the images, averaged to 16 by 16 pixels, float32 (M, C, h, w)
     thumbnail_rows: Tensor  # their positions among the N, int64 (M,)
+    grey: Tensor  # all images averaged in the same way, without color, float32 (N, 1, h, w); as thumbnails, empty if they differ
     indices: Tensor  # in the data set, int64 (N,)
     targets: Tensor  # (N, ...)
     low: Tensor  # smallest value of each image, float32 (N,); uint8 values are divided by 255
@@ -104,12 +105,12 @@ def compute_split_stats(
     transforms: Sequence[SampleTransform],
     most: int,
     seed: int,
-    in_time: Callable[[int], bool],
+    in_time: Callable[[], bool],
 ) -> SplitStats:
     """Measure a split: all of it if it is small and in memory, otherwise a random sample, stratified over the classes.
 
     `part` is the data set and which of its samples are in the split. At most `most` images are read one by one, while
-    `in_time` returns True for the number of images read so far, and at most as many thumbnails are made.
+    `in_time` returns True, and at most as many thumbnails are made.
     """
     dataset, indices = part
     known = known_targets(part)
@@ -129,6 +130,7 @@ def compute_split_stats(
     dtypes: Counter[str] = Counter()
     columns: list[tuple[Tensor, ...]] = []
     small: list[Tensor] = []
+    grey: list[Tensor] = []
     digests: list[bytes] = []
     whole_numbers = True
     for rows, images, targets in source:
@@ -138,7 +140,9 @@ def compute_split_stats(
             continue  # other channels or another target shape than the first: counted only
         if images.is_floating_point():
             whole_numbers = whole_numbers and bool((images == images.round()).all())
-        small.append(thumbnails(_scaled(images[shown[len(digests) : len(digests) + len(rows)]])))
+        averaged = thumbnails(_scaled(images))
+        small.append(averaged[shown[len(digests) : len(digests) + len(rows)]])
+        grey.append(averaged.mean(1, keepdim=True))
         pixels = images.contiguous().flatten(1).view(torch.uint8).numpy()
         digests += [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in pixels]
         columns.append((rows, targets, *_measured(images)))
@@ -148,6 +152,7 @@ def compute_split_stats(
         *(name, dataset, len(indices), len(places), shapes, dtypes, whole_numbers, unreadable, kept, digests),
         torch.cat(small) if alike else torch.zeros(0, 1, 1, 1),
         shown[: len(digests)].nonzero().flatten() if alike else none,
+        torch.cat(grey) if alike else torch.zeros(0, 1, 1, 1),
         *map(torch.cat, zip(*(columns or [(none, none, *_measured(torch.zeros(0, 1, 1, 1)))]), strict=True)),
     )
 
@@ -155,14 +160,14 @@ def compute_split_stats(
 def _one_by_one(
     dataset: SeededDataset,
     indices: Tensor,
-    in_time: Callable[[int], bool],
+    in_time: Callable[[], bool],
     unreadable: dict[int, str],
     kept: dict[int, tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Index, image and target of each sample as a batch of one, while there is time; adds to the two dicts."""
     room = _KEPT_BYTES
-    for read, index in enumerate(indices.tolist()):
-        if not in_time(read):
+    for index in indices.tolist():
+        if not in_time():
             break
         try:
             image, target = dataset[0, index]

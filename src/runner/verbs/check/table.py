@@ -86,6 +86,9 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     ),
     "steps": (training.short_training,),
 }
+# Before all others: they read no images.
+_FIRST = (settings.optimizer_settings, settings.schedule, settings.averaging, settings.norm_statistics,
+          settings.dropout_rate, settings.epoch_length)
 # After all others, in this order: with a pass or two through the model, then a few steps, then many.
 _LATER = (
     loss.loss_of_samples, loss.loss_axis, loss.loss_broadcast, baselines.learnable, baselines.class_meaning,
@@ -100,4 +103,4 @@ CHECKS = tuple(Check(group, run) for group, checks in _GROUPS.items() for run in
 
 def turn(check: Check) -> int:
     """When the check runs, for sorting."""
-    return _LATER.index(check.run) if check.run in _LATER else -1
+    return _LATER.index(check.run) + 1 if check.run in _LATER else -int(check.run in _FIRST)

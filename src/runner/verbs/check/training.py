@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import statistics
-import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,25 +19,24 @@ from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean
 from runner.verbs.check.context import CheckContext
+from runner.verbs.check.guess import guess_loss, loss_range, overfit_samples
 from runner.verbs.check.loop import (
     build_loop,
     held_out_loader,
-    overfit_samples,
     run_callbacks,
     train_on_batch,
     without_noise,
 )
-from runner.verbs.check.result import Result, failed, graded, need, out_of_time, passed, warned
+from runner.verbs.check.result import Result, failed, graded, need, passed, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
-_SHARE_OF_RAMP = 0.6  # of the time left, for these steps
-
+_EXPLODED, _RISEN = 15, 3  # how often the loss rises by the range between the first one, or a guess, and the lowest
 _STEPS, _EPOCH = 32, 8  # of a short training
 _RATES = (1.0, 0.1, 10.0, 100.0)  # multiples of the rate of the run: its size is for another check
 _PLAIN_RATES = (1e-3, 1e-2)  # of AdamW
-_FALLEN = 0.9  # share of the first loss
+_LEARNED = 0.1  # share of the range between a guess, or the first loss, and the lowest
+_FALLEN = 0.02  # of this range, in a training on all samples
 _UNDONE = 0.5  # share of the progress without callbacks
-_SECONDS = 0.1  # share of the time left, for one short training
 
 
 def _count_every_loss(context: CheckContext) -> None:
@@ -46,15 +46,12 @@ def _count_every_loss(context: CheckContext) -> None:
 
 def learning_rate(context: CheckContext) -> Result:
     """A learning rate at which the loss explodes within a few steps, or nothing changes."""
-    training, budget = context.training, f"budget_s={context.config.budget_s:g} is too short"
-    if (possible := context.affordable_steps()) < 2 * _RAMP:
-        return out_of_time(f"it takes {2 * _RAMP} steps, and there is time for {possible:.0f}")
+    training, (guess, lowest) = context.training, context.cached(loss_range)
     _count_every_loss(context)
     state, plan, loader = training.state, training.plan, training.data.train.loader
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
     losses: list[float] = []
-    until = time.monotonic() + max(1.0, _SHARE_OF_RAMP * context.left)
     epochs = (zip(loader.batches(n, 0, plan.batches), plan.parts(0), strict=False) for n in itertools.count())
     for batch, (size, weight, update) in itertools.chain.from_iterable(epochs):
         # Up to the rate in equal factors, from a hundredth of it: a short warm-up.
@@ -65,7 +62,7 @@ def learning_rate(context: CheckContext) -> Result:
         if update:
             losses.append(state.meter.read())
             state.meter.reset()
-            if len(losses) >= 2 * _RAMP or time.monotonic() > until or not math.isfinite(losses[-1]):
+            if len(losses) >= 2 * _RAMP or not math.isfinite(losses[-1]):
                 break
     after = dict(training.model.named_parameters())
     moves = [float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items() if bool(old.any())]
@@ -73,70 +70,79 @@ def learning_rate(context: CheckContext) -> Result:
     evidence = f"loss {first:.4g} to {last:.4g} in {len(losses)} steps up to {max(rates):g}; "
     evidence += f"weights move by up to {moved:.2g} of their size"
     fix = "a smaller optimizer.lr"
-    if not math.isfinite(last) or not math.isfinite(losses[-1]) or last > 10 * first + 10:
+    rise, reach = last - first, max(first, guess) - lowest
+    if not math.isfinite(last) or not math.isfinite(losses[-1]) or rise > _EXPLODED * reach:
         return failed(evidence, fix)
     if training.parts.guard is not None and (skipped_steps := training.parts.guard.found()):
         return failed(f"{evidence}; the gradients of step {skipped_steps[0] + 1} are not finite", fix)
-    if len(losses) < 2 * _RAMP:
-        return out_of_time(f"{budget}: {evidence}")
-    if last > 3 * first + 1:
+    if rise > _RISEN * reach:
         return warned(evidence, fix)
     return graded(evidence, "a larger optimizer.lr", warn=moved < 1e-5)
 
 
-class _LossRecorder:
-    """Records the mean loss of every few steps."""
+@contextlib.contextmanager
+def _squeezed(context: CheckContext, steps: int, scale: float = 1.0, constant: bool = False) -> Iterator[None]:
+    """The schedule of the whole run in a few steps, or none, times `scale`."""
+    state, real, total = context.training.state, context.training.state.schedule, context.training.total_steps
 
-    def __init__(self, context: CheckContext, every: int) -> None:
-        self.context, self.every = context, every
-        self.losses: list[tuple[int, float]] = []
-        self.rollbacks: list[str] = []
+    def factor(step: int) -> float:
+        return scale * (1.0 if constant else real.factor(min(total - 1, step * total // steps)))
 
-    def on_step(self, loop: Loop) -> None:
-        done = loop.state.position.global_step
-        if done % self.every == 0:
-            loop.check_nonfinite()
-            if set(range(done - self.every + 1, done + 1)) <= set(loop.state.position.skipped_steps):
-                return  # there is no loss to read
-            self.losses.append((done, loop.state.meter.read()))
-            loop.state.meter.reset()
-        if self.context.left < 1:
-            loop.request_stop("budget_s is used up")
-
-    def on_rollback(self, loop: Loop, found: NotFinite) -> None:
-        """Training starts again, without the step."""
-        self.rollbacks.append(str(found))
-        self.losses.clear()
-        _count_every_loss(self.context)
+    # Evaluations after so few steps mean little to it.
+    states: Any = {
+        "state_dict": real.state_dict,
+        "load_state_dict": real.load_state_dict,
+        "observe": lambda metric: None,
+    }
+    state.schedule = SimpleNamespace(factor=factor, **states)
+    try:
+        yield
+    finally:
+        state.schedule = real
 
 
 def training(context: CheckContext) -> Result:
-    """A short training like that of the run, in which the loss does not fall (train=true)."""
+    """A short training like that of the run that ends at the loss of a guess, or with a higher loss (train=true)."""
     need(context.config.train, "only with train=true")
-    run = context.training
-    steps = min(context.config.train_steps, run.total_steps)
-    every = max(1, steps // 10)
-    recorder = _LossRecorder(context, every)
+    run, (_, lowest) = context.training, context.cached(loss_range)
+    losses: list[float] = []
+    rollbacks: list[str] = []
+
+    def on_step(loop: Loop) -> None:
+        loop.check_nonfinite()
+        if loop.state.position.global_step not in loop.state.position.skipped_steps:  # these have no loss
+            losses.append(loop.state.meter.read())
+            loop.state.meter.reset()
+
+    def on_rollback(loop: Loop, found: NotFinite) -> None:
+        rollbacks.append(str(found))
+        losses.clear()
+        _count_every_loss(context)
+
     run.state.train()
     _count_every_loss(context)
+    steps = min(context.config.train_steps, run.total_steps)
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
-    loop = build_loop(context, run.data.train.loader, run.plan, limits, extra=[recorder])
-    fix = "overfit and learning-rate tell model and optimizer apart; a larger train_steps"
+    extra = [SimpleNamespace(on_step=on_step, on_rollback=on_rollback)]
+    loop = build_loop(context, run.data.train.loader, run.plan, limits, extra=extra)
+    fix = "see overfit and short-training about model and optimizer; learnable, batches and splits about the data"
     try:
-        loop.run()
+        with _squeezed(context, steps):
+            loop.run()
     except Diverged as error:
         return failed(f"diverged: {error}", f"a smaller optimizer.lr, or grad_clip.norm=1.0: {fix}")
-    losses, rollbacks = recorder.losses, recorder.rollbacks
-    if wrong := [done for done, value in losses if not math.isfinite(value)]:
-        return failed(f"the loss is not finite up to step {wrong[0]} of {steps}", f"a smaller optimizer.lr: {fix}")
-    if len(losses) < 3:
-        if rollbacks:
-            return failed(f"rolled back {len(rollbacks)} times, and hardly a step is left: {rollbacks[0]}", fix)
-        return warned(f"only {len(losses)} values of the loss", "a larger train_steps or budget_s")
-    first, last = losses[0][1], statistics.fmean(value for _, value in losses[-2:])
-    done = losses[-1][0]
-    evidence = f"mean loss {first:.4g} in the first {every} of {done} steps, {last:.4g} in the last {2 * every}"
-    if last >= 0.95 * first:
+    if not losses:
+        return failed(f"rolled back {len(rollbacks)} times, and no step is left: {rollbacks[0]}", fix)
+    if wrong := [place for place, value in enumerate(losses, 1) if not math.isfinite(value)]:
+        return failed(f"the loss of step {wrong[0]} of {steps} is not finite", f"a smaller optimizer.lr: {fix}")
+    parts = losses[: max(1, len(losses) // 10)], losses[-max(1, len(losses) // 5) :]
+    (first, last), guess = map(statistics.fmean, parts), guess_loss(context)
+    evidence = (
+        f"mean loss {first:.4g} in the first {len(parts[0])} of {steps} steps, {last:.4g} in the last {len(parts[1])}"
+    )
+    evidence += f"; a guess gives {guess:.4g}"
+    margin = _FALLEN * (guess - lowest)
+    if last >= guess - margin or last > first + margin:
         return failed(evidence, fix)
     if rollbacks:
         return warned(f"{evidence}; rolled back {len(rollbacks)} times: {rollbacks[0]}", "repair what is not finite")
@@ -156,53 +162,32 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
 
     The learning rate is multiplied by `scale`; `without` is one of `callbacks`, `clipping` and `schedule`, or nothing.
     """
-    run = context.training
     context.restore()
-    state, real = run.state, run.state.schedule
-    groups = state.optimizer.param_groups
-    rates = [group["initial_lr"] for group in groups]
-    callbacks, parts, size, until = without != "callbacks", run.parts, len(batch.images), context.left * (1 - _SECONDS)
+    callbacks, parts, size = without != "callbacks", context.training.parts, len(batch.images)
     if without == "clipping":
         parts = dataclasses.replace(parts, clip_norm=None, clip_value=None, clip_adaptive=None)
     limits = Limits(epochs=None, max_steps=_STEPS, evaluate_every_epochs=1 if callbacks else None)
     plan, held_out = EpochPlan(size * _EPOCH, size), held_out_loader(context) if callbacks else None
-    repeated: Any = SimpleNamespace(
-        samples=plan.samples, batch_size=size, batches=lambda epoch, start, stop: iter([batch] * (stop - start))
-    )
-
-    def stop_in_time(loop: Loop) -> None:
-        if context.left < until:
-            loop.request_stop("budget_s is used up")
-
-    def factor(step: int) -> float:  # the schedule of the whole run in a few steps
-        return 1.0 if without == "schedule" else real.factor(min(run.total_steps - 1, step * run.total_steps // _STEPS))
-
-    extra = [SimpleNamespace(on_step=stop_in_time)]
-    loop = build_loop(context, repeated, plan, limits, callbacks=callbacks, extra=extra, held_out=held_out, parts=parts)
-    states = {"state_dict": real.state_dict, "load_state_dict": real.load_state_dict}
+    batches = {"batches": lambda epoch, start, stop: iter([batch] * (stop - start))}
+    repeated: Any = SimpleNamespace(samples=plan.samples, batch_size=size, **batches)
+    loop = build_loop(context, repeated, plan, limits, callbacks=callbacks, held_out=held_out, parts=parts)
     try:
-        # Evaluations after so few steps mean little to it.
-        state.schedule = SimpleNamespace(factor=factor, observe=lambda metric: None, **states)
-        for group, rate in zip(groups, rates, strict=True):
-            group["initial_lr"] = rate * scale
-        loop.run()
-        return _loss_now(context, batch)
+        with _squeezed(context, _STEPS, scale, without == "schedule"):
+            loop.run()
+            return _loss_now(context, batch)
     except Diverged:
         return math.inf
-    finally:
-        state.schedule = real
-        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
-            group["initial_lr"] = rate
 
 
 def short_training(context: CheckContext) -> Result:
     """Schedule, clipping, callbacks or optimizer that undo training: the loss of one batch does not fall in 32 steps."""
-    count = len(overfit_samples(context).images)
+    count, (guess, lowest) = len(overfit_samples(context).images), context.cached(loss_range)
     batch = Batch(*(each[:count] for each in context.batch))
     context.restore()
     first = _loss_now(context, batch)
-    need(1e-6 < first < math.inf, f"the loss is {first:.3g} before the first step")
-    enough = _FALLEN * first
+    start = min(first, guess)
+    need(lowest < start < math.inf, f"the loss is {first:.3g} before the first step")
+    enough = start - _LEARNED * (start - lowest)
     custom = any(not type(each).__module__.startswith("runner.") for each in run_callbacks(context)[0])
     best, scale = math.inf, 1.0
     for each in _RATES:
@@ -219,8 +204,6 @@ def short_training(context: CheckContext) -> Result:
         if first - best < _UNDONE * (first - without):
             return failed(f"{evidence}, to {without:.4g} without callbacks", of_callbacks)
         return passed(evidence)
-    if context.left <= 1:
-        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
     for without_what, how, fix in (
         ("callbacks", "without callbacks", of_callbacks),
         ("clipping", "without clipping", "larger bounds in grad_clip, or null"),
@@ -236,4 +219,7 @@ def short_training(context: CheckContext) -> Result:
     if min(plain) < enough:
         fix = "another optimizer, or other arguments for it: see step-size"
         return failed(f"{evidence}, to {min(plain):.4g} with AdamW", fix)
+    if first > guess + _LEARNED * (guess - lowest):
+        fix = "repair what hides the images from the model, and start with small weights in the last layer: see overfit"
+        return failed(f"{evidence}, where a guess gives {guess:.4g}: only the bad start is undone", fix)
     return Result("skip", f"{evidence}, and not with AdamW either: overfit says more")

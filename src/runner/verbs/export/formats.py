@@ -22,7 +22,7 @@ from runner.config.errors import UserError
 
 INPUT, OUTPUT = "images", "outputs"
 INT8 = "model.int8.onnx"
-_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+_OF_ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages that it needs
 _INLINE_BYTES = 2**30  # larger weights go beside an ONNX file, which is a message of at most 2 GiB
 _EXAMPLES = 2  # traced samples: torch.export takes a batch of 1 for a constant size
 
@@ -47,15 +47,10 @@ class Normalizing(nn.Module):
 
 def require_packages(formats: list[str]) -> None:
     """Raise a `UserError` that names the packages of formats that are not installed."""
-    missing = [
-        f"{name} needs {package}"
-        for name in formats
-        for package in _PACKAGES.get(name, ())
-        if importlib.util.find_spec(package) is None
-    ]
+    missing = [each for each in _OF_ONNX if "onnx" in formats and importlib.util.find_spec(each) is None]
     if missing:
-        others = ", ".join(name for name in FORMATS if name not in _PACKAGES)
-        problem = f"{'; '.join(missing)}, which is not installed"
+        others = ", ".join(name for name in FORMATS if name != "onnx")
+        problem = f"onnx needs packages that are not installed: {', '.join(missing)}"
         raise UserError("format", problem, f"pip install 'runner[export]', or {others}")
 
 
@@ -102,7 +97,7 @@ def _exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram
 
 def _onnx(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    names: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT]}
+    names: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT], "dynamic_shapes": ({0: "batch"},)}
     with _quiet():
         program = _exported(model, example)
         torch.onnx.export(program, (), path, **names, external_data=size > _INLINE_BYTES, verbose=False)

@@ -220,8 +220,8 @@ def errors(found: Inspection) -> None:
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:
-            raise UserError("what", "errors needs classes, and this task has none", "the other parts")
-        found.skipped.append("errors: the task has no classes")
+            raise UserError("what", "errors needs 2 to 2048 classes, and this task has others", "the other parts")
+        found.skipped.append("errors: the task has no classes, or over 2048 of them")
         return
     mistakes = mistakes_in(
         training, split_of(training.data, config.split), outputs, config.limit.eval_batches, config.samples

@@ -106,8 +106,8 @@ def run(composition: Composition) -> float:
 
 def _without_data(resolved: ResolvedCheckpoint[Inspect]) -> Inspect | None:
     """The config with blank images and a plain loss, if the parts that it asks for need no more; None otherwise."""
-    config, images = resolved.config, resolved.found.contents["metrics"].get("images")
-    if not (config.what and set(config.what) <= _WITHOUT_DATA and not config.features and resolved.classes and images):
+    config, images = resolved.config, resolved.found.contents["metrics"]["images"]
+    if not (config.what and set(config.what) <= _WITHOUT_DATA and not config.features and resolved.classes):
         return None
     blank = {"_target_": "torchvision.datasets.FakeData", "size": 64, "image_size": images}
     data = dataclasses.replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,5 +37,6 @@ def main(argv: Sequence[str]) -> int:
     flags = dict(given)
     files, commands = scaffold_plan(kind, name, Path.cwd(), flags.get("--package"), flags.get("--config-dir"))
     write_files(files, Path.cwd())
+    commands[-1:-1] = [] if importlib.util.find_spec("pytest") else ["pip install pytest"]
     print("\n".join(["written:", *(f"  {path}" for path in files), "", "try:", *(f"  {each}" for each in commands)]))
     return 0

@@ -15,14 +15,12 @@ from typing import Any, BinaryIO
 
 from runner.config.errors import UserError, nearest
 from runner.tracking.files import finite, writing
+from runner.tracking.formats import harmless
 
 Row = dict[str, Any]
 """Column -> a text, a number, or a list of numbers."""
 Write = Callable[[Sequence[Row]], None]
 """Adds rows; all have the same columns in the same order."""
-
-# What makes spreadsheets take the text of a cell for a formula (CWE-1236).
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_ending(path: Path) -> None:
@@ -103,8 +101,8 @@ class _Csv(_Table):
             cells = list(self._cells(row))
             if self._writer is None:
                 self._writer = csv.writer(codecs.getwriter("utf-8")(self._file), lineterminator="\r\n")
-                self._writer.writerow([_harmless(_encodable(name)) for name, _ in cells])
-            self._writer.writerow([_harmless(value) for _, value in cells])
+                self._writer.writerow([harmless(_encodable(name)) for name, _ in cells])
+            self._writer.writerow([harmless(value) for _, value in cells])
 
     def _cells(self, row: Row) -> Iterator[tuple[str, Any]]:
         for name, value in row.items():
@@ -112,10 +110,6 @@ class _Csv(_Table):
                 yield from zip((f"{name}:{item}" for item in self._lists[name]), value, strict=True)
             else:
                 yield name, value
-
-
-def _harmless(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
 
 
 class _JsonLines(_Table):
