@@ -63,7 +63,7 @@ def claim(parent: Path, stamp: str) -> Path:
 def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple[RunDirectory | None, list[str]]:
     """The newest run in `runs` that is the `same` and has not finished, unless a newer one has, and warnings.
 
-    `most` limits how many are looked at, by their names; 0 is no limit. Directories that cannot be read or used are skipped
+    `most` limits how many are looked at, by their names; 0 means no limit. Directories that cannot be read or used are skipped
     with a warning, because they may belong to someone else.
     """
     skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time

@@ -138,13 +138,13 @@ _BY_PHASE: dict[str, tuple[str, str]] = {
         "deterministic=true, or another loss",
     ),
     Phase.FLOW: (
-        "all outputs, the loss and the gradients before it are the same, so the backward of {last}, or a hook on it, does "
-        "not repeat",
+        "all outputs, the loss and the gradients before it are the same, so the backward of {last}, or a hook on it, is "
+        "not deterministic",
         _REPEATING_BACKWARD,
     ),
     Phase.GRADIENT: (
         "all outputs, the loss and the gradients before it are the same, so the backward of {owner}, or a hook on {name}, "
-        "does not repeat",
+        "is not deterministic",
         _REPEATING_BACKWARD,
     ),
     Phase.WEIGHT: (

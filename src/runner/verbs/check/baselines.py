@@ -19,7 +19,7 @@ from runner.verbs.check.result import NotApplicable, Result, failed, graded, nee
 from runner.verbs.check.split_stats import SplitStats
 
 _FEWEST = 30  # held-out samples of a score
-_ERRORS = 3.0  # standard errors that are no accident
+_ERRORS = 3.0  # standard errors beyond chance
 
 
 def image_features(images: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def leakage(context: CheckContext) -> Result:
             a, b = int(train.indices[shared[0][0]]), int(stats.indices[shared[0][1]])
             example = f", such as sample {b} of {worst}, which is {a} of train"
     fix = f"remove them from train or from {worst}: a score on them says nothing about unseen images"
-    # Simple drawings, such as icons and digits, are alike now and then: a few of them are no leak.
+    # Simple drawings, such as icons and digits, are alike now and then: a few of them are not leakage.
     fail, warn = (most > few and share > bound for few, bound in ((2, _LEAKED), (1, _SOME)))
     return graded(f"{', '.join(counts)} are also in train{example}", fix, fail=fail, warn=warn)
 
