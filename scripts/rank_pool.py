@@ -36,7 +36,7 @@ class RankPool:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __call__(
-        self, entry: Callable[[Any], Any], job: Any, size: int, logs: Path | None = None, max_restarts: int = 0
+        self, entry: Callable[[Any], Any], job: Any, size: int, logs: Path | None = None, *_: Any
     ) -> Outcome:
         """Run `entry(job)` on `size` ranks; returns the outcome of the first, or raises `RankFailed`."""
         while len(self._ranks) < size:
