@@ -6,7 +6,16 @@ import os
 import sys
 
 
-_SHOWING = ("-c", "-i", "-h", "--cfg", "--info", "--help", "--hydra-help", "dry_run=true")  # what makes `train` only print
+_SHOWING = (
+    "-c",
+    "-i",
+    "-h",
+    "--cfg",
+    "--info",
+    "--help",
+    "--hydra-help",
+    "dry_run=true",
+)  # what makes `train` only print
 
 
 class _Display(io.FileIO):

@@ -179,7 +179,16 @@ def test_a_rank_that_still_writes_into_the_scratch_folder_does_not_fail_the_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.2, 0.8, 1.6])
 def test_ctrl_c_while_ranks_start_ends_without_a_traceback(workdir: Path, delay: float) -> None:
-    command = [sys.executable, "-m", "runner", "train", *WORDS[:-1], "max_steps=100000", "devices=2", "hydra.run.dir=run"]
+    command = [
+        sys.executable,
+        "-m",
+        "runner",
+        "train",
+        *WORDS[:-1],
+        "max_steps=100000",
+        "devices=2",
+        "hydra.run.dir=run",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         while process.poll() is None:
             with contextlib.suppress(FileNotFoundError):
