@@ -35,9 +35,7 @@ class RankPool:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def __call__(
-        self, entry: Callable[[Any], Any], job: Any, size: int, logs: Path | None = None, max_restarts: int = 0
-    ) -> Outcome:
+    def __call__(self, entry: Callable[[Any], Any], job: Any, size: int, logs: Path | None = None, *_: Any) -> Outcome:
         """Run `entry(job)` on `size` ranks; returns the outcome of the first, or raises `RankFailed`."""
         while len(self._ranks) < size:
             here, there = _CONTEXT.Pipe()

@@ -6,6 +6,18 @@ import os
 import sys
 
 
+_SHOWING = (
+    "-c",
+    "-i",
+    "-h",
+    "--cfg",
+    "--info",
+    "--help",
+    "--hydra-help",
+    "dry_run=true",
+)  # what makes `train` only print
+
+
 class _Display(io.FileIO):
     """Standard output or error: what cannot be shown is lost, and does not end a run."""
 
@@ -57,7 +69,8 @@ def main() -> int:
         if "torch" not in sys.modules:
             gc.freeze()  # a collection at exit would delay the report of a mistake
     sys.stdout.flush()
-    if not status and output.lost and not isinstance(output.lost, BrokenPipeError) and sys.argv[1:2] != ["train"]:
+    trained = sys.argv[1:2] == ["train"] and not any(word.startswith(_SHOWING) for word in sys.argv)
+    if not status and output.lost and not isinstance(output.lost, BrokenPipeError) and not trained:
         print(f"error: standard output cannot be written: {output.lost.strerror}", file=sys.stderr)
         return 1
     return status

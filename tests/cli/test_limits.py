@@ -39,8 +39,9 @@ def test_looking_whether_a_folder_can_be_made_leaves_nothing(run: Callable[..., 
 
 
 @pytest.mark.slow
-def test_a_limit_on_open_files_is_a_sentence(workdir: Path) -> None:
-    words = (*SMALL, "data.placement=disk", "data.num_workers=2", "hydra.run.dir=run")
+@pytest.mark.parametrize("given", [("data.placement=disk", "data.num_workers=2"), ("devices=2",)])
+def test_a_limit_on_open_files_is_a_sentence(workdir: Path, given: tuple[str, ...]) -> None:
+    words = (*SMALL, *given, "hydra.run.dir=run")
     command = f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, check=False
@@ -107,6 +108,7 @@ def test_a_run_does_not_end_with_its_display(workdir: Path, display: str, sweep:
         ("list model | head -n 1", 0, ""),
         ("--version >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
         ("list model >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("train --cfg job >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
         ("no_verb 2>&-", 2, ""),
         ("no_verb 2>/dev/full", 2, ""),
     ],

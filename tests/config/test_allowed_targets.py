@@ -162,7 +162,12 @@ def test_trust_that_was_given_is_not_advised_again(workdir: Any, monkeypatch: py
     assert "torch.nn.modules" in remedy("torch.hub.load", [], "loss")
 
 
-def test_a_folder_that_is_not_there_is_a_sentence() -> None:
-    node = {"_target_": "torchvision.datasets.ImageFolder", "root": "/nowhere"}
-    with pytest.raises(UserError, match=r"^data\.dataset: .*ImageFolder refuses its arguments: .*No such file"):
-        build("data.dataset", node)
+@pytest.mark.parametrize(("name", "reason"), [("ImageFolder", "No such file"), ("MNIST", "Dataset not found")])
+def test_files_that_are_not_there_are_a_sentence_for_a_nested_data_set_too(name: str, reason: str) -> None:
+    inner = {"_target_": f"torchvision.datasets.{name}", "root": "/nowhere"}
+    for key, node in (
+        ("", inner),
+        (r"\.datasets\.0", {"_target_": "torch.utils.data.ConcatDataset", "datasets": [inner]}),
+    ):
+        with pytest.raises(UserError, match=rf"^data\.dataset{key}: .*{name} refuses its arguments: .*{reason}"):
+            build("data.dataset", node)

@@ -393,6 +393,16 @@ def test_a_cache_is_made_only_in_a_folder_that_the_user_has_named(compose) -> No
         assert allowed(text, compose(f"data.{key}=/elsewhere"))
 
 
+def test_data_of_an_own_option_that_says_only_the_data_set_have_the_defaults(original, compose) -> None:
+    line = compose()
+    text, whole = stored.dump(original | {"data": original["data"] | {"download": True}}), line.values["data"]
+    short = dataclasses.replace(line, values=line.values | {"data": {"dataset": whole["dataset"]}})
+    values, _ = merge_with_checkpoint(text, "c.pt", short)
+    assert values["data"]["download"] is False
+    config, _ = resolve_with_checkpoint(stored.dump(line.values), "c.pt", short, Train)
+    assert may_write_cache(config, short)
+
+
 WANTED = """
 from torch import nn
 

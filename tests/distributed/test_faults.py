@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,8 @@ from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed import follow
+from runner.distributed.launch import run_ranks
+from runner.runtime.signals import StopSignals
 
 WORDS = (
     "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "model=mlp", "model.hidden=[16]",
@@ -125,6 +133,74 @@ def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoin
         f"stopped by SIGTERM, and rank 0 did not save within 2 s and was killed; the newest checkpoint is {newest}"
     )
     assert said == expected
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_signal_before_the_agent_listens_stops_the_ranks_and_an_ignored_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    listened: list[str] = []
+
+    def launched(config: Any, _: Any) -> Callable[..., None]:
+        listened.extend(config.signals_to_handle.split(","))
+        return lambda *_: signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launched)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopSignals() as signals:
+            if early:
+                signal.raise_signal(signal.SIGINT)
+            outcome = run_ranks(print, None, 2, tmp_path, asked_early=lambda: signals.received)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (outcome.status, outcome.sentence) == (75, "SIGINT, before the ranks had started")
+    assert ("SIGTERM" in listened) is not early
+    assert "SIGHUP" not in listened
+
+
+def test_a_rank_that_still_writes_into_the_scratch_folder_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    def launched(*_: Any) -> Callable[..., None]:
+        monkeypatch.setattr(os, "rmdir", refuse)
+        return lambda *_: None
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launched)
+    with StopSignals():
+        assert run_ranks(print, None, 2, tmp_path).status == 75
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.2, 0.8, 1.6])
+def test_ctrl_c_while_ranks_start_ends_without_a_traceback(workdir: Path, delay: float) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "runner",
+        "train",
+        *WORDS[:-1],
+        "max_steps=100000",
+        "devices=2",
+        "hydra.run.dir=run",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while process.poll() is None:
+            with contextlib.suppress(FileNotFoundError):
+                if '"running"' in (workdir / "run/summary.json").read_text():
+                    break
+            time.sleep(0.01)
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    assert "Traceback" not in said
+    assert "death signal" not in said
 
 
 def test_ranks_that_were_started_with_other_words_are_named(agent: Agent, here: Path) -> None:

@@ -19,6 +19,7 @@ from runner.config.changes import other_run
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.frozen import to_plain
+from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.config.targets import targets_in
 from runner.config.validate import shown, typed
@@ -182,7 +183,7 @@ def _with_one_trust(problems: list[Problem], trust: Sequence[str]) -> list[Probl
 
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
     """Let a config from a file fetch data only if the command line does, too: fetching writes into the folder it names."""
-    data, own = _at(values, "data"), composed["data"]
+    data, own = _at(values, "data"), _data_of(composed)
     data["download"], data["mirror"] = own["download"], own["mirror"]
     dataset = _at(values, "data.dataset")
     if dataset != own["dataset"]:
@@ -193,12 +194,17 @@ def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
             dataset["mirror"] = own["dataset"].get("mirror")
 
 
+def _data_of(composed: dict[str, Any]) -> dict[str, Any]:
+    """The data of a command line, with the defaults of what an option of the user's leaves out."""
+    return {field.name: field.default for field in dataclasses.fields(Data)} | {"dataset": {}} | composed["data"]
+
+
 def may_write_cache(config: Train, composition: Composition) -> bool:
     """Whether `data.cache` would write to a folder that the command line names, or to the default one.
 
     A config from a checkpoint must not choose a folder that is written to.
     """
-    data, own = config.data, composition.values["data"]
+    data, own = config.data, _data_of(composition.values)
     if own["cache_dir"] is not None:
         return data.cache_dir == str(own["cache_dir"])
     folders = (data.root, data.cache_dir, data.dataset.get("root"))

@@ -22,7 +22,8 @@ heard: list[str] = []
 """Names of the signals that asked this process to stop, since its verb started."""
 early: list[str] = []
 """Those that came before a run listened to them, until it does."""
-_interrupts: list[int] = []
+interrupts: list[int] = []
+"""Ctrl-C, while the code in `interruptible` runs: what it raises may be swallowed, as by an import that may fail."""
 _SOON_S = 0.01
 _AGAIN_S = 1.0
 _SLICES = 20
@@ -33,23 +34,24 @@ def interruptible() -> Iterator[None]:
     """After Ctrl-C, raise `KeyboardInterrupt` whatever the code inside raises: OmegaConf, broken off, raises something else."""
 
     def note(number: int, frame: FrameType | None) -> None:
-        _interrupts.append(number)
+        interrupts.append(number)
         signal.default_int_handler(number, frame)
 
     # Only Python's own handler is replaced: a shell ignores the signal for jobs in the background, and that stays so.
     noted = threading.current_thread() is threading.main_thread()
     noted = noted and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if noted:
-        _interrupts.clear()
+        interrupts.clear()
         signal.signal(signal.SIGINT, note)
     try:
         yield
     except Exception as error:
-        if not _interrupts:
+        if not interrupts:
             raise
         raise KeyboardInterrupt from error
     finally:
         if noted:
+            interrupts.clear()
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

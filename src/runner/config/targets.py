@@ -23,8 +23,8 @@ from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed
 
 _CONTROL = ("_target_", "_partial_", "_args_")
-# How torch says that a number in the config asks for more memory than there is.
-_TOO_LARGE = re.compile(r"can't allocate memory|not enough memory|overflow")
+# How torch says that a number in the config asks for more memory than there is, and torchvision that files are missing.
+_REFUSED = re.compile(r"can't allocate memory|not enough memory|overflow|(Dataset|metadata file|^File) not found")
 _IN_WORDS = {"lr": "lr|learning rate", "betas": "betas?", "eps": "eps|epsilon"}  # how torch's errors name its arguments
 _DOWNLOADS = ("download", "pretrained", "pretrained_backbone", "fetch_weights")
 
@@ -279,7 +279,7 @@ def build(
     try:
         return component.target(*positional, **kwargs)
     except (ValueError, TypeError, ArithmeticError, MemoryError, RuntimeError, OSError) as error:
-        if isinstance(error, RuntimeError) and not _TOO_LARGE.search(str(error)):
+        if isinstance(error, RuntimeError) and not _REFUSED.search(str(error)):
             error.add_note(f"while {key} was built")
             raise
         reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import multiprocessing
@@ -16,19 +17,21 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 from runner.config.errors import FAILED, PREEMPTED, explain
 from runner.config.signals import heard
 
-_FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
+_FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 _PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
 _STARTED = "started"  # a file that rank 0 makes
 _COLLECTED_S = 1.0
 _NOTICED_S = 10.0  # for the agent to find the rank that was killed, before those that lost it end too
 _WATCHED_S = 0.5  # between two looks at the launcher
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
+_FILES, _FILES_OF_RANK = 32, 8  # open files without which torch's agent waits minutes for connections
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
@@ -58,7 +61,14 @@ class RankFailed(Exception):
         self.hint = "\n" + outcome.text if "\n" in outcome.text and outcome.text != outcome.sentence else ""
 
 
-def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: Path, max_restarts: int = 0) -> Outcome:
+def run_ranks(
+    entry: Callable[[Any], float | None],
+    job: Any,
+    size: int,
+    logs: Path,
+    max_restarts: int = 0,
+    asked_early: Callable[[], str] = str,
+) -> Outcome:
     """Run `entry(job)` in `size` processes, which see torch's environment variables, and wait for all of them.
 
     Args:
@@ -67,24 +77,37 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
         size: how many.
         logs: folder for what ranks other than the first write to standard output and error.
         max_restarts: how often all ranks are started again after one of them has died.
+        asked_early: names the signal that asked to stop before this could listen, or nothing.
 
     Returns:
         The outcome of the first rank.
 
     Raises:
         RankFailed: with the reason of the rank that failed first.
+        OSError: if the limit on open files is too small.
     """
+    import resource
+
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES + _FILES_OF_RANK * size:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     logs.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_PATIENCE_S)
     # DistributedDataParallel imports torch's compiler, which takes more than a second, on every rank.
     multiprocessing.set_forkserver_preload([entry.__module__, "torch._dynamo"])
+    resource_tracker.ensure_running()  # which unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()  # Ctrl-C while it imports would end it with a traceback
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     failures: dict[int, Any] = {}
+    forwarded = [name for name in _FORWARDED if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
     asked, started = "a signal", False
-    with tempfile.TemporaryDirectory() as scratch, _quiet():
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, _quiet():  # ranks may still write there
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -96,9 +119,22 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
             max_restarts=max_restarts,
             monitor_interval=0.1,
             start_method="forkserver",
-            signals_to_handle=_FORWARDED,
+            signals_to_handle=",".join(forwarded),
         )
+
+        def stop(number: int, _: Any) -> None:  # until the agent listens, which is once the ranks have met
+            raise SignalException("a signal", signal.Signals(number))
+
         try:
+            if threading.current_thread() is threading.main_thread():
+                for name in forwarded:
+                    signal.signal(signal.Signals[name], stop)
+            if early := asked_early():
+                raise SignalException("a signal", signal.Signals[early])
+            # Ranks that a fork server still has to start when the launcher ends would print what they then miss.
+            ready = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+            ready.start()
+            ready.join()
             elastic_launch(config, _rank)(entry, job, scratch, str(logs), dict(os.environ), os.getpid())
         except SignalException as error:
             asked = signal.Signals(error.sigval).name  # most often the ranks have saved, and say so
@@ -155,6 +191,7 @@ def _rank(
     multiprocessing.set_start_method(None, force=True)
     with contextlib.suppress(OSError):
         os.setsid()  # a terminal's signals come through the launcher, once
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     done = threading.Event()
     threading.Thread(target=_watch, args=(launcher, done), daemon=True).start()
     if not rank:
@@ -210,7 +247,8 @@ def end_with_parent() -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the agent's own messages, which say again what `RankFailed` says."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    names = ("torch.distributed.elastic", "torch.multiprocessing.spawn")  # each of their modules has its own level
+    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name.startswith(names)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)

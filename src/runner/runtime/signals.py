@@ -11,7 +11,7 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-from runner.config.signals import STOPPING, early, heard
+from runner.config.signals import STOPPING, early, heard, interrupts
 
 # These stay ignored if they were when the process started, as nohup and shells do it.
 _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
@@ -51,6 +51,9 @@ class StopSignals:
             for number in STOPPING:
                 if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
+            if interrupts:
+                self.__exit__(None, None, None)
+                raise KeyboardInterrupt
         return self
 
     def __exit__(

@@ -86,13 +86,13 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
         return lead(job.to_plain(), setup.config, lambda: train(setup, record, signals, pruning(world().decide)))
     if size == 1:
         return train(setup, record, signals, pruning(world().decide))
-    if signals.received:
-        raise Preempted(f"{signals.received}, before the ranks had started")
     directory = record.directory.path
     record.begin()
     job = Job.of(record.composition, setup, directory)
     try:
-        outcome = run_ranks(train_as_rank, job, size, directory / "logs", setup.config.max_restarts)
+        outcome = run_ranks(
+            train_as_rank, job, size, directory / "logs", setup.config.max_restarts, lambda: signals.received
+        )
     finally:
         record.summary |= read_summary(directory) or {}
     if outcome.status == PREEMPTED:
