@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 _OF = {
     "optimizer.lr": "learning_rate learningrate lr_rate base_lr init_lr initial_lr max_lr",
@@ -114,7 +116,7 @@ def option_meant(group: str, name: str) -> str:
     word = plain(name)
     if known := _OPTIONS.get(group, {}).get(word):
         return known
-    if group == "model" and word.isidentifier() and callable(_in("torchvision.models", word)):
+    if group == "model" and _defines("torchvision.models", word):
         return f"torchvision model.name={word}"
     return ""
 
@@ -127,10 +129,10 @@ def target_meant(group: str, name: str) -> str:
         return (
             f"'~{group}' '+{group}._target_={name}'" if group in ("callbacks", "logger") else f"{group}._target_={name}"
         )
-    if group == "scheduler" and callable(_in("torch.optim.lr_scheduler", name)):
+    if group == "scheduler" and _defines("torch.optim.lr_scheduler", name):
         return f"scheduler=torch scheduler.name={name}"
-    module = {"optimizer": "torch.optim", "loss": "torch.nn"}.get(group, "")
-    return f"{group}._target_={module}.{name}" if name[:1].isupper() and callable(_in(module, name)) else ""
+    home, within = {"optimizer": ("torch.optim", ""), "loss": ("torch.nn", ".modules")}.get(group, ("", ""))
+    return f"{group}._target_={home}.{name}" if name[:1].isupper() and _defines(home + within, name) else ""
 
 
 def value_meant(key: str, value: object) -> str:
@@ -141,8 +143,14 @@ def value_meant(key: str, value: object) -> str:
     return _VALUES.get(key, {}).get(text, "")
 
 
-def _in(module: str, name: str) -> object:
-    try:
-        return getattr(importlib.import_module(module), name, None) if module else None
-    except ImportError:
-        return None
+def _defines(module: str, name: str) -> bool:
+    """Whether a module, or one in its package, defines a public function or class. Importing torch would take seconds."""
+    top, _, inner = module.partition(".")
+    spec = find_spec(top) if top and name.isidentifier() and not name.startswith("_") else None
+    if spec is None or spec.origin is None:
+        return False
+    place = Path(spec.origin).parent / inner.replace(".", "/")
+    defined = re.compile(rf"^(def|class) {name}\b".encode(), re.MULTILINE)
+    return any(
+        defined.search(file.read_bytes()) for file in [*place.glob("*.py"), *place.parent.glob(f"{place.name}.py")]
+    )
