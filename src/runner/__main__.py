@@ -5,7 +5,6 @@ import io
 import os
 import sys
 
-
 _SHOWING = (
     "-c",
     "-i",

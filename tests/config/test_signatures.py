@@ -58,6 +58,10 @@ class Twice:
     def __init__(self, width): ...
 Twice = decorated(Twice)
 
+class Patched:
+    def __init__(self, width): ...
+Patched.__init__ = lambda self, depth: None
+
 assigned = decorated(None)
 partial: int = 3
 """
@@ -69,8 +73,8 @@ def test_the_source_tells_the_arguments_of_shipped_targets_and_their_types(targe
     assert inspect.isclass(read) == inspect.isclass(imported)
     expected, found = inspect.signature(imported).parameters, inspect.signature(read).parameters
     assert [*found] == [*expected]
-    assert [(each.kind, each.default is each.empty) for each in found.values()] == [
-        (each.kind, each.default is each.empty) for each in expected.values()
+    assert [(each.kind, each.default is each.empty, each.default is None) for each in found.values()] == [
+        (each.kind, each.default is each.empty, each.default is None) for each in expected.values()
     ]
     for name in expected:  # what values are checked against
         types = [members(_annotations(each).get(name)) for each in (imported, read)]
@@ -82,7 +86,8 @@ def test_what_the_source_does_not_tell_for_certain_is_left_to_the_import(
 ) -> None:
     (workdir / "my_unclear.py").write_text(UNCLEAR)
     monkeypatch.syspath_prepend(workdir)
-    names = "made_by_a_decorator Cached Made New Inherits InheritsFields Fields twice Twice assigned partial absent Elsewhere"
+    names = """made_by_a_decorator Cached Made New Inherits InheritsFields Fields twice Twice Patched assigned partial absent
+        Elsewhere"""
     assert [name for name in names.split() if read_signature(f"my_unclear.{name}") is not None] == []
     for path in ("no_such_package.Net", "my_unclear.inner.Net", "math.sqrt", "Net", ".", "torch.nn.CrossEntropyLoss"):
         assert read_signature(path) is None

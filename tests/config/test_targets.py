@@ -22,6 +22,7 @@ import os
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 made = []
 
@@ -34,7 +35,8 @@ class Box:
 
 class Typed:
     def __init__(self, width: int, rate: float = 0.1, on: bool = False, name: str | None = None,
-                 sizes: list[int] | None = None, kind: Literal["a", "b"] = "a", other: Box | None = None) -> None:
+                 sizes: list[int] | None = None, kind: Literal["a", "b"] = "a", other: Box | None = None,
+                 depth: int = None, pair: tuple[float | Tensor, float | Tensor] = (0.5, 0.9)) -> None:
         if width < 0:
             raise ValueError(f"width must not be negative, got {width}")
         self.width, self.sizes, self.other = width, sizes, other
@@ -114,6 +116,8 @@ def bound(node: dict[str, Any], **options: Any) -> dict[str, tuple[str, str, str
         {"width": 1, "rate": 1, "on": True, "name": "x", "sizes": [1, 2], "kind": "b"},
         {"width": 1, "name": None, "sizes": None},
         {"width": 1, "rate": 1e-3},
+        {"width": 1, "depth": None, "pair": [0, 0.5]},
+        {"width": 1, "pair": [{"_target_": "package_of_the_user.Box", "anything": 3}, 0.5]},
         {"_args_": [1]},
         {"_partial_": True},
         {"width": 1, "other": {"_target_": "package_of_the_user.Box", "anything": 3}},
@@ -137,6 +141,9 @@ def test_arguments_that_fit_the_signature_have_no_problem(arguments, package):
         ({"width": 1, "on": "maybe"}, "model.on", "cannot be maybe", "true or false", ""),
         ({"width": 1, "kind": "c"}, "model.kind", "cannot be c", "a or b", ""),
         ({"width": 1, "sizes": ["x"]}, "model.sizes", "cannot be [x]", "a list, each item a whole number or null", ""),
+        ({"width": 1, "depth": "x"}, "model.depth", "cannot be x", "a whole number", ""),
+        ({"width": 1, "pair": [0.5]}, "model.pair", "cannot be [0.5]", "a list of 2: a number, a number", ""),
+        ({"width": 1, "pair": ["x", 0.5]}, "model.pair", "cannot be [x, 0.5]", "a list of 2: a number, a number", ""),
         ({"width": 1, "nmae": 1}, "model.nmae", "is not an argument of package_of_the_user.Typed", None, "name"),
         ({"width": 1, "_recursive_": False}, "model._recursive_", "is not supported", None, ""),
     ],

@@ -159,7 +159,9 @@ def _words(member: Any) -> list[str]:
         return ["true", "false"]
     if dataclasses.is_dataclass(inner):
         return ["a mapping of " + ", ".join(hints(inner))]  # type: ignore[arg-type]
-    if get_origin(inner) is list:
+    if get_origin(inner) is tuple and ... not in get_args(inner):
+        return [f"a list of {len(get_args(inner))}: {', '.join(map(describe, get_args(inner)))}"]
+    if get_origin(inner) in (list, tuple):
         return [f"a list, each item {describe(get_args(inner)[0])}"]
     if get_origin(inner) is dict:
         return [f"a mapping of names, each to {describe(get_args(inner)[1])}"]

@@ -58,8 +58,10 @@ def _bound(node: ast.stmt) -> set[str]:
     """The names that a statement of a module binds."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return {node.name}
-    inner = list(ast.walk(node))
+    inner: list[Any] = list(ast.walk(node))
     names = {each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    makers = [each for each in inner if getattr(each, "attr", "") in ("__init__", "__new__", "__signature__")]
+    names |= {getattr(each.value, "id", "") for each in makers}  # `Net.__init__ = ...` makes another `Net`
     return names | {str(getattr(each, "asname", None) or getattr(each, "name", "")) for each in inner}
 
 
@@ -77,19 +79,24 @@ def _class(node: ast.ClassDef, module: str) -> ast.ClassDef:
             given = field.value.keywords if isinstance(field.value, ast.Call) else []
             for each in given:
                 if str(each.arg).startswith("default"):
-                    each.arg, each.value = "default", ast.Constant(None)
-            value = field.value if field.value is None or given else ast.Constant(None)
+                    each.arg, each.value = "default", _reduced(each.value)
+            value = field.value if field.value is None or given else _reduced(field.value)
             body.append(ast.AnnAssign(field.target, field.annotation, value, 1))
     return ast.ClassDef(node.name, node.bases, [], body, node.decorator_list)
 
 
 def _function(node: Any) -> ast.FunctionDef:
-    """A function reduced to its arguments, each default None."""
+    """A function reduced to its arguments, without the values of its defaults."""
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         raise ValueError("its signature follows from more than its arguments")
-    node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
-    node.args.kw_defaults = [each and ast.Constant(None) for each in node.args.kw_defaults]
+    node.args.defaults = [_reduced(each) for each in node.args.defaults]
+    node.args.kw_defaults = [each and _reduced(each) for each in node.args.kw_defaults]
     return ast.FunctionDef(node.name, node.args, [ast.Pass()], [])
+
+
+def _reduced(default: Any) -> ast.Constant:
+    """None for a default that is None, and something else for any other."""
+    return ast.Constant(None if getattr(default, "value", ...) is None else ...)
 
 
 def _evaluated(node: Any, module: str) -> Any:

@@ -159,8 +159,8 @@ def bind(
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     annotations = _annotations(component.target)
     for name, value in component.arguments.items():
-        if value is None and name in facts:
-            continue
+        if value is None and (name in facts or (name in named and named[name].default is None)):
+            continue  # from the data, or the default, which `width: int = None` does not annotate
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
         elif not takes_any:
@@ -193,13 +193,21 @@ def _is_plain(annotation: Any) -> bool:
     return origin is Literal or annotation in (bool, int, float, str, types.NoneType)
 
 
+def _without_tensors(annotation: Any) -> Any:
+    """An annotation without tensors where numbers are possible, too: a config has none."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return Union[tuple(each for each in inner if getattr(each, "__name__", "") != "Tensor") or inner]  # noqa: UP007
+    return tuple[tuple(map(_without_tensors, inner))] if origin is tuple else annotation  # type: ignore[misc]
+
+
 def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     """A problem if a plain value fits none of the plain alternatives of an annotation."""
     if value == "???":  # which is reported with the others that are missing
         return []
-    alternatives = keys.members(annotation)
+    alternatives = keys.members(_without_tensors(annotation))
     plain = [member for member in alternatives if member is not None and _is_plain(member)]
-    if not plain or Any in alternatives or (isinstance(value, dict) and "_target_" in value):
+    if not plain or Any in alternatives or any(targets_in({"": value})):
         return []
     either: Any = Union[tuple(plain)]  # noqa: UP007
     # Python would take true and false for 1 and 0.

@@ -33,25 +33,27 @@ def jobs_of(words: Sequence[str], params: dict[str, Any]) -> list[list[str]]:
     return [list(job) for job in jobs]
 
 
-def validate_jobs(jobs: Sequence[Sequence[str]], problems_of: Callable[[list[str]], list[Problem]]) -> None:
-    """Validate all jobs.
+def validate_jobs(jobs: Sequence[Sequence[str]], problems_of: Callable[[list[str], bool], list[Problem]]) -> None:
+    """Validate all jobs, first without importing torch, and with it if no problem was found.
 
     Args:
         jobs: the overrides of each.
-        problems_of: composes a job and finds its problems; may raise `ConfigError` too.
+        problems_of: composes a job and finds its problems, with or without importing torch; may raise `ConfigError` too.
 
     Raises:
         ConfigError: with each problem once, and the first job that has it with the overrides that not all jobs have, unless
             all jobs have it.
     """
-    found: list[list[Problem]] = []
-    for job in jobs:
-        try:
-            found.append(problems_of(list(job)))
-        except ConfigError as error:
-            found.append(list(error.problems))
-    wrong = [number for number, problems in enumerate(found) if problems]
-    if not wrong:
+    for imports in (False, True):
+        found: list[list[Problem]] = []
+        for job in jobs:
+            try:
+                found.append(problems_of(list(job), imports))
+            except ConfigError as error:
+                found.append(list(error.problems))
+        if wrong := [number for number, problems in enumerate(found) if problems]:
+            break
+    else:
         return
     kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
     everywhere = set.intersection(*kinds)

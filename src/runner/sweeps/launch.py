@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -118,7 +119,7 @@ def _launch_run(call: Command) -> int:
 def _check_sweep(call: Command, restarted: bool) -> None:
     """Refuse what is wrong with a sweep as a whole."""
     values = call.composition.values
-    if wrong := [problem for problem in call.also(call.composition, True) if within(problem.key, OF_THE_SWEEP)]:
+    if wrong := [problem for problem in call.also(call.composition, False) if within(problem.key, OF_THE_SWEEP)]:
         raise ConfigError(wrong)  # no job has these keys
     if problem := absent(call.chosen("hydra/launcher")):
         raise ConfigError([problem])
@@ -162,10 +163,12 @@ def _launch_grid(call: Command, sweep_root: Callable[[Plan], Path], announce: An
             off = toggles_off(composition.values, call.schema)
             jobs, swept = ablated(jobs, off), sorted({*swept, *off})
 
-        def problems_of(words: list[str]) -> list[Problem]:
-            job = call.composed(words)
+        composed = functools.cache(lambda *words: call.composed(list(words)))
+
+        def problems_of(words: list[str], imports: bool) -> list[Problem]:
+            job = composed(*words)
             identities[identity(job.values, job.overrides, swept)] = job.overrides
-            return [] if job.values.get("ckpt_path") is not None else call.also(job, True)
+            return [] if job.values.get("ckpt_path") is not None else call.also(job, imports)
 
         validate_jobs(jobs, problems_of)
     elif common := _of_every_job(cfg, words, call.also(composition, True)):

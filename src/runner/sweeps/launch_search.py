@@ -141,7 +141,7 @@ def _check_ends(command: Command, words: Sequence[str], space: dict[str, Range])
     jobs = [[*words, *(word_of(*each) for each in (first | other).items())] for other in changed]
     known: list[Composition] = []
 
-    def problems_of(job: list[str]) -> list[Problem]:
+    def problems_of(job: list[str], imports: bool) -> list[Problem]:
         other = changed[jobs.index(job)]
         if not known or any(key in groups or is_nested(value) for key, value in other.items()):
             known.append(composition := command.composed(job))
@@ -151,7 +151,7 @@ def _check_ends(command: Command, words: Sequence[str], space: dict[str, Range])
                 path, _, last = key.rpartition(".")
                 section: Any = at(composition.values, path) if path else composition.values
                 section[last] = value
-        return [] if composition.values.get("ckpt_path") is not None else command.also(composition, True)
+        return [] if composition.values.get("ckpt_path") is not None else command.also(composition, imports)
 
     try:
         validate_jobs(jobs, problems_of)
