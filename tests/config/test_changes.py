@@ -98,7 +98,7 @@ def test_changes_are_refused_as_declared(inside_epoch: bool) -> None:
 def test_settings_are_compared_by_what_they_mean(
     compose: Callable[..., Any], before: str, now: str, expected: list[str]
 ) -> None:
-    found = {"model.in_channels": 1, "model.num_classes": 10, "task.num_classes": 10}  # in the data
+    found: dict[str, Any] = {"model.in_channels": 1, "model.num_classes": 10, "task.num_classes": 10}  # in the data
     config = resolve_config(compose(*before.split()), Train)
     if config.data.normalize.mean is None:
         found |= {"data.normalize.mean": [0.5], "data.normalize.std": [0.3]}

@@ -329,7 +329,8 @@ CASES = [
          "input-size", "warn", "4x4 in training, 8x8 in evaluations"),
     Case("worst for best", ("checkpoint.mode=min",), "metric-direction", "fail", "checkpoint.mode=min for val/accuracy"),
     _data("one class twice as large", "class-weights", "warn", "the correlation of weight", "loss.class_weights=[2,1,1,1]"),
-    Case("frozen at random", ("freeze=all-but-head", "model={_target_: runner.models.small_cnn.SmallCNN, in_channels: null, num_classes: null}"), "frozen-start", "warn", "no weights are loaded"),
+    Case("frozen at random", ("freeze=all-but-head", "model={_target_: runner.models.small_cnn.SmallCNN, in_channels: null, "
+         "num_classes: null}"), "frozen-start", "warn", "no weights are loaded"),
     Case("the cosine comes back", ("scheduler=torch", "scheduler.name=CosineAnnealingLR", "scheduler.interval=step",
          "scheduler.options={T_max: 40}", "epochs=20"), "schedule", "warn", "rises again after it has fallen"),
     Case("a fifth is dropped", ("data.drop_last=true", "data.batch_size=256"), "epoch-length", "warn", "drop_last=true leaves"),

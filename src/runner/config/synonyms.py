@@ -117,12 +117,7 @@ def option_meant(group: str, name: str) -> str:
     word = plain(name)
     if known := _OPTIONS.get(group, {}).get(word):
         return known
-    if (
-        group == "model"
-        and word.isidentifier()
-        and not word.startswith("_")
-        and _defines("torchvision/models/*.py", word)
-    ):
+    if group == "model" and _defines("torchvision/models/*.py", word):
         return f"torchvision model.name={word}"
     return ""
 
@@ -154,5 +149,5 @@ def _defines(files: str, name: str) -> bool:
     package, _, pattern = files.partition("/")
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
-    definition = re.compile(rf"^(?:class|def) {re.escape(name)}\b", re.MULTILINE)
+    definition = re.compile(rf"^(?:class|def) (?!_){re.escape(name)}\b", re.MULTILINE)
     return any(definition.search(path.read_text()) for each in folders or () for path in Path(each).glob(pattern))
