@@ -99,6 +99,7 @@ def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., A
         (("loss={_target_: check_zoo.Loss, fault: below zero}",), "learning-rate", "loss -3.6"),
         (("loss={_target_: check_zoo.Loss, fault: small}",), "learning-rate", "loss 0.001"),
         (("model.fault=large head",), "short-training", "loss"),
+        (("swa=0.5", "averaging.lr_factor=0.9", "scheduler=cosine", "epochs=10"), "schedule", "times the rate"),
         ((_shapes("white pages"), SHIFT), "model-input", "in training"),
         ((_shapes("white pages"), SHIFT), "augmentation", "with augmentation"),
         ((_shapes("white pages"), SHIFT), "batch-repeats", "0% of"),
@@ -110,7 +111,14 @@ def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., A
     ],
     ids=[
         *("dropout of any make", "bias of the class shares", "statistics of trained weights"),
-        *("a loss below zero", "a small loss", "a high first loss", "padded white pages", "augmented white pages"),
+        *(
+            "a loss below zero",
+            "a small loss",
+            "a high first loss",
+            "a high rate for swa",
+            "padded white pages",
+            "augmented white pages",
+        ),
         *("white pages of one border", "one drawing twice", "weighted classes", "balanced classes", "faint numbers"),
         "a rectifier at the end",
     ],

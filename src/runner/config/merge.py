@@ -197,7 +197,7 @@ def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
 def _data_of(composed: dict[str, Any]) -> dict[str, Any]:
     """The data of a command line; keys that a custom option does not have get their defaults."""
     found: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Data)}
-    return found | {"dataset": {}} | composed["data"]
+    return {**found, "dataset": {}, **composed["data"]}
 
 
 def may_write_cache(config: Train, composition: Composition) -> bool:

@@ -123,7 +123,10 @@ def repeated_norms(context: CheckContext) -> Result:
     norms = {name: each for name, each in norms.items() if each.track_running_stats}
     need(norms, "the model has no BatchNorm with running statistics")
     calls: Counter[nn.Module] = Counter()
-    hooks = [each.register_forward_hook(lambda module, *_: calls.update([module])) for each in norms.values()]
+    hooks = [
+        each.register_forward_hook(lambda module, *_: calls.update([module] * module.training))
+        for each in norms.values()
+    ]
     context.training.state.train()
     with torch.no_grad():
         context.model(context.batch.images)

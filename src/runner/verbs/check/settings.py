@@ -96,7 +96,7 @@ def schedule(context: CheckContext) -> Result:
     rising = last > 2 * max(factors[: max(1, len(factors) // 2)])
     falling = list(itertools.accumulate(factors[factors.index(top) :], min))
     again = max(now - lowest for now, lowest in zip(factors[factors.index(top) :], falling, strict=True)) > 0.3 * top
-    cyclic = "cyclic" in (kind := str(context.config.scheduler).lower()) or "restarts" in kind
+    meant = context.config.swa or any(word in str(context.config.scheduler).lower() for word in ("cyclic", "restarts"))
     evidence = f"at most {top:.3g} times the rate, first {first:.3g} and last {last:.3g}, in {total:,} steps"
     for result, wrong, problem in (
         (failed, not all(map(math.isfinite, factors)) or min(factors) < 0, "factors that are negative or not finite"),
@@ -107,7 +107,7 @@ def schedule(context: CheckContext) -> Result:
         (warned, top > 3, "the rate is exceeded"),
         (warned, active < 0.35, idle),
         (warned, rising, "the rate rises to the end of the run"),
-        (warned, again and not cyclic, "the rate rises again after it has fallen"),
+        (warned, again and not meant, "the rate rises again after it has fallen"),
     ):
         if wrong:
             fix = "scheduler.warmup and scheduler.total_steps that fit the run, or scheduler=constant"

@@ -110,4 +110,4 @@ CHECKS = tuple(Check(group, run) for group, checks in _GROUPS.items() for run in
 
 def turn(check: Check) -> int:
     """When the check runs, for sorting."""
-    return -1 if check.run in _FIRST else _LATER.index(check.run) + 1 if check.run in _LATER else 0
+    return _LATER.index(check.run) + 1 if check.run in _LATER else -int(check.run in _FIRST)
