@@ -40,7 +40,7 @@ PHRASES = {
     r"\bthe line (?:selects|says|names)\b": "the command line",
     r"\btells? of\b": "reports",
     r"\bwords of the line\b": "overrides",
-    r"(?<!there.)\bis no (?!(?:l(?:ong|arg)|small|lat|old|new|furth|fast|bett)er|more|worse|less|job|reason|result)[a-z]": "is not a",
+    r"(?<!there.)\bis no (?!(?:l(?:ong|arg)|small|lat|old|new|furth|fast|bett)er|more|worse|less|job|rea|res)[a-z]": "is not a",
     r"(?<!there.)\bare no (?!(?:l(?:ong|arg)|small|lat|old|new|furth|fast|bett)er|more|worse|less)[a-z]": "are not",
     r"\breads? no \w+ again": "does not read ... again",
     r"\blies? there\b": "it contains",

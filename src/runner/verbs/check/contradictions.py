@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import torch
@@ -117,23 +118,26 @@ def colorless_class(context: CheckContext) -> Result:
     )
 
 
+def _count(calls: Counter[nn.Module], module: nn.Module, *_: object) -> None:
+    calls[module] += module.training
+
+
 def repeated_norms(context: CheckContext) -> Result:
     """BatchNorm layers that update their running statistics several times in a step."""
-    norms = {name: each for name, each in context.model.named_modules() if isinstance(each, BATCH_NORM)}
-    norms = {name: each for name, each in norms.items() if each.track_running_stats}
+    modules = context.model.named_modules()
+    norms = {name: each for name, each in modules if isinstance(each, BATCH_NORM) and each.track_running_stats}
     need(norms, "the model has no BatchNorm with running statistics")
     calls: Counter[nn.Module] = Counter()
-    hooks = [
-        each.register_forward_hook(lambda module, *_: calls.update([module] * module.training))
-        for each in norms.values()
-    ]
+    hooks = [each.register_forward_hook(functools.partial(_count, calls)) for each in norms.values()]
     context.training.state.train()
     with torch.no_grad():
         context.model(context.batch.images)
     for hook in hooks:
         hook.remove()
-    often = [name for name, each in norms.items() if calls[each] > 1]
-    fix = "a BatchNorm for each place, or one call with all samples"
+    often, fix = (
+        [name for name, each in norms.items() if calls[each] > 1],
+        "a BatchNorm for each place, or a single call",
+    )
     return none_of(often, "BatchNorm layers run several times in a forward pass", fix, f"{len(norms)} run once", "warn")
 
 
