@@ -323,7 +323,7 @@ def test_a_checkpoint_is_named_by_its_path_whatever_is_in_it(trained: Path, work
     assert load(name).step == load(trained).step
 
 
-@pytest.mark.parametrize("use", [load, evaluate])
+@pytest.mark.parametrize("use", [load, evaluate, lambda path: train(f"ckpt_path={path}")])
 def test_a_path_that_no_system_takes_is_a_mistake(use: Callable[[str], Any]) -> None:
     with pytest.raises(UserError, match="too long"):
         use("x" * 5000)

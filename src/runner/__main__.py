@@ -5,17 +5,6 @@ import io
 import os
 import sys
 
-_SHOWING = (
-    "-c",
-    "-i",
-    "-h",
-    "--cfg",
-    "--info",
-    "--help",
-    "--hydra-help",
-    "dry_run=true",
-)  # what makes `train` only print
-
 
 class _Display(io.FileIO):
     """Standard output or error: what cannot be shown is lost, and does not end a run."""
@@ -68,8 +57,7 @@ def main() -> int:
         if "torch" not in sys.modules:
             gc.freeze()  # a collection at exit would delay the report of a mistake
     sys.stdout.flush()
-    trained = sys.argv[1:2] == ["train"] and not any(word.startswith(_SHOWING) for word in sys.argv)
-    if not status and output.lost and not isinstance(output.lost, BrokenPipeError) and not trained:
+    if not status and output.lost and not isinstance(output.lost, BrokenPipeError) and sys.argv[1:2] != ["train"]:
         print(f"error: standard output cannot be written: {output.lost.strerror}", file=sys.stderr)
         return 1
     return status
