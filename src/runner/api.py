@@ -211,7 +211,8 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
     with _RUNNING, switches_kept():
         record, value = train_verb.run_composition(composition)
     if record.exit_code != OK and record.error is not None:
-        raise record.error
+        with _files_reported():
+            raise record.error
     directory = record.left or record.directory.path
     return Result(directory, read_summary(directory) or {}, value)
 
