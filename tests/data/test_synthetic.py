@@ -101,6 +101,8 @@ def test_noise_makes_it_harder():
         {"noise": -0.1},
         {"noise": float("nan")},
         {"kind": "ranking"},
+        {"samples": 10**12},
+        {"image_size": 4000},
     ],
 )
 def test_values_out_of_range_are_named(wrong):

@@ -18,6 +18,7 @@ _CONTRAST = 48.0
 _GRID = 4
 # Fixed, since the chunks decide which random number goes to which sample.
 _CHUNK = 256
+_MOST = 2**33  # bytes of images and of what they are made from: a checkpoint's config may name any size
 
 
 def synthetic(
@@ -47,12 +48,15 @@ def synthetic(
         'train' and 'test', made from the same patterns.
 
     Raises:
-        ValueError: if a number is out of its range or `kind` is unknown.
+        ValueError: if a number is out of its range, the images would take over 8 GiB, or `kind` is unknown.
     """
     side = _DEFAULT_SIZE if image_size is None else image_size
     for name, value in (("samples", samples), ("image_size", side), ("channels", channels), ("classes", classes)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    size = channels * side**2 * (samples * 5 // 4 + 4 * (classes + 4 * min(samples, _CHUNK)))
+    if size > _MOST:
+        raise ValueError(f"image_size, samples, channels and classes are too large: {size:,} bytes, at most {_MOST:,}")
     if not 0 <= noise < float("inf"):
         raise ValueError(f"noise must be a number from 0 on, got {noise}")
     if kind not in ("classification", "regression"):
