@@ -1,216 +1,56 @@
-"""Loggers that hand a run to a tracker: MLflow and Weights & Biases.
-
-They send nothing themselves. A process beside the run reads `metrics.jsonl` and feeds the tracker, see
-`runner.tracking.trackers.feeder`; a server that fails costs the run one warning.
-"""
+"""Loggers that send a run to MLflow, and to Weights & Biases. Their keys are explained in `conf/logger/`."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
+import math
 import os
-import select
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from runner.config.errors import UserError, nearest
+from runner.config.errors import nearest
+from runner.config.keys import at
+from runner.config.reading import read_json
+from runner.config.secrets import mask_text
+from runner.tracking.trackers.tracker import Point, Tracker
 
-_UPLOAD_S = 60  # more to wait for a model, which needs torch and is large
-_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "uc", "databricks-uc")
-_PROCESSES: dict[str, FeederProcess] = {}
-
-
-class FeederProcess:
-    """The process that feeds one kind of tracker; the runs of a process share it, as importing a client takes seconds.
-
-    Args:
-        name: of the tracker.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.owner = os.getpid()
-        self.ended: set[str] = set()
-        self.troubles: dict[str, str] = {}
-        self.runs: list[str] = []
-        self._rest = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "runner.tracking.trackers.feeder", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # Ctrl-C is for the run. Linux may give each session its share of a core, so the feeder gets none of its own.
-            process_group=0,
-        )
-        _yield_to_others(self._process.pid)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
-
-    @classmethod
-    def of(cls, name: str) -> FeederProcess:
-        """The process of a tracker, started if it does not run."""
-        found = _PROCESSES.get(name)
-        if found is None or found.owner != os.getpid() or found.gone:
-            found = _PROCESSES[name] = cls(name)
-        return found
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has ended."""
-        return self._process.poll() is not None
-
-    def tell(self, **message: Any) -> None:
-        """Send a message, if anybody listens."""
-        with contextlib.suppress(OSError):
-            os.write(self._in, json.dumps(message).encode() + b"\n")
-
-    def hear(self, wait_s: float = 0.0) -> None:
-        """Take in what it has to say, and wait for that at most so long."""
-        if wait_s:
-            select.select([self._out], [], [], wait_s)
-        try:
-            data = os.read(self._out, 2**16)
-        except OSError:
-            return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for message in map(json.loads, lines):
-            run = message.get("run", "")
-            if message.get("recovered"):
-                self.troubles.clear()
-            elif "trouble" in message:
-                self.troubles[run] = message["trouble"]
-            else:
-                self.ended.add(run)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Let it finish and end; with a time, wait for that."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        if timeout_s is not None:
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process.stdout.close()
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_SCHEMES = ("http", "https", *_DATABASES, "file", "databricks", "uc", "databricks-uc")
+_FILES = ("config.yaml", "overrides.yaml", "environment.json", "summary.json", "run.log", "plots/curves.png")
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "preempted": "KILLED", "killed": "KILLED"}
+_LONGEST, _MOST_PARAMS, _MOST_METRICS = 6000, 100, 1000  # characters that MLflow stores, and values in a request
 
 
-def _yield_to_others(pid: int) -> None:
-    """Give a process the lowest priority: with SCHED_IDLE it has 0.3% of a core that another process uses."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, 19)
-        if sys.platform == "linux":
-            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+def _name_and_tags(tracker: Tracker) -> tuple[str, dict[str, str]]:
+    """The name of a run, in a sweep with that of the sweep's folder, and what identifies it."""
+    directory, parent = tracker.directory.absolute(), tracker.directory.absolute().parent
+    in_sweep = (parent / "sweep.jsonl").exists() or (parent / "multirun.yaml").exists()
+    commit = at(read_json(directory / "environment.json"), "git.commit")
+    tags = {
+        "runner.directory": str(directory),
+        "runner.uid": tracker.state.uid,
+        "runner.replaces": tracker.state.replaces,
+    }
+    tags |= {"runner.sweep": str(parent) if in_sweep else "", "mlflow.source.git.commit": str(commit or "").strip(".")}
+    return f"{parent.name}/{directory.name}" if in_sweep else directory.name, {k: v for k, v in tags.items() if v}
 
 
-def close_feeders(timeout_s: float) -> None:
-    """End the processes that feed trackers; tests do."""
-    while _PROCESSES:
-        _PROCESSES.popitem()[1].close(timeout_s)
+def _values(point: Point) -> dict[str, float]:
+    """The metrics of a point, such as `val/accuracy`; NaN for what is null or no number."""
+    metrics = {key: value for key, value in point.items() if key not in ("global_step", "epoch", "split")}
+    numbers = {key: value for key, value in metrics.items() if type(value) in (int, float) and abs(value) < 2**1023}
+    return {f"{point['split']}/{key}": float(numbers.get(key, math.nan)) for key in metrics}
 
 
-class Tracker:
-    """A logger whose points another process sends.
-
-    Args:
-        needs: modules that must be installed.
-        wait_s: seconds that a run waits at its end for its last points to be sent, at least 0.
-        warn: called with a sentence, once, if the tracker cannot be reached.
-        settings: what the client needs.
-    """
-
-    name: ClassVar[str]  # of the tracker, and of the extra of this package
-
-    def __init__(self, needs: Sequence[str], wait_s: float, warn: Callable[[str], None], **settings: Any) -> None:
-        if wait_s < 0:
-            raise ValueError(f"wait_s must be at least 0, got {wait_s}")
-        if missing := [module for module in needs if importlib.util.find_spec(module) is None]:
-            problem = f"needs {' and '.join(missing)}, which is not installed"
-            raise UserError(f"logger.{self.name}", problem, f"pip install 'runner[{self.name}]', or logger=none")
-        self._wait_s, self._warn, self._settings = wait_s, warn, settings
-        self._process: FeederProcess | None = None
-        self._directory, self._warned = Path(), False
-
-    def open(self, directory: Path, resume_step: int | None) -> None:
-        """See `Logger.open`."""
-        again, self._directory = self._process is not None, directory
-        if self._process is None or self._process.gone:
-            self._process = FeederProcess.of(self.name)
-        run = str(directory.absolute())
-        self._process.ended.discard(run)
-        self._process.tell(begin=run, settings=self._settings, resume_step=resume_step or 0, again=again)
-
-    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
-        """Look whether there is something to warn of; the point itself is in `metrics.jsonl`."""
-        if self._process is not None:
-            self._process.hear()
-            self._look()
-
-    def flush(self) -> None:
-        """See `Logger.flush`; nothing waits here."""
-
-    def close(self) -> None:
-        """See `Logger.close`; how the run ended is not known yet, see `finish`."""
-
-    def finish(self) -> None:
-        """The run has ended, and its summary says how: wait a little until the tracker knows."""
-        if self._process is None:
-            return
-        uploads = self._settings.get("model") or self._settings.get("register")
-        wait_s = self._wait_s + (_UPLOAD_S if uploads else 0)
-        run, until = str(self._directory.absolute()), time.monotonic() + wait_s
-        process, self._process = self._process, None
-        process.tell(end=run)
-        while run not in process.ended and run not in process.troubles and not process.gone:
-            if (left := until - time.monotonic()) <= 0:
-                break
-            process.hear(min(left, 0.2))
-        if run not in process.ended:
-            trouble = process.troubles.get(run) or f"it did not accept all data within {wait_s:g} s"
-            self._report(trouble)
-
-    def _look(self) -> None:
-        process = self._process
-        if process is None or self._warned:
-            return
-        if trouble := process.troubles.get(str(self._directory.absolute())):
-            self._report(trouble)
-        elif process.gone:
-            self._report("its process has ended")
-
-    def _report(self, trouble: str) -> None:
-        if not self._warned:
-            self._warned = True
-            later = f"missing data is sent when it answers, or by: python -m runner sync {self._directory}"
-            trouble = trouble.removeprefix(f"{self.name}: ")
-            self._warn(f"{self.name}: {trouble}; the run continues, and {later}")
-
-
-def _ignore(text: str) -> None:
-    """Report nothing."""
+def _allowed(name: str) -> str:
+    """A name with the characters that MLflow allows."""
+    return re.sub(r"[^\w\-. /]", "_", name)
 
 
 class MLflow(Tracker):
-    """Params, metrics, status and files of a run for MLflow.
-
-    Args:
-        tracking_uri: server or database, such as `http://localhost:5000`; None is `MLFLOW_TRACKING_URI`, else `mlflow.db` here.
-        experiment: name of the experiment; None is the run's `name`.
-        artifacts: whether config, summary, log and curves are uploaded when the run ends.
-        model: whether the best checkpoint is uploaded as a model with a signature when the run has finished.
-        register: the name under which that model is registered; None registers nothing.
-        wait_s: see `Tracker`.
-        warn: see `Tracker`.
-    """
+    """Params, metrics, status and files of a run for MLflow."""
 
     name = "mlflow"
 
@@ -219,10 +59,9 @@ class MLflow(Tracker):
         tracking_uri: str | None = None,
         experiment: str | None = None,
         artifacts: bool = True,
-        model: bool = False,
-        register: str | None = None,
-        wait_s: float = 5.0,
-        warn: Callable[[str], None] = _ignore,
+        max_share: float = 0.005,
+        wait_s: float = 10.0,
+        warn: Callable[[str], None] = print,
     ) -> None:
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
         if uri.startswith("sqlite:///"):
@@ -233,21 +72,67 @@ class MLflow(Tracker):
         # Packages may add others, so only what looks like a slip is refused.
         if "://" in uri and scheme not in _SCHEMES and (close := nearest(scheme, _SCHEMES, 0.75)):
             raise ValueError(f"tracking_uri begins with {scheme}:, got {uri}; did you mean {close}:?")
-        needs = ["mlflow", *(["sqlalchemy", "alembic"] if uri.startswith("sqlite:") else [])]
-        needs += ["pandas"] if model or register else []
-        settings = {"experiment": experiment, "artifacts": artifacts, "model": model, "register": register}
-        super().__init__(needs, wait_s, warn, tracking_uri=uri, **settings)
+        needs = ["mlflow", *(["sqlalchemy", "alembic"] if scheme == "sqlite" else [])]
+        super().__init__(needs, max_share, wait_s, warn, tracking_uri=uri, experiment=experiment, artifacts=artifacts)
+        self.address = mask_text(uri)
+        self.modules = ["mlflow.tracking", *["mlflow.store.tracking.sqlalchemy_store"] * (scheme in _DATABASES)]
+        # Its own retries take minutes, it prints into the output of the run, and its telemetry starts threads.
+        quiet = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+        quiet |= {"MLFLOW_LOGGING_LEVEL": "ERROR", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
+        os.environ |= quiet | {"MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
+
+    def connect(self) -> None:
+        """Create the run with its params, or find it by its tag, as one may be created without an answer."""
+        from mlflow.entities import Param, RunTag
+        from mlflow.tracking import MlflowClient
+
+        self._client = client = MlflowClient(tracking_uri=self.settings["tracking_uri"])
+        config, (name, tags) = self.config(), _name_and_tags(self)
+        experiment = self.settings["experiment"] or str(config.get("name", "data"))
+        known = client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else client.create_experiment(experiment)
+        found = client.search_runs([number], f"tags.`runner.uid` = '{self.state.uid}'", max_results=1)
+        tags |= {str(label): "true" for label in config.get("tags") or []}
+        tags |= {"mlflow.note.content": config["notes"]} if config.get("notes") else {}
+        run = found[0] if found else client.create_run(number, tags=tags, run_name=name)
+        self._id, old = str(run.info.run_id), run.data.params
+        if run.info.status != "RUNNING":
+            client.update_run(self._id, status="RUNNING")
+        # A parameter cannot change.
+        now = {_allowed(key): str(value)[:_LONGEST] for key, value in config.items()}
+        params = [Param(key, value) for key, value in now.items() if key not in old]
+        changed = [RunTag(f"changed.{key}", now[key]) for key in now if old.get(key, now[key]) != now[key]]
+        for start in range(0, max(len(params), len(changed)), _MOST_PARAMS):
+            part = slice(start, start + _MOST_PARAMS)
+            client.log_batch(self._id, params=params[part], tags=changed[part])
+
+    def send(self, points: list[Point], first: int, times: list[int]) -> None:
+        """Send points; MLflow stores metrics of one time, step and value once."""
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(_allowed(key), value, time_ms, point["global_step"])
+            for point, time_ms in zip(points, times, strict=False)
+            for key, value in _values(point).items()
+        ]
+        for start in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_METRICS])
+
+    def end(self, status: str, error: str) -> None:
+        """Upload files, and set the status."""
+        if error:
+            self._client.set_tag(self._id, "runner.error", error[:_LONGEST])
+        for name in _FILES if self.settings["artifacts"] else ():
+            # A directory that comes from someone else may have links to other files.
+            if (path := self.directory / name).is_file() and not path.is_symlink():
+                self._client.log_artifact(self._id, str(path), name.rpartition("/")[0] or None)
+        self._client.set_terminated(self._id, _STATUS[status])
 
 
 class WandB(Tracker):
     """Config, metrics and status of a run for Weights & Biases.
 
-    Args:
-        project: name of the project; None is the run's `name`.
-        entity: user or team; None is the default of the account.
-        mode: `offline` writes files that `wandb sync` uploads; None is `WANDB_MODE`, else `online`.
-        wait_s: see `Tracker`.
-        warn: see `Tracker`.
+    Files of the mode `offline` are complete only once W&B has finished, so that all points are written when the run ends.
     """
 
     name = "wandb"
@@ -257,8 +142,77 @@ class WandB(Tracker):
         project: str | None = None,
         entity: str | None = None,
         mode: Literal["online", "offline"] | None = None,
-        wait_s: float = 5.0,
-        warn: Callable[[str], None] = _ignore,
+        max_share: float = 0.005,
+        wait_s: float = 10.0,
+        warn: Callable[[str], None] = print,
     ) -> None:
         mode = mode or ("offline" if os.environ.get("WANDB_MODE") == "offline" else "online")
-        super().__init__(["wandb"], wait_s, warn, project=project, entity=entity, mode=mode)
+        super().__init__(["wandb"], max_share, wait_s, warn, project=project, entity=entity, mode=mode)
+        self.address = f"Weights & Biases, {mode}, project {project or 'of the name of the run'}"
+        self.modules = ["wandb", "wandb.sdk.wandb_init"]
+        # Unless it is silent, it asks for a key on the terminal; its reports of errors start threads.
+        os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"} | os.environ
+
+    def connect(self) -> None:
+        """Create the run, or go on with it."""
+        import wandb
+
+        config, number, offline = self.config(), self.state.uid[:16], self.settings["mode"] == "offline"
+        for folder in [*(self.directory / "wandb").glob("offline-run-*")] if offline else []:
+            if folder.name.endswith(f"-{number}") and folder.name not in self.state.folders:
+                shutil.rmtree(folder)  # of an attempt that did not finish
+        name, tags = _name_and_tags(self)
+        quiet: dict[str, Any] = {
+            "console": "off",
+            "silent": True,
+            "disable_git": True,
+            "disable_code": True,
+            "x_disable_stats": True,
+        }
+        # Without the last two, a process waits for a dead server when it ends.
+        quiet |= {"x_disable_meta": True, "init_timeout": 10}
+        quiet |= {"finish_timeout": max(self.wait_s, 1.0), "finish_timeout_raises": True}
+        self._run = wandb.init(
+            project=self.settings["project"] or str(config.get("name", "data")),
+            entity=self.settings["entity"],
+            mode=self.settings["mode"],
+            id=number,
+            resume=None if offline else "allow",
+            name=name,
+            group=name.rpartition("/")[0] or None,
+            tags=[str(label)[:64] for label in config.get("tags") or []],
+            notes=config.get("notes"),
+            config=config | tags,
+            dir=str(self.directory.absolute()),
+            reinit="create_new",  # jobs of a sweep follow each other
+            settings=wandb.Settings(**quiet),
+        )
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step")
+        if not offline and self._run.step < self.state.count:  # some did not arrive; W&B drops steps that it has
+            self.state.sent, self.state.count = {}, 0
+
+    def send(self, points: list[Point], first: int, times: list[int]) -> None:
+        """Send points; W&B's steps are their numbers."""
+        for number, (point, time_ms) in enumerate(zip(points, times, strict=False), start=first):
+            fixed = {"global_step": point["global_step"], "epoch": point.get("epoch"), "_timestamp": time_ms / 1000}
+            self._run.log(fixed | _values(point), step=number, commit=True)
+
+    def end(self, status: str, error: str) -> None:
+        """Set the status, and complete the files."""
+        if error:
+            self._run.summary["error"] = error
+        if status == "preempted":
+            self._run.mark_preempting()
+        folder = Path(self._run.dir).parent.name
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+        if self.settings["mode"] == "offline":
+            import wandb
+
+            if wandb.run is None:  # otherwise this would end a run of the user's own
+                wandb.teardown()  # finish() returns before the file is written, which takes seconds on a busy machine
+            self.state.folders.append(folder)
+
+
+TRACKERS: dict[str, type[MLflow] | type[WandB]] = {"mlflow": MLflow, "wandb": WandB}
+"""The loggers by the names of their trackers."""
