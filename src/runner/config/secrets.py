@@ -84,28 +84,6 @@ def mask_values(value: Any, secret: bool = False) -> Any:
     return mask_text(value) if isinstance(value, str) else value
 
 
-def mask_sweep(path: Path) -> None:
-    """Mask the secrets in what Hydra writes of a sweep; other jobs may do the same meanwhile."""
-    with contextlib.suppress(OSError):
-        _mask_sweep(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1)  # reading it takes longer than all else that comes before training
-def _mask_sweep(path: Path, _: int) -> None:
-    import yaml  # what is light enough for every start does not need it
-
-    try:
-        masked = mask_values(stored := yaml.safe_load(path.read_bytes()))
-    except yaml.YAMLError:
-        return
-    masked["hydra"]["overrides"] = {kind: mask_words(words) for kind, words in masked["hydra"]["overrides"].items()}
-    if masked != stored:
-        masked["hydra"]["job"]["override_dirname"] = MASK  # has the words in a form of its own
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
-        temporary.replace(path)
-
-
 def is_masked(value: Any) -> bool:
     """Whether a value was masked, or a part of it."""
     return isinstance(value, str) and MASK in value and _MASKED.search(value) is not None

@@ -268,3 +268,18 @@ def progress_line(view: View) -> str:
 def _result(seen: Seen) -> str:
     name, value = seen.result
     return metric(name, value) if name and value is not None else ""
+
+
+class Display:
+    def __init__(self, folder: Path, console) -> None:
+        self.live = False
+        self._console = console
+
+    def line(self, text: str, error: bool = False) -> None:
+        (self._console.error if error else self._console.line)(text)
+
+    def refresh(self, now: bool = False) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass

@@ -9,40 +9,31 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from runner.build.dry_run import dry_run
 from runner.build.ranks import Job, check_one_process, count_ranks, device_of_rank
 from runner.build.run_record import RunRecord
 from runner.build.setup import Setup, resolve, why_occupied
 from runner.checkpoint import find
-from runner.config.app import Composition, current
+from runner.config.composition import Composition
 from runner.config.durations import seconds
 from runner.config.errors import PREEMPTED, USAGE
 from runner.config.reading import read_summary
-from runner.data.kept_source import kept_source
 from runner.distributed.launch import run_ranks
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
-from runner.sweeps.pool import PATIENT
 from runner.sweeps.pruning import pruning
 from runner.train import build_run, train
 from runner.verbs._ranks import follow_rank_0, lead
 
 
-def run(cfg: DictConfig | Composition) -> float | None:
-    """Run one job: the entry point that Hydra calls, or a sweep with the composition that its ledger decided on.
-
-    Returns:
-        The best value of the monitored metric, for sweepers; None if there is none.
+def run(composition: Composition) -> float | None:
+    """Run one job; returns the best value of the monitored metric, or None if there is none.
 
     Raises:
         SystemExit: with the exit code, unless the job finished or is one of a sweep.
     """
-    composition = cfg if isinstance(cfg, Composition) else current(cfg)
-    kept_source.in_sweep = composition.job_dir is not None
     if mistake := why_occupied(composition):
         RunRecord(composition).complain(str(mistake))
         raise SystemExit(USAGE)
@@ -53,7 +44,7 @@ def run(cfg: DictConfig | Composition) -> float | None:
 
 def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
     """Run one job; returns its record, which tells how it ended, and the best value of the monitored metric."""
-    patient = started_by_launcher() or composition.elsewhere or PATIENT in os.environ
+    patient = started_by_launcher() or composition.supervised
     record, signals, value = RunRecord(composition), StopSignals(patient), None
     try:
         with signals, operations_named(lambda text: record.console.warn(text)):
