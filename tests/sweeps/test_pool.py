@@ -11,10 +11,10 @@ from pathlib import Path
 import forked
 import pytest
 from forked import ForkedProgram
+from runner.sweeps.pool import Common, Pool, Slot, slots_of
 
 from runner.sweeps import pool_launcher
 from runner.sweeps.events import Event, listening, tell
-from runner.sweeps.pool import Common, Pool, Slot, slots_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sweep_pool.py"
 POOL = ("--multirun", "hydra/launcher=pool", "hydra.launcher.per_device=2")
@@ -112,7 +112,7 @@ def test_a_sweep_in_the_background_gives_the_terminal_back(workdir, tiny):
         (("hydra.launcher.devices=[0,0]",), "hydra.launcher.devices", "cannot be [0, 0]"),
         (("hydra.launcher.devices=[1000]",), "hydra.launcher.devices", "GPUs that can be seen"),
         (("hydra.launcher.detached=true",), "hydra.launcher.detached", "did you mean 'hydra.launcher.detach'"),
-        (("retries=-1",), "retries", "cannot be -1"),
+        (("sweep.retries=-1",), "retries", "cannot be -1"),
     ],
 )
 def test_mistakes_in_the_keys_are_told_before_the_first_job(run, tiny, workdir, words, key, reason):
@@ -167,7 +167,7 @@ def test_a_job_on_gpus_gets_one(monkeypatch, values, key):
 
 
 def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
-    result = run("train", *tiny, "--multirun", "model.width=0,4", "retries=2")
+    result = run("train", *tiny, "--multirun", "model.width=0,4", "sweep.retries=2")
     assert result.status == 1
     folder = Path(result.out.splitlines()[-1])
     assert [event for event, job in events(folder) if job == "0"] == ["started", "retried", "retried", "failed"]

@@ -228,7 +228,9 @@ class Sweep:
                     if not place and works(folder):
                         self._wait_for(planned, folder)
                         continue
-            return self._begin(planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why), place)
+            return self._begin(
+                planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why), place
+            )
         return None
 
     def _candidate(self) -> Planned | None:
@@ -243,7 +245,9 @@ class Sweep:
                     self._occupied.remove(planned)
                     return planned
         planned = self._jobs.next()
-        if planned is not None and planned.identity in busy:  # another trial with the same values: its result is this one's
+        if (
+            planned is not None and planned.identity in busy
+        ):  # another trial with the same values: its result is this one's
             self._occupied.append(planned)
             return None
         return planned
@@ -266,7 +270,7 @@ class Sweep:
             number=planned.number,
             call=functools.partial(self._call, supervised),
             command=[*command, "hydra.mode=RUN", f"hydra.run.dir={quoted(entry.folder.absolute())}", "resume=auto"],
-            log=self.folder / LOGS / f"{planned.number}.log",
+            log=self._log(planned),
             environment=planned.environment,
             place=place,
         )
@@ -312,7 +316,7 @@ class Sweep:
         found = outcome(known.folder)
         if found.status not in ENDED:
             sentence = ended.sentence or "its process ended and left no result"
-            found = Outcome("failed", sentence=sentence)
+            found = Outcome("failed", sentence=_last_error(self._log(planned)) or sentence)
             if signal:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
         again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
@@ -327,6 +331,9 @@ class Sweep:
         else:
             self._tell(planned, found.status, f": {found.sentence}" if found.sentence else "")
         self._jobs.ended(planned, found, known.folder)
+
+    def _log(self, planned: Planned) -> Path:
+        return self.folder / LOGS / f"{planned.number}.log"
 
     def _record(self, job: str, known: Entry, found: Outcome) -> None:
         self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found), place=""))
@@ -352,13 +359,22 @@ class Sweep:
         failed = event == "failed"
         if event in ("failed", "retried"):
             folder = self.records.jobs[planned.identity].folder
-            line += f"\n    log: {folder / 'run.log'}\n    output: {self.folder / LOGS / f'{planned.number}.log'}"
+            line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(planned)}"
             again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
             line += f"\n    again: {again}" if failed else ""
         if self._display is None:
             print(line, flush=True)
         elif not self._display.live or event in ("failed", "retried", "preempted"):
             self._display.line(line, error=failed)
+
+
+def _last_error(log: Path) -> str:
+    """What a job that could not begin printed last: an error message, or an empty string for something else."""
+    try:
+        lines = log.read_text(errors="replace")[-2000:].strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].removeprefix("error: ") if lines and lines[-1].startswith("error: ") else ""
 
 
 def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:

@@ -6,8 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from runner.config.command import Command
@@ -47,7 +46,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
 
         search = Search(command, launcher)
     plan: Plan = search.plan if search else plan_of(command)
-    console, interrupted = Console(None), False
+    console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
         sweep.begin()
@@ -56,14 +55,17 @@ def run_sweep(verb: Verb, command: Command) -> int:
                 search.run(sweep, launcher)
             else:
                 sweep.run(Listed(plan.jobs or ()), launcher)
-        except KeyboardInterrupt:
-            interrupted = True
+        except KeyboardInterrupt:  # before the launcher listened to signals, or after
+            sweep.status = PREEMPTED
+        except UserError as error:  # such as a full disk
+            print_error(str(error))
+            sweep.status = error.exit_code
         finally:
             console.stop()
-        status = PREEMPTED if interrupted else sweep.status
+        status = sweep.status
         try:
             rows = summarise(folder)
-        except UserError as error:  # such as a full disk
+        except UserError as error:
             print_error(str(error))
             status, rows = max(status, error.exit_code), summarise(folder, write=False)
         failed = print_table(rows, console, len(plan.jobs or ()))
@@ -99,9 +101,5 @@ def _launcher(command: Command) -> Launcher:
     if chosen == "basic":
         return Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
     settings: Any = OmegaConf.to_container(command.cfg.hydra.launcher, resolve=True)
-    try:
-        return instantiate(settings, values=command.composition.values, _convert_="all")
-    except HydraException as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise UserError("hydra.launcher", str(error.__cause__ or error).partition("\n")[0]) from error
+    launcher: Launcher = get_class(settings.pop("_target_"))(**settings, values=command.composition.values)
+    return launcher
