@@ -101,5 +101,9 @@ def _launcher(command: Command) -> Launcher:
     if chosen == "basic":
         return Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
     settings: Any = OmegaConf.to_container(command.cfg.hydra.launcher, resolve=True)
-    launcher: Launcher = get_class(settings.pop("_target_"))(**settings, values=command.composition.values)
+    kind: Any = get_class(settings.pop("_target_"))
+    if not hasattr(kind, "survives"):
+        problem = f"is {chosen}, a plugin of Hydra's, and runner starts its jobs itself"
+        raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray")
+    launcher: Launcher = kind(**settings, values=command.composition.values)
     return launcher
