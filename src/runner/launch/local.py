@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.cores import cores
-from runner.config.errors import PREEMPTED, UserError
+from runner.config.errors import UserError
 from runner.config.signals import STOPPING
-from runner.launch.jobs import Ended, Job
+from runner.launch.jobs import Ended, Job, why_ended
 
 _MOST = 1024  # slots on a device, threads
-_UNWRITTEN = 120  # status of a Python that could not write what it printed
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class Local:
                 os.killpg(
                     process.pid or 0, signal.SIGKILL
                 )  # data workers notice after seconds that their parent is gone
-            ended.append(Ended(number, _sentence(process.exitcode)))
+            ended.append(Ended(number, why_ended(process.exitcode)))
             process.close()
         return ended
 
@@ -220,15 +219,3 @@ def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _sentence(status: int) -> str:
-    """Why a process could not report how its job ended."""
-    if status in (0, PREEMPTED):
-        return ""
-    if status > 0:
-        unwritten = ": its log cannot be written: perhaps the disk is full" if status == _UNWRITTEN else ""
-        return f"its process ended with status {status}{unwritten}"
-    name = signal.Signals(-status).name
-    reason = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}.get(name, "")
-    return f"killed by {name}{reason}"

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from runner.config.command import Command
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
+from runner.config.hydra_messages import REPLACED
 from runner.config.keys import within
 from runner.config.output_folders import holds_run
 from runner.distributed.world import started_by_launcher
@@ -104,6 +105,9 @@ def _launcher(command: Command) -> Launcher:
     kind: Any = get_class(settings.pop("_target_"))
     if not hasattr(kind, "survives"):
         problem = f"is {chosen}, a plugin of Hydra's, and runner starts its jobs itself"
-        raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray")
-    launcher: Launcher = kind(**settings, values=command.composition.values)
+        raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray", REPLACED.get(chosen, ""))
+    try:
+        launcher: Launcher = kind(**settings, values=command.composition.values)
+    except TypeError as error:
+        raise UserError("hydra.launcher", str(error)) from error
     return launcher
