@@ -64,8 +64,12 @@ class Plan:
     jobs: Sequence[Planned] | None = None
 
 
-def plan_of(command: Command) -> Plan:
+def plan_of(command: Command, before_imports: Callable[[], object] = lambda: None) -> Plan:
     """Split, compose and validate the jobs of a command.
+
+    Args:
+        command: what was called.
+        before_imports: called once the jobs have no mistake that is found without torch, before torch is imported.
 
     Raises:
         ConfigError: with every problem of every job.
@@ -90,7 +94,7 @@ def plan_of(command: Command) -> Plan:
         planned.setdefault(known, Planned(number, known, composition, varied[number]))
         return [] if composition.values.get("ckpt_path") is not None else command.problems_of(composition, imports)
 
-    validate(jobs, problems_of)
+    validate(jobs, problems_of, before_imports)
     plain = [word for word in words if key_of(word) not in swept]
     base: dict[str, Any] = {"overrides": sorted(mask_words(plain))}  # if they are not a config by themselves
     with contextlib.suppress(ConfigError):
@@ -111,19 +115,26 @@ def split(words: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*lists.values())]
 
 
-def validate(jobs: Sequence[Sequence[str]], problems_of: Callable[[int, bool], list[Problem]]) -> None:
+def validate(
+    jobs: Sequence[Sequence[str]],
+    problems_of: Callable[[int, bool], list[Problem]],
+    before_imports: Callable[[], object] = lambda: None,
+) -> None:
     """Validate all jobs, first without importing torch, and with it if no problem was found.
 
     Args:
         jobs: the overrides of each.
         problems_of: composes the job of a number and finds its problems, with or without importing torch; may raise
             `ConfigError` too.
+        before_imports: see `plan_of`.
 
     Raises:
         ConfigError: with each problem once, and the first job that has it with the overrides that not all jobs have, unless
             all jobs have it.
     """
     for imports in (False, True):
+        if imports:
+            before_imports()
         found: list[list[Problem]] = []
         for number in range(len(jobs)):
             try:
