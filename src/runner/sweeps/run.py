@@ -190,7 +190,7 @@ class Sweep:
 
     def run(self, jobs: Jobs, launcher: Launcher) -> None:
         """Run the jobs that are left until all have ended or a signal asks to stop; sets the exit status."""
-        self._jobs = jobs
+        self._jobs, self._launcher = jobs, launcher
         before = len(self.records.launches) - 1
         signal = run(launcher, self._next, self._started, self._ended, self._on_time)
         if signal and launcher.survives:
@@ -296,7 +296,7 @@ class Sweep:
 
     def _started(self, job: Job, place: str) -> None:
         planned, entry = self._running[job.number], self.records.jobs[self._running[job.number].identity]
-        if self.plan.command.chosen("hydra/launcher") not in ("basic", "pool") and place != entry.place:
+        if self._launcher.survives and place != entry.place:
             self.ledger.append_job(
                 self.records, planned.identity, dataclasses.replace(entry, status="submitted", place=place)
             )
