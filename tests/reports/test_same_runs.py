@@ -300,3 +300,11 @@ def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Callable
     assert rows == {frozenset({"never", "resumed"}): "none", frozenset({"other"}): "standard"}
     shutil.rmtree("runs/stopped")
     assert len(runner.report("runs").table.rows) == 2
+
+
+@pytest.mark.parametrize("option", ["csv", "md", "json", "html"])
+def test_a_text_that_is_no_unicode_is_written_escaped(tmp_path: Path, option: str) -> None:
+    make_run(tmp_path / "0", [], "failed")
+    (tmp_path / "0" / "overrides.yaml").write_text('["notes=\\ud800"]')
+    runner.report(tmp_path, columns="notes", **{option: tmp_path / "file"})  # type: ignore[arg-type]
+    assert "\\ud800" in (tmp_path / "file").read_text()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import io
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -118,7 +123,7 @@ def test_the_table_fits_the_terminal(sweep, columns):
         "pending",
         "val/accuracy",
     ):
-        assert part in "\n".join(lines)
+        assert part in " ".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +290,91 @@ def test_watch_takes_a_run_a_sweep_and_a_folder_of_runs(run, sweep, workdir):
     assert followed.status == 0
     assert "1 of 4 jobs finished" in followed.out
     assert run("watch", str(sweep)).out == followed.out == run("sweep", str(sweep)).out
+
+
+@pytest.fixture
+def owner(sweep) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that the running job of the sweep belongs to."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    (sweep / "2" / ".lock").write_text(f"process {process.pid} on {socket.gethostname()}")
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start_watch(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
+    """A process that follows a folder, and the first line that it prints."""
+    command = [sys.executable, "-m", "runner", *(words or ["watch"]), str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+def rest_of(process: subprocess.Popen[str]) -> str:
+    """What a process prints until it ends; it is killed if that takes a minute."""
+    assert process.stdout is not None
+    late = threading.Timer(60, process.kill)
+    late.start()
+    with process.stdout as stream:
+        text = stream.read()
+    process.wait()
+    late.cancel()
+    return text
+
+
+def test_a_job_whose_process_is_killed_has_died_and_the_watch_ends(sweep, owner):
+    process, first = start_watch(sweep)
+    assert first == "job 2 running: optimizer.lr=0.3\n"
+    owner.kill()
+    owner.wait()
+    out = rest_of(process)
+    assert process.returncode == 0
+    assert "job 2 died: optimizer.lr=0.3: it is still marked as running: it was killed; log: " in out
+    assert re.search("^ *2 +optimizer.lr=0.3 +died ", out, re.MULTILINE)
+
+
+def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen, slave = os.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "runner", "watch", str(sweep)], stdout=slave)
+    os.close(slave)
+    text = b""
+    while "━━────── 25%".encode() not in text:
+        text += os.read(screen, 4096)
+    assert b"job 2 running" not in text, "there is a table, so there are no lines"
+    owner.kill()
+    owner.wait()
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(screen, 4096):
+            text += part
+    os.close(screen)
+    assert process.wait(60) == 0
+    assert (
+        b"error: job 2 died: it is still marked as running: it was killed"
+        in text.partition(b"1 of 4 jobs finished, 1 failed")[2]
+    )
+
+
+def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
+    process, first = start_watch(sweep, "sweep", "--follow")
+    assert first == "job 2 running: optimizer.lr=0.3\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out = rest_of(process)
+    assert process.returncode == 0
+    assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
+    assert owner.poll() is None
+
+
+def test_sweep_shows_the_progress_of_what_runs_once(sweep, owner):
+    process, first = start_watch(sweep, "sweep")
+    out = rest_of(process)
+    assert first.startswith(
+        "1 of 4 jobs finished, 1 running, 1 failed, 1 pending, best val/accuracy 0.75 (job 0), about "
+    )
+    assert "job 2 step 30/120 val/accuracy 0.875" in first
+    assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
+    assert owner.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,6 @@ class Scan:
         entries = {entry.folder: entry for entry in records.jobs.values()}
         if records.launches:
             self.sweeps[folder] = records
-        # The folder of a job that started again in another one does not count.
-        before = {_absolute(folder / name) for name in records.folders} - {*map(_absolute, entries)}
-        self._visited |= {path for path in before if path.is_relative_to(place)}
         inside = set[Path]()
         try:
             inside = {
@@ -98,14 +95,16 @@ class Scan:
             }
         except OSError as error:
             self.notes += [] if isinstance(error, FileNotFoundError) else [f"{folder}: {error.strerror}"]
+        # The folder of a job that started again in another one does not count.
+        self._visited |= {place / path.name for path in inside - entries.keys() if path.name in records.folders}
         for path in sorted({*inside, *entries}, key=_by_number):
             # A search keeps the result of a trial whose folder is gone; any other job starts again.
             if path in entries and (path.is_dir() or (not records.planned and entries[path].status in ENDED)):
                 self._add_run(path, entries[path], records)
             elif path not in entries:
                 self.add(path)
-        started = {job for job, entry in records.jobs.items() if entry.folder.is_dir()}
-        left = [words for job, words in records.planned.items() if job not in started]
+        known = records.jobs
+        left = [words for job, words in records.planned.items() if job not in known or not known[job].folder.is_dir()]
         self.rows += [JobRow("-", (), tuple(words), "pending", folder=folder) for words in left]
 
     def _add_run(self, folder: Path, entry: Entry | None, around: Records) -> None:
@@ -223,12 +222,11 @@ def _why_died(folder: Path, summary: dict[str, Any] | None) -> str:
 
 def _is_inside(path: Path, folder: Path) -> bool:
     """A path is below a folder, without a link in between."""
+    below = [path, *path.parents][: len(path.parts) - len(folder.parts)] if folder in path.parents else []
     try:
-        parts = path.relative_to(folder).parts
-        links = any(folder.joinpath(*parts[:depth]).is_symlink() for depth in range(1, len(parts) + 1))
-    except (OSError, ValueError):  # it is elsewhere, or no file system has such a name
+        return bool(below) and not any(each.name == ".." or each.is_symlink() for each in below)
+    except OSError:  # no file system has such a name
         return False
-    return bool(parts) and ".." not in parts and not links
 
 
 def _is_launch(launch: dict[str, Any]) -> bool:

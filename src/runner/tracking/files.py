@@ -80,7 +80,8 @@ def write_json(path: Path, obj: Any) -> None:
         TypeError: `obj` contains something that JSON cannot represent.
     """
     text = json.dumps(finite(obj), indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(path, (text + "\n").encode())
+    # A file name that is no UTF-8 has lone surrogates: as `\udc80`, they are those again for a reader of the JSON.
+    write_atomically(path, (text + "\n").encode(errors="backslashreplace"))
 
 
 def finite(obj: Any) -> Any:
