@@ -110,18 +110,17 @@ def test_a_job_that_a_ledger_has_elsewhere_is_ignored_with_a_note(tmp_path: Path
     assert [row.folder for row in scan.rows if row.status == "finished"] == [sweep / "0", other / "0"]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        *({"jobs": value} for value in (3, ["a"], {"a": 3}, {"a": [3]})),
-        *({"swept": value} for value in (3, "seed", [[1]])),
-        *({"flags": value} for value in (3, "abc", [1])),
-        *({"time": value} for value in ("x", None, [])),
-    ],
-    ids=str,
-)
-def test_a_launch_with_other_types_is_no_launch(tmp_path: Path, more: dict[str, Any]) -> None:
-    view = look(make_sweep(tmp_path / "sweep", LAUNCH | more, ENTRY))
+WRONG_TYPES: dict[str, list[Any]] = {
+    "jobs": [3, ["a"], {"a": 3}, {"a": [3]}],
+    "swept": [3, "seed", [[1]]],
+    "flags": [3, "abc", [1]],
+    "time": ["x", None, []],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG_TYPES.items() for value in values])
+def test_a_launch_with_other_types_is_no_launch(tmp_path: Path, key: str, value: Any) -> None:
+    view = look(make_sweep(tmp_path / "sweep", LAUNCH | {key: value}, ENTRY))
     assert [row.status for row in view.rows] == ["finished"]
     assert not view.sweeps
 

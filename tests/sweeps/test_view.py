@@ -259,7 +259,7 @@ def test_without_a_terminal_there_are_the_lines_alone(sweep):
 def test_a_display_draws_at_most_once_a_second_and_for_a_twentieth_of_the_time(tmp_path, terminal, now, pause):
     for number in range(50):
         job(tmp_path / str(number), [f"seed={number}"], "finished", value=0.5)
-    display, drawn = Display(tmp_path, Console(None, stream=terminal)), []
+    display, drawn = Display(tmp_path, Console(None, stream=terminal)), list[tuple[float, float, float]]()
     while len(drawn) < 3:
         before, began, length = time.monotonic(), time.thread_time(), len(terminal.getvalue())
         display.refresh(now)

@@ -43,23 +43,16 @@ class Spread:
 def summarise(folder: Path, write: bool = True) -> list[JobRow]:
     """Read the jobs of a sweep from its ledger and their folders; of a folder without a ledger, the runs below it.
 
-    A job that is still marked as running while its process is gone, or has no summary, counts as died.
-
     Args:
         folder: of the sweep.
-        write: write `sweep.json`, `sweep.csv` and `sweep.md` there.
+        write: write the table there, with all digits as `sweep.json` and `sweep.csv`, and for people as `sweep.md`.
 
     Raises:
         UserError: a file cannot be written.
     """
     rows = rows_in(folder)
-    if write and folder.is_dir():
-        _write(folder, rows)
-    return rows
-
-
-def _write(folder: Path, rows: list[JobRow]) -> None:
-    """Write the table with all digits as JSON and CSV, and for people as Markdown."""
+    if not write or not folder.is_dir():
+        return rows
     head, lines = _table(rows)
     content = {
         "best": [row.job for row in rows if row.best],
@@ -72,17 +65,13 @@ def _write(folder: Path, rows: list[JobRow]) -> None:
     for row in rows:
         page += ["", markdown_text(f"Job {row.job} runs again: {row.why}")] if row.why else []
         if row.failed:
-            # Markdown shows an indented block as it is, whatever an override contains.
-            commands = [" ".join(clean(text).split("\n")) for text in (f"log: {row.log}", f"again: {row.repeat}")]
-            page += [
-                "",
-                markdown_text(f"Job {row.job} {row.status}: {row.error}"),
-                "",
-                *(f"    {each}" for each in commands),
-            ]
+            page += ["", markdown_text(f"Job {row.job} {row.status}: {row.error}"), ""]
+            # Markdown shows an indented line as it is, whatever an override contains.
+            page += ["    " + " ".join(clean(text).split("\n")) for text in (f"log: {row.log}", f"again: {row.repeat}")]
     write_json(folder / "sweep.json", content)
     for name, text in (("sweep.csv", csv_text(head, lines)), ("sweep.md", "\n".join(page) + "\n")):
         write_atomically(folder / name, text.encode(errors="backslashreplace"))
+    return rows
 
 
 def _table(rows: list[JobRow]) -> tuple[list[str], list[list[str | float]]]:
@@ -114,7 +103,7 @@ def print_table(rows: list[JobRow], console: Console, planned: int = 0) -> bool:
         console.table(f"spread of {name}", ["settings", "over", "jobs", "mean", "std", "min", "max"], cells)
     failed = [row for row in rows if row.failed]
     for row in failed:
-        print_failure(console, f"job {row.job}", row.status, row.error, row.log, row.repeat)
+        print_failure(console, f"job {row.job} {row.status}", row.error, row.log, row.repeat)
     return bool(failed)
 
 
@@ -124,33 +113,25 @@ def columns_of(rows: list[JobRow]) -> tuple[list[str], list[list[str]]]:
     base = "base" if any(row.varied for row in rows) else ""
     lines = []
     for row in rows:
-        now, bar, left, (name, value) = row.progress, "", "", result_of(row)
-        if now is not None:
+        bar = device = left = ""
+        if (now := row.progress) is not None:
+            device = now.device
             filled = round(max(0.0, now.share) * _BAR)
             bar = f"{'━' * filled}{'─' * (_BAR - filled)} {now.share:.0%}" if now.total_steps else ""
             silent = time.time() - now.time
             left = f"silent for {duration(silent)}" if silent > _SILENT_S else duration(now.seconds_left)
+        name, value = result_of(row)
         result = "-" if not name else number(value) if len(metrics) == 1 else metric(name, value)
-        passed_s = row.wall_s
+        seconds = row.wall_s
         if row.status == "running" and (started := start_time(row.folder)) is not None:
-            passed_s = time.time() - started.timestamp()
-        passed = "-" if passed_s is None else duration(passed_s)
+            seconds = time.time() - started.timestamp()
+        passed = "-" if seconds is None else duration(seconds)
         marks = ["<- best"] if row.best and len(rows) > 1 else []
         marks += [f"runs again: {row.why}"] if row.why else []
-        device = now.device if now is not None else ""
-        cells = [row.job, " ".join(row.varied) or base, row.status, bar, result, device, passed, left, ", ".join(marks)]
-        lines.append(cells)
-    head = [
-        "job",
-        "varied",
-        "status",
-        "progress",
-        metrics[0] if len(metrics) == 1 else "metric",
-        "device",
-        "time",
-        "left",
-        "",
-    ]
+        words, mark = " ".join(row.varied) or base, ", ".join(marks)
+        lines.append([row.job, words, row.status, bar, result, device, passed, left, mark])
+    metric_head = metrics[0] if len(metrics) == 1 else "metric"
+    head = ["job", "varied", "status", "progress", metric_head, "device", "time", "left", ""]
     shown = [at for at, _ in enumerate(head) if at not in (3, 5, 7) or any(line[at] for line in lines)]
     return [head[at] for at in shown], [[line[at] for at in shown] for line in lines]
 
@@ -171,11 +152,9 @@ def finished_of(states: Sequence[str], noun: str, planned: int = 0) -> str:
     return f"{states.count('finished')} of {max(planned, len(states))} {noun}s finished{''.join(others)}"
 
 
-def print_failure(
-    console: Console, name: str, status: str, error: str | None, log: str | None, again: str | None
-) -> None:
-    """Show why a run failed, its log, and the command that repeats it."""
-    console.error(f"{name} {status}: {error or 'no reason given'}")
+def print_failure(console: Console, title: str, error: str | None, log: str | None, again: str | None) -> None:
+    """Show why a run failed, its log, and the command that repeats it, below a title such as `job 3 failed`."""
+    console.error(f"{title}: {error or 'no reason given'}")
     console.line(f"    log: {log}\n    again: {again}")
 
 
@@ -215,11 +194,6 @@ def _folded(rows: list[JobRow]) -> list[tuple[list[JobRow], Spread | None]]:
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and sample standard deviation; None for the deviation of one value."""
     return fmean(values), stdev(values) if len(values) > 1 else None
-
-
-def _numbers(spread: Spread, missing: str) -> list[str]:
-    numbers = (spread.mean, spread.deviation, spread.low, spread.high)
-    return [missing if value is None else number(value) for value in numbers]
 
 
 def _settings(row: JobRow) -> str:
