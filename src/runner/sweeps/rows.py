@@ -150,7 +150,7 @@ def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
         key=lambda row: (row.value or 0.0) * (1 if row.mode == "min" else -1),
     )
     best = {(row.metric, row.mode): id(row) for row in reversed(ranked)}.values()
-    return [replace(row, best=id(row) in best) for row in rows]
+    return [replace(row, best=True) if id(row) in best else row for row in rows]
 
 
 def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:

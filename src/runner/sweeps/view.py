@@ -171,15 +171,16 @@ def live_lines(view: View, width: int, height: int) -> list[Line]:
 
 
 def _fitted(rows: list[JobRow], width: int) -> list[Line]:
-    """A table without the columns that have no room; the settings are broken into lines before they go, too."""
+    """A table of at most `width` columns, without those of its columns that have no room."""
     folders = slice(None if width >= _WIDE else -2, None)
     brief = [replace(row, job="/".join(row.job.split("/")[folders]), varied=tuple(short(row.varied))) for row in rows]
     head, cells = columns_of(brief)
     columns, lines = [*zip(head, *cells, strict=True)], list[Line]()
-    for step, dropped in enumerate(("none", "", "device", "time", "none", "varied", "left")):
+    # First the columns that say least go, one after the other. Then the settings may take several lines before more go.
+    for step, dropped in enumerate((None, "", "device", "time", None, "varied", "left")):
         columns = [column for column in columns if column[0] != dropped]
         first, *others = zip(*columns, strict=True)
-        lines = table_lines("", first, others, width if step > 3 else None)
+        lines = table_lines("", first, others, width if step >= 4 else None)
         if all(sum(len(text) for text, _ in line) <= width for line in lines):
             break
     return lines
