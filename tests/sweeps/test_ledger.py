@@ -420,8 +420,8 @@ def test_the_tables_fold_seeds_and_begin_with_the_best(made_once):
     assert [line[2] for line in lines] == ["2", "2"]
     assert float(lines[0][3]) >= float(lines[1][3])
     stored = json.loads((folder / "sweep.json").read_text())["table"]
-    assert [list(row.values()) for row in stored] == lines
-    assert f"| {' | '.join(lines[0])} |" in (folder / "sweep.md").read_text()
+    assert [[str(cell) for cell in row.values()] for row in stored] == lines
+    assert f"| {lines[0][0]} | {lines[0][1]} | 2 | {float(lines[0][3]):.4g} | " in (folder / "sweep.md").read_text()
 
 
 def test_a_sweep_that_is_killed_anywhere_and_repeated_ends_with_the_same_bits(made_once, tiny, workdir):
