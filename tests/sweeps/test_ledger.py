@@ -185,7 +185,7 @@ def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
 def begun(folder: Path) -> tuple[Ledger, Records]:
     """A ledger with a launch, and what it contains."""
     ledger, records = Ledger(folder), Records()
-    ledger.append(records, "launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
+    ledger.append("launch", records, swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
     return ledger, records
 
 
@@ -389,7 +389,7 @@ def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
         raise DiskFull("no space left")
 
     monkeypatch.setattr(Ledger, "append_job", full)
-    monkeypatch.setattr(table, "_write", full)
+    monkeypatch.setattr(table, "write_json", full)
     result, _ = sweep(*TWO)
     assert result.status == 1
     assert result.err.count("error: no space left") == 2

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
-from runner.config.reading import is_number, number_or_none, read_json, read_overrides, read_summary
+from runner.config.reading import number_or_none, read_json, read_overrides, read_summary
 from runner.config.secrets import mask_text, mask_words
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome
 from runner.tracking.formats import amount
@@ -113,13 +113,12 @@ class Scan:
             self.rows.append(_row_of(folder, entry, around.flags))
 
     def _read(self, folder: Path) -> Records:
-        """The ledger in a folder. It may come from someone else: a job that it has elsewhere is ignored."""
+        """The ledger in a folder, with a note on what it has elsewhere."""
         records = Ledger(folder).read()
-        inside = {job: entry for job, entry in records.jobs.items() if _is_inside(entry.folder, folder)}
-        if outside := [entry.folder for job, entry in records.jobs.items() if job not in inside]:
+        if outside := records.outside:
             ignored = f"ignored {amount(len(outside), 'job')} of {NAME} whose folder is a link or not in the sweep"
             self.notes.append(f"{folder}: {ignored}: {outside[0]}{', ...' if len(outside) > 1 else ''}")
-        return replace(records, jobs=inside, launches=[*filter(_is_launch, records.launches)])
+        return records
 
 
 def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
@@ -156,9 +155,9 @@ def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
 def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
     """The row of a run from the files in its folder, its entry in a ledger, and the flags of the command of its sweep."""
     summary, ended, progress = read_summary(folder), outcome(folder), None
-    known = str(entry.sentence) if entry is not None and entry.sentence else None
+    known = entry.sentence if entry is not None else None
     if summary is None and entry is not None and not os.path.lexists(folder):
-        ended = Outcome(entry.status, entry.metric and str(entry.metric), entry.value, known)
+        ended = Outcome(entry.status, entry.metric, entry.value, known)
     if ended.status in ENDED:
         status, error = ended.status, ended.sentence
     elif works(folder):
@@ -218,23 +217,6 @@ def _why_died(folder: Path, summary: dict[str, Any] | None) -> str:
         return f"its summary.json is damaged: no run has the status {summary.get('status')}"
     there = os.path.lexists(folder / "summary.json")
     return "its summary.json is damaged, so its result is unknown" if there else "it left no summary.json"
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    """A path is below a folder, without a link in between."""
-    below = [path, *path.parents][: len(path.parts) - len(folder.parts)] if folder in path.parents else []
-    try:
-        return bool(below) and not any(each.name == ".." or each.is_symlink() for each in below)
-    except OSError:  # no file system has such a name
-        return False
-
-
-def _is_launch(launch: dict[str, Any]) -> bool:
-    """A launch has values of the types that the program writes."""
-    jobs = {} if launch["jobs"] is None else launch["jobs"]
-    lists = [launch["swept"], launch.get("flags") or [], *(jobs.values() if isinstance(jobs, dict) else [jobs])]
-    plain = all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in lists)
-    return plain and isinstance(jobs, dict) and is_number(launch["time"])
 
 
 def _absolute(folder: Path) -> Path:

@@ -129,8 +129,8 @@ class Sweep:
         if plan.jobs is not None:
             jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs}
         self.ledger.append(
-            self.records,
             "launch",
+            self.records,
             swept=list(plan.swept),
             base=plan.base,
             jobs=jobs,
@@ -183,8 +183,7 @@ class Sweep:
 
     def _is_gone(self, job: Planned) -> bool:
         entry = self.records.jobs[job.identity]
-        missing = not entry.folder.is_dir() and entry.status not in ("started", "submitted")
-        return entry.folder.is_symlink() or missing
+        return not entry.folder.is_dir() and entry.status not in ("started", "submitted")
 
     # The jobs
 
