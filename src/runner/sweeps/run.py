@@ -60,10 +60,6 @@ class Jobs(Protocol):
         """A job has ended, or had before."""
         ...
 
-    def more(self) -> bool:
-        """Whether there will be another job although none runs."""
-        ...
-
 
 class Listed:
     """Jobs that are known beforehand."""
@@ -78,10 +74,6 @@ class Listed:
 
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
         """See `Jobs.ended`."""
-
-    def more(self) -> bool:
-        """See `Jobs.more`."""
-        return False
 
 
 class Sweep:
@@ -171,7 +163,7 @@ class Sweep:
         if not found:
             problem = f"cannot be {self.folder}: it holds runs of other settings, and no {NAME}"
             raise UserError("sweep.dir", problem, "another folder")
-        self._say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
+        self.say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
         known = self.records.jobs
@@ -184,7 +176,7 @@ class Sweep:
             self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
         names = ", ".join(entry.folder.name for entry in gone.values())
         left += f"; missing folders: {names}, and their jobs start again" if gone else ""
-        self._say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
+        self.say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
 
     def _is_gone(self, job: Planned) -> bool:
         entry = self.records.jobs[job.identity]
@@ -199,7 +191,7 @@ class Sweep:
         before = len(self.records.launches) - 1
         signal = run(launcher, self._next, self._started, self._ended, self._on_time)
         if signal and launcher.survives:
-            self._say(f"{signal}: the jobs continue; the same command continues this sweep")
+            self.say(f"{signal}: the jobs continue; the same command continues this sweep")
         last = [entry for entry in self.records.jobs.values() if entry.launch == before]
         if signal or any(entry.status == "preempted" for entry in last):
             self.status = PREEMPTED
@@ -228,7 +220,9 @@ class Sweep:
                     if not place and works(folder):
                         self._wait_for(planned, folder)
                         continue
-            return self._begin(planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why), place)
+            return self._begin(
+                planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why), place
+            )
         return None
 
     def _candidate(self) -> Planned | None:
@@ -243,14 +237,16 @@ class Sweep:
                     self._occupied.remove(planned)
                     return planned
         planned = self._jobs.next()
-        if planned is not None and planned.identity in busy:  # another trial with the same values: its result is this one's
+        if (
+            planned is not None and planned.identity in busy
+        ):  # another trial with the same values: its result is this one's
             self._occupied.append(planned)
             return None
         return planned
 
     def _wait_for(self, planned: Planned, folder: Path) -> None:
         self._occupied.append(planned)
-        self._say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
+        self.say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
 
     def _begin(self, planned: Planned, entry: Entry, place: str) -> Job:
         """Prepare the job of a folder that is free or its own."""
@@ -335,11 +331,12 @@ class Sweep:
         if self._display is not None:
             self._display.refresh()
         stopped = self._fail_fast and self.records.failed_now is not None
-        return not stopped and bool(self._occupied or self._again or self._jobs.more())
+        return not stopped and bool(self._occupied or self._again)
 
     # What is shown
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Show a sentence."""
         if self._display is None:
             print(text, flush=True)
         else:
