@@ -24,11 +24,11 @@ import pytest
 from composition_cache import install
 
 from runner.config import signatures
-from runner.config.app import Composition, current
+from runner.config.command import opened
+from runner.config.composition import Composition
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
-from runner.sweeps.launch import launch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -228,18 +228,11 @@ def compose(workdir: Path) -> Callable[..., Composition]:
         call_id = (verb, *words)
         if call_id in _KNOWN:
             return copy.deepcopy(_KNOWN[call_id])
-        caught: list[Composition] = []
-        launch(
-            lambda cfg: caught.append(current(cfg)),
-            VERBS[verb],
-            verb,
-            words,
-            also=lambda *_: [],
-            sweep_root=lambda values: workdir / "sweep",
-        )
+        with opened(verb, words, VERBS[verb]) as command:
+            composition = command.composition
         if not any(word.startswith("--") for word in words):
-            _KNOWN[call_id] = copy.deepcopy(caught[0])
-        return caught[0]
+            _KNOWN[call_id] = copy.deepcopy(composition)
+        return composition
 
     return call
 

@@ -105,7 +105,9 @@ def is_about_sweep(word: str) -> bool:
 def opened(
     verb: str, argv: Sequence[str], schema: type, problems_of: ProblemsOf = lambda *_: []
 ) -> Iterator[Command | int]:
-    """Parse, check and compose a command line, with Hydra set up for further jobs; the exit status if it asks Hydra to show something.
+    """Parse, check and compose a command line, with Hydra set up to compose further jobs.
+
+    Yields the exit status instead if the command line asks Hydra to show something.
 
     Raises:
         ConfigError: with every problem found in the overrides and the composition.

@@ -5,12 +5,9 @@ A name is compared in snake case, `apiKey` and `api-key` as `api_key`, without d
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 MASK = "***"

@@ -60,7 +60,9 @@ def source_files(path: str) -> dict[str, Path]:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
-                    files |= source_files(f"{resolve_name('.' * node.level + (node.module or ''), package)}.{alias.name}")
+                    files |= source_files(
+                        f"{resolve_name('.' * node.level + (node.module or ''), package)}.{alias.name}"
+                    )
     return files
 
 

@@ -81,7 +81,7 @@ class Launcher(Protocol):
 
 
 class Stop:
-    """While entered, the first signal of `STOPPING` asks the jobs of a launcher to stop; one after more than a second kills them."""
+    """While entered, a signal of `STOPPING` asks the jobs of a launcher to stop; another one after a second kills them."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.name = ""  # of the signal

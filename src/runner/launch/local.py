@@ -71,9 +71,7 @@ class Local:
             self._free = self._slots(devices, per_device, threads, values)[:most]
         self.slots: int | None = len(self._free)
 
-    def _slots(
-        self, given: Any, per_device: int | None, threads: int | None, values: Mapping[str, Any]
-    ) -> list[Slot]:
+    def _slots(self, given: Any, per_device: int | None, threads: int | None, values: Mapping[str, Any]) -> list[Slot]:
         devices = _devices(given, str(values.get("device")))
         if devices != ["cpu"]:
             _require_one_device(values)
@@ -89,7 +87,9 @@ class Local:
                 name = f"CPU {len(slots)}" if device == "cpu" else f"GPU {device}"
                 slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
         if len(slots) * each > cores():
-            self._environment.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the cores to the others
+            self._environment.setdefault(
+                "OMP_WAIT_POLICY", "passive"
+            )  # threads that wait leave the cores to the others
             if devices == ["cpu"]:
                 text = f"{len(slots)} jobs at a time with {each} threads each, on {cores()} CPU cores"
                 print(f"{text}: threads=1 may be faster", flush=True)
@@ -140,7 +140,9 @@ class Local:
             del self._running[number]
             self._free.append(slot)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid or 0, signal.SIGKILL)  # data workers notice after seconds that their parent is gone
+                os.killpg(
+                    process.pid or 0, signal.SIGKILL
+                )  # data workers notice after seconds that their parent is gone
             ended.append(Ended(number, _sentence(process.exitcode)))
             process.close()
         return ended

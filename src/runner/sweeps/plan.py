@@ -100,15 +100,15 @@ def plan_of(command: Command) -> Plan:
 
 
 def split(words: Sequence[str]) -> list[list[str]]:
-    """The overrides of every job: each combination of the values that they list."""
-    lists = []
+    """The overrides of every job: each combination of the values that they list, the last ones of each key."""
+    lists = dict[str, list[str]]()
     for override in overrides.parsed(words):
         key = override.get_key_element()
         if override.is_sweep_override():
-            lists.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            lists[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         else:
-            lists.append([str(override.input_line)])
-    return [list(job) for job in itertools.product(*lists)]
+            lists[key] = [str(override.input_line)]
+    return [list(job) for job in itertools.product(*lists.values())]
 
 
 def validate(jobs: Sequence[Sequence[str]], problems_of: Callable[[int, bool], list[Problem]]) -> None:

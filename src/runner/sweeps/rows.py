@@ -188,7 +188,7 @@ def comparable(metric: str | None) -> str | None:
 
 def command_alone(overrides: Iterable[str], flags: Sequence[str]) -> str:
     """The command that runs one job of a sweep by itself."""
-    words = [word for word in overrides if not within(key_of(word), ("sweep", *OF_THE_SWEEP))]
+    words = [word for word in overrides if not within(key_of(word), OF_THE_SWEEP)]
     return mask_text(shlex.join(["python", "-m", "runner", "train", *flags, *words]))
 
 

@@ -262,7 +262,7 @@ class Sweep:
             number=planned.number,
             call=functools.partial(self._call, supervised),
             command=[*command, "hydra.mode=RUN", f"hydra.run.dir={quoted(entry.folder.absolute())}", "resume=auto"],
-            log=self.folder / LOGS / f"{planned.number}.log",
+            log=self._log(planned),
             environment=planned.environment,
             place=place,
         )
@@ -308,7 +308,7 @@ class Sweep:
         found = outcome(known.folder)
         if found.status not in ENDED:
             sentence = ended.sentence or "its process ended and left no result"
-            found = Outcome("failed", sentence=sentence)
+            found = Outcome("failed", sentence=_last_error(self._log(planned)) or sentence)
             if signal:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
         again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
@@ -323,6 +323,9 @@ class Sweep:
         else:
             self._tell(planned, found.status, f": {found.sentence}" if found.sentence else "")
         self._jobs.ended(planned, found, known.folder)
+
+    def _log(self, planned: Planned) -> Path:
+        return self.folder / LOGS / f"{planned.number}.log"
 
     def _record(self, job: str, known: Entry, found: Outcome) -> None:
         self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found), place=""))
@@ -349,13 +352,22 @@ class Sweep:
         failed = event == "failed"
         if event in ("failed", "retried"):
             folder = self.records.jobs[planned.identity].folder
-            line += f"\n    log: {folder / 'run.log'}\n    output: {self.folder / LOGS / f'{planned.number}.log'}"
+            line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(planned)}"
             again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
             line += f"\n    again: {again}" if failed else ""
         if self._display is None:
             print(line, flush=True)
         elif not self._display.live or event in ("failed", "retried", "preempted"):
             self._display.line(line, error=failed)
+
+
+def _last_error(log: Path) -> str:
+    """What a job that could not begin printed last: an error message, or an empty string for something else."""
+    try:
+        lines = log.read_text(errors="replace")[-2000:].strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].removeprefix("error: ") if lines and lines[-1].startswith("error: ") else ""
 
 
 def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:

@@ -2,7 +2,7 @@
 
 import gc
 
-import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
 import torchmetrics.classification  # noqa: F401
 from torch.utils import tensorboard  # noqa: F401

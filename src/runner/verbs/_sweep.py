@@ -6,8 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from runner.build.metrics import expected_monitor
@@ -51,7 +50,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
 
         search = Search(command, launcher, _monitor)
     plan: Plan = search.plan if search else plan_of(command)
-    console, interrupted = Console(None), False
+    console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
         sweep.begin()
@@ -60,14 +59,17 @@ def run_sweep(verb: Verb, command: Command) -> int:
                 search.run(sweep, launcher)
             else:
                 sweep.run(Listed(plan.jobs or ()), launcher)
-        except KeyboardInterrupt:
-            interrupted = True
+        except KeyboardInterrupt:  # before the launcher listened to signals, or after
+            sweep.status = PREEMPTED
+        except UserError as error:  # such as a full disk
+            print_error(str(error))
+            sweep.status = error.exit_code
         finally:
             console.stop()
-        status = PREEMPTED if interrupted else sweep.status
+        status = sweep.status
         try:
             rows = summarise(folder)
-        except UserError as error:  # such as a full disk
+        except UserError as error:
             print_error(str(error))
             status, rows = max(status, error.exit_code), summarise(folder, write=False)
         failed = print_table(rows, console, len(plan.jobs or ()))
@@ -108,9 +110,9 @@ def _launcher(command: Command) -> Launcher:
     if chosen == "basic":
         return Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
     settings: Any = OmegaConf.to_container(command.cfg.hydra.launcher, resolve=True)
-    try:
-        return instantiate(settings, values=command.composition.values, _convert_="all")
-    except HydraException as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise UserError("hydra.launcher", str(error.__cause__ or error).partition("\n")[0]) from error
+    kind: Any = get_class(settings.pop("_target_"))
+    if not hasattr(kind, "survives"):
+        problem = f"is {chosen}, a plugin of Hydra's, and runner starts its jobs itself"
+        raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray")
+    launcher: Launcher = kind(**settings, values=command.composition.values)
+    return launcher
