@@ -13,13 +13,11 @@ import json
 import math
 import shlex
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import optuna
 import yaml
 from omegaconf import OmegaConf
 
@@ -46,7 +44,6 @@ _SAME = ("sampler", "pruner", "warmup", "reduction", "seeds", "objectives", "spa
 """Settings that make a study what it is; the others may change when it continues."""
 _NO_RANGE = ("hydra", "name", "output_root", "ckpt_path", "resume", *OF_THE_SWEEP)
 _AT_A_TIME = 8  # trials, where the launcher has no limit
-_FEWEST = 5  # trials from which importances are computed
 
 
 @dataclass
@@ -217,19 +214,15 @@ class Search:
         words = mask_words([*words, *self._varied(best.params)])
         command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
         lines = [f"{name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._sweep.folder}", command]
-        if len(self._space) > 1 and len(ended) >= _FEWEST:
-            with warnings.catch_warnings(), contextlib.suppress(ImportError, RuntimeError, ValueError):
-                warnings.simplefilter("ignore", UserWarning)  # of trials that are all alike
-                shares = optuna.importance.get_param_importances(self._study.optuna).items()
-                lines.append("importance: " + ", ".join(f"{key} {shown(share)}" for key, share in shares))
+        if shares := self._study.importances():
+            lines.append("importance: " + ", ".join(f"{key} {shown(share)}" for key, share in shares.items()))
         options = [{f"override /{key}": value} for key, value in best.params.items() if key in groups]
         words = [word_of(key, value) for key, value in best.params.items() if key not in groups]
         keys: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
         content = ({"defaults": options} if options else {}) | keys
-        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-        write_atomically(
-            self._sweep.folder / BEST, "\n# ".join(["# @package _global_", *lines, ""]).encode() + text.encode()
-        )
+        head = "".join(f"# {line}\n" for line in ["@package _global_", *lines])
+        text = head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        write_atomically(self._sweep.folder / BEST, text.encode())
 
 
 def _at_best(folder: Path, ended: Outcome) -> dict[str, Any]:

@@ -30,6 +30,7 @@ WARM = "warm_start"  # attribute of a trial: the run that it was taken from
 State = optuna.trial.TrialState
 _NAME = "search"  # Hyperband derives the bracket of a trial from the name of its study
 _MOST = 10_000  # trials that a pruner considers, as the number of one may come from someone else's file
+_FEWEST = 5  # trials from which importances are computed
 _STALE_S = 3  # after which Optuna takes over the lock of a process that was killed
 
 
@@ -78,6 +79,16 @@ class Study:
             for evaluation, value in curve:
                 self._storage.set_trial_intermediate_value(trial, evaluation, value)
             self.optuna.tell(number, list(values) or None, state=state)
+
+    def importances(self) -> dict[str, float]:
+        """The share of the objective's variance that each key explains; empty if too few trials have ended to say."""
+        states = [trial.state for trial in self.optuna.get_trials(deepcopy=False)]
+        if len(self._distributions) < 2 or states.count(State.COMPLETE) < _FEWEST:
+            return {}
+        with warnings.catch_warnings(), contextlib.suppress(ImportError, RuntimeError, ValueError):
+            warnings.simplefilter("ignore", UserWarning)  # of trials that are all alike
+            return optuna.importance.get_param_importances(self.optuna)
+        return {}
 
 
 def study_of_sweep(folder: Path, named: str | None, say: Callable[[str], None], **others: Any) -> Study:
