@@ -295,7 +295,9 @@ def test_a_job_whose_code_has_changed_runs_again_and_says_why(sweep, workdir, mo
     assert (again.status, same) == (0, folder), again.err
     assert again.out.count("started, again, as my_nets.net changed since job") == 2, again.out
     assert started(folder) == ["0", "1", "2", "3"]
-    weights = {path.parent.name: json.loads(path.read_text())["weights_sha256"] for path in folder.glob("*/summary.json")}
+    weights = {
+        path.parent.name: json.loads(path.read_text())["weights_sha256"] for path in folder.glob("*/summary.json")
+    }
     assert {weights["2"], weights["3"]}.isdisjoint({weights["0"], weights["1"]})
     rows = json.loads((folder / "sweep.json").read_text())["jobs"]
     assert [(row["job"], row["why"]) for row in rows] == [

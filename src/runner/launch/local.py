@@ -119,7 +119,7 @@ class Local:
             slot = self._free.pop(0)
             job.log.parent.mkdir(parents=True, exist_ok=True)
             environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
-            process: BaseProcess = _context().Process(  # type: ignore[attr-defined]
+            process: BaseProcess = _context().Process(
                 target=_work, args=(job.call, str(job.log.absolute()), environment), name=f"job {job.number}"
             )
             process.start()

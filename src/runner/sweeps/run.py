@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,19 +21,15 @@ from runner.config.reading import read_overrides, read_regular
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_text, mask_words
-from runner.config.stored import differences
 from runner.config.truth import is_true
 from runner.launch.jobs import Ended, Job, Launcher, run
+from runner.sweeps.folder import base_changed
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, code_of
 from runner.sweeps.rows import command_alone
 from runner.sweeps.view import Display, headline_of
-from runner.tracking.files import writing
 from runner.tracking.formats import number
-from runner.tracking.run_directory import Occupied, claim, hold, timestamp, works
-
-if sys.platform != "win32":
-    import fcntl
+from runner.tracking.run_directory import works
 
 LOGS = "logs"
 """Folder of the sweep with what each job prints, `<number>.log`."""
@@ -187,7 +182,7 @@ class Sweep:
 
     def run(self, jobs: Jobs, launcher: Launcher) -> None:
         """Run the jobs that are left until all have ended or a signal asks to stop; sets the exit status."""
-        self._jobs = jobs
+        self._jobs, self._launcher = jobs, launcher
         before = len(self.records.launches) - 1
         signal = run(launcher, self._next, self._started, self._ended, self._on_time)
         if signal and launcher.survives:
@@ -231,11 +226,11 @@ class Sweep:
             return self._again.pop(0)
         if self._occupied and time.monotonic() > self._looked + _LOOKED_S:
             self._looked = time.monotonic()
-            for planned in self._occupied:
-                entry = self.records.jobs.get(planned.identity)
-                if planned.identity not in busy and (entry is None or not works(entry.folder)):
-                    self._occupied.remove(planned)
-                    return planned
+            for waiting in self._occupied:
+                entry = self.records.jobs.get(waiting.identity)
+                if waiting.identity not in busy and (entry is None or not works(entry.folder)):
+                    self._occupied.remove(waiting)
+                    return waiting
         planned = self._jobs.next()
         if (
             planned is not None and planned.identity in busy
@@ -293,7 +288,7 @@ class Sweep:
 
     def _started(self, job: Job, place: str) -> None:
         planned, entry = self._running[job.number], self.records.jobs[self._running[job.number].identity]
-        if self.plan.command.chosen("hydra/launcher") not in ("basic", "pool") and place != entry.place:
+        if self._launcher.survives and place != entry.place:
             self.ledger.append_job(
                 self.records, planned.identity, dataclasses.replace(entry, status="submitted", place=place)
             )
@@ -368,73 +363,3 @@ def _last_error(log: Path) -> str:
     except OSError:
         return ""
     return lines[-1].removeprefix("error: ") if lines and lines[-1].startswith("error: ") else ""
-
-
-def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
-    """Keys whose values differ from those of a sweep, except where it has several: (key, before, now)."""
-    swept = [key.replace("/", ".") for launch in records.launches for key in launch["swept"]] + list(plan.swept)
-    found = differences(records.launches[-1]["base"], plan.base)
-    return [each for each in found if not within(each[0], [key.replace("/", ".") for key in swept])]
-
-
-@contextlib.contextmanager
-def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
-    """Find or make the folder of a sweep, and hold it: the one that is named, or that of the newest sweep of the same command.
-
-    Args:
-        root: of the sweeps of this verb and name.
-        plan: what will be done there.
-
-    Raises:
-        UserError: another process runs the sweep, or the folder holds something else.
-    """
-    named, new = plan.command.place, is_true(plan.command.composition.values["sweep"]["new"])
-    if named and new:
-        raise UserError("sweep.dir", f"is {named}, and sweep.new is given too", "one of them")
-    with contextlib.nullcontext() if named else _one_at_a_time(root):
-        folder = named or (None if new else _same_sweep(root, plan)) or claim(root, timestamp())
-        if holds_run(folder):
-            raise UserError("sweep.dir", f"cannot be {folder}: it holds a run", "another folder")
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = hold(folder)
-        except Occupied as error:
-            runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"
-            allowed = "wait for it, end it with kill, or sweep.new=true for another one"
-            raise UserError("sweep.dir", runs, allowed) from None
-    try:
-        yield folder
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _same_sweep(root: Path, plan: Plan) -> Path | None:
-    """The folder of the newest sweep of the same command."""
-    same = []
-    for path in root.glob(f"*/{NAME}"):
-        records = Ledger(path.parent).read()
-        if records.launches and records.launches[-1]["swept"] == list(plan.swept) and not base_changed(records, plan):
-            same.append((records.launches[0]["time"], path.parent))
-    return max(same)[1] if same else None
-
-
-@contextlib.contextmanager
-def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Let other processes with the same command wait until this one holds its folder, so that they find it and get no other."""
-    if sys.platform == "win32":
-        yield
-        return
-    try:
-        with writing(root):
-            root.mkdir(parents=True, exist_ok=True)
-            folder = os.open(root, os.O_RDONLY)
-    except UserError as error:
-        raise UserError("output_root", str(error)) from error
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)

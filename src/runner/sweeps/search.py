@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import shlex
@@ -32,7 +31,7 @@ from runner.config.space import Range, ranges_of, text_of, word_of
 from runner.config.truth import is_true
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import NAME, Entry, Ledger, Outcome, outcome, outcome_of
-from runner.sweeps.plan import Plan, Planned, counted, identity, validate
+from runner.sweeps.plan import Plan, Planned, composed, counted, identity
 from runner.sweeps.pruning import FILE, VARIABLE
 from runner.sweeps.run import Sweep
 from runner.sweeps.study import WARM, State, pruner_of, sampler_of, storage_of, study_of_sweep, using
@@ -60,7 +59,7 @@ class Search:
 
     Args:
         command: what was called.
-        launcher: what will start the jobs.
+        launcher: makes what will start the jobs, before torch is imported.
         monitor: the metric that a run of a composition watches, and its direction.
 
     Raises:
@@ -68,7 +67,9 @@ class Search:
         UserError: for settings that do not fit together.
     """
 
-    def __init__(self, command: Command, launcher: Launcher, monitor: Callable[[Composition], tuple[str, str]]) -> None:
+    def __init__(
+        self, command: Command, launcher: Callable[[], Launcher], monitor: Callable[[Composition], tuple[str, str]]
+    ) -> None:
         self._command, self._settings = command, command.composition.values["search"]
         settings, self._space = self._settings, _checked_space(command)
         self._words = [word for word in command.words if key_of(word).replace("/", ".") not in self._space]
@@ -78,7 +79,7 @@ class Search:
         if settings["pruner"] != "none" and len(settings["objectives"]) > 1:
             problem = f"is {settings['pruner']}, and decides by one objective"
             raise UserError("search.pruner", problem, "search.pruner=none")
-        _check_ends(command, self._words, self._space)
+        _check_ends(command, self._words, self._space, launcher)
         self._goals = dict(settings["objectives"]) or dict([monitor(command.composition)])
         swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
         base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
@@ -86,7 +87,7 @@ class Search:
         if (named := settings["storage"]) is not None:
             with using(named):
                 storage_of(named)
-        jobs, slots = settings["jobs"], launcher.slots
+        jobs, slots = settings["jobs"], launcher().slots
         self._most = min(jobs or slots or _AT_A_TIME, slots or math.inf)
         if (jobs or 0) > self._most or (slots is None and jobs is None):
             why = f"hydra/launcher={command.chosen('hydra/launcher')} has {slots or 'any number of'} slots"
@@ -136,7 +137,8 @@ class Search:
         if settings["pruner"] != "none" and not ended:
             [mode] = self._goals.values()
             environment[VARIABLE] = json.dumps({"number": trial.number, "mode": mode, "pruner": self._pruner})
-        composition = self._command.composed([*self._words, *words])
+        checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
+        composition = self._command.composed([*self._words, *checked.accepted])
         known = identity(composition.values, composition.overrides, self.plan.swept)
         planned = Planned(trial.index * self._seeds + ended, known, composition, " ".join(words), environment)
         self._running[planned.number] = trial
@@ -145,9 +147,10 @@ class Search:
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
         """See `Jobs.ended`: the trial ends, or goes on with its next seed; it stays as it is if its process was killed."""
         trial = self._running.pop(planned.number)
-        trial.curve = trial.curve or read_json(folder / FILE).get("curve", ())
+        reports = read_json(folder / FILE)
+        trial.curve = trial.curve or reports.get("curve", ())
         if found.status == "pruned":
-            self._end(trial, State.PRUNED, f"pruned after evaluation {len(trial.curve)}")
+            self._end(trial, State.PRUNED, f"pruned after evaluation {reports.get('stopped_at')}")
         elif found.status == "failed" and outcome(folder).status == "failed":
             self._end(trial, State.FAIL)
         elif found.status == "finished":
@@ -176,11 +179,8 @@ class Search:
 
     def _warm_start(self) -> None:
         """Add the results of earlier sweeps, as far as they are within the search space."""
-        given, known = (
-            self._settings["warm_start"] or [],
-            [each.user_attrs[WARM] for each in self._study.trials(warm=True)],
-        )
-        for source in [given] if isinstance(given, str) else given:
+        known = [trial.user_attrs[WARM] for trial in self._study.trials(warm=True)]
+        for source in _listed(self._settings["warm_start"]):
             entries = list(Ledger(Path(source)).read().jobs.values())
             added = sum(str(entry.folder) in known or self._add(entry) for entry in entries)
             self._sweep.say(f"warm start: {added} of {len(entries)} jobs of {source} are within the search space")
@@ -240,10 +240,13 @@ def _value_of(key: str, values: Range, config: Any, words: Mapping[str, str]) ->
     """The value that an earlier run had for a key; an exception if it is none of the range."""
     value = words.get(key, at(config, key))  # the option of a group is only in the overrides
     if values.kind == "choice":
-        return {word_of(key, each): each for each in values.choices}[
-            f"{key}={value if key in words else text_of(value)}"
-        ]
+        by_word = {word_of(key, each): each for each in values.choices}
+        return by_word[f"{key}={value if key in words else text_of(value)}"]
     return int(value) if values.kind == "int" else float(value)
+
+
+def _listed(given: str | list[str] | None) -> list[str]:
+    return [given] if isinstance(given, str) else given or []
 
 
 def _checked_space(command: Command) -> dict[str, Range]:
@@ -254,9 +257,7 @@ def _checked_space(command: Command) -> dict[str, Range]:
     """
     values = command.composition.values["search"]
     if not values["space"]:
-        raise UserError(
-            "search", "names no key to vary", "one or more such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'"
-        )
+        raise UserError("search", "names no key to vary", "keys such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'")
     space, problems = ranges_of(values["space"])
     for key, each in space.items():
         if within(key, _NO_RANGE):
@@ -264,8 +265,7 @@ def _checked_space(command: Command) -> dict[str, Range]:
         elif each.kind != "choice" and (options := command.sources.options(key)):
             names = ", ".join(option.name for option in options)
             problems.append(Problem(f"search.{key}", "is a group of options", f"{{choice: [{names}]}}"))
-    warm = values["warm_start"] or []
-    for source in [warm] if isinstance(warm, str) else warm:
+    for source in _listed(values["warm_start"]):
         if not (Path(source) / NAME).is_file():
             problems.append(Problem("search.warm_start", f"{source} is not a sweep's folder", f"one that has {NAME}"))
     if problems:
@@ -273,31 +273,25 @@ def _checked_space(command: Command) -> dict[str, Range]:
     return space
 
 
-def _check_ends(command: Command, words: Sequence[str], space: Mapping[str, Range]) -> None:
+def _check_ends(
+    command: Command, words: Sequence[str], space: Mapping[str, Range], before_imports: Callable[[], object]
+) -> None:
     """Validate the values at the ends of each range, and each choice, with the first values of the others.
 
     Raises:
         ConfigError: with every problem.
     """
-    first = {key: word_of(key, each.ends[0]) for key, each in space.items()}
-    others = [{}, *({key: word_of(key, end)} for key, each in space.items() for end in each.ends[1:])]
-    jobs = [list((first | other).values()) for other in others]
-
-    @functools.cache
-    def composed(number: int) -> Composition:
-        checked = overrides.check_overrides(jobs[number], command.schema, command.sources, False)
-        groups = command.sources.groups()
-        unknown = [overrides.unknown_key(key, word, command.schema, groups, []) for key, word in checked.unknown]
-        if problems := [*checked.problems, *unknown]:
-            raise ConfigError(problems)
-        return command.composed([*words, *checked.accepted])
-
-    def problems_of(number: int, imports: bool) -> list[Problem]:
-        composition = composed(number)
-        return [] if composition.values.get("ckpt_path") is not None else command.problems_of(composition, imports)
-
+    ends = [(key, word_of(key, end)) for key, each in space.items() for end in each.ends]
+    checked = overrides.check_overrides([word for _, word in ends], command.schema, command.sources, False)
+    groups = command.sources.groups()
+    unknown = [overrides.unknown_key(key, word, command.schema, groups, []) for key, word in checked.unknown]
     try:
-        validate(jobs, problems_of)
+        if problems := [*checked.problems, *unknown]:
+            raise ConfigError(list({(each.key, each.message): each for each in problems}.values()))
+        accepted = [(key, word) for (key, _), word in zip(ends, checked.accepted, strict=True)]
+        first = dict(reversed(accepted))
+        others = [first, *(first | {key: word} for key, word in accepted if word != first[key])]
+        composed(command, [[*words, *each.values()] for each in others], before_imports)
     except ConfigError as error:
         own = {key: {"key": f"search.{key}", "origin": ""} for key in space}
         problems = [dataclasses.replace(each, **own.get(each.key, {})) for each in error.problems]

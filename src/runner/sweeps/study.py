@@ -148,16 +148,16 @@ def storage_of(where: str) -> Any:
 def sampler_of(name: str, seed: str, parallel: bool) -> optuna.samplers.BaseSampler:
     """The sampler of one trial: what it draws depends on the seed and the trials before, and not on the process."""
     number = zlib.crc32(seed.encode())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        if name == "random":
-            return optuna.samplers.RandomSampler(seed=number)
-        if name == "tpe":
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed=number)
+    if name == "tpe":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return optuna.samplers.TPESampler(seed=number, constant_liar=parallel)
-        try:
-            return optuna.samplers.CmaEsSampler(seed=number, warn_independent_sampling=False)
-        except ImportError:
-            raise UserError("search.sampler", "is cmaes, which is not installed", "pip install cmaes") from None
+    try:
+        return optuna.samplers.CmaEsSampler(seed=number, warn_independent_sampling=False)
+    except ImportError:
+        raise UserError("search.sampler", "is cmaes, which is not installed", "pip install cmaes") from None
 
 
 def pruner_of(pruner: str, warmup: int, reduction: int) -> optuna.pruners.BasePruner:
