@@ -574,7 +574,7 @@ def test_results_that_the_study_has_stay_when_code_changes_and_other_trials_run_
 def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mine, monkeypatch):
     (workdir / "conf" / "hydra" / "launcher").mkdir(parents=True)
     (workdir / "conf" / "hydra" / "launcher" / "mine.yaml").write_text("_target_: mine.Commands\n")
-    monkeypatch.setenv("PYTHONPATH", f"{workdir}:{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{workdir}:{os.environ.get('PYTHONPATH', '')}")
     words = ("sweep=optuna", LR, "search.sampler=random", "search.trials=2", "epochs=2")
     _, alone = search(*words)
     result, folder = search(*words, "--config-dir=conf", "hydra/launcher=mine", "sweep.new=true")
