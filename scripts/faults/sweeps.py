@@ -23,7 +23,7 @@ _LAUNCHERS = {
     "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
     "optuna": (),
     "optuna_pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
-    "ranks": ("devices=2",),
+    "ranks": (),
 }
 _SWEEP = ("sweep",)
 _GRID = ("--multirun", "epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")
@@ -34,6 +34,7 @@ _SEARCH = (
 _LONGER = "epochs=6"  # for jobs side by side, which would be over before a stop comes
 _WORDS = {
     "basic": _GRID,
+    "ranks": (*_GRID, "devices=2"),  # which adds in another order than one process
     "optuna": _SEARCH,
     # Which trial ends first decides what a pruner does, so that only a search without one has results to compare with.
     "optuna_pool": (*_SEARCH[:3], _LONGER, "search.pruner=none", _SEARCH[-1]),

@@ -15,7 +15,6 @@ import yaml
 from forked import ForkedProgram
 
 
-
 @pytest.fixture
 def sweep(run, tiny, workdir):
     """Sweep over tiny runs; gives the result and the sweep's folder."""
@@ -175,7 +174,7 @@ def test_options_of_a_group_can_be_swept(sweep):
 
 
 def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
-    monkeypatch.setattr("runner.sweeps.run.timestamp", lambda: "2026-11-20_10-31-07")
+    monkeypatch.setattr("runner.sweeps.folder.timestamp", lambda: "2026-11-20_10-31-07")
     folders = [sweep("--multirun", "seed=0", "sweep.new=true")[1] for _ in range(2)]
     assert [folder.name for folder in folders] == ["2026-11-20_10-31-07", "2026-11-20_10-31-07_1"]
     assert all(len(summaries(folder)) == 1 for folder in folders)
@@ -282,7 +281,9 @@ def test_what_cannot_be_swept_is_told_before_the_first_job(run, tiny, workdir, w
     assert list(workdir.iterdir()) == []
 
 
-@pytest.mark.parametrize("word", ["hydra.sweep.subdir=both", "+hydra.callbacks.mine={_target_: a.B}", "hydra.job.chdir=true"])
+@pytest.mark.parametrize(
+    "word", ["hydra.sweep.subdir=both", "+hydra.callbacks.mine={_target_: a.B}", "hydra.job.chdir=true"]
+)
 def test_keys_of_hydra_that_do_nothing_are_refused(run, workdir, word):
     result = run("train", "--multirun", "seed=0,1", word)
     assert result.status == 2

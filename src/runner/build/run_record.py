@@ -117,6 +117,7 @@ class RunRecord:
         if (path / "summary.json").exists() and not is_inside(setup.found, path):
             allowed = f"another folder, or ckpt_path={path} to continue it there"
             raise UserError("hydra.run.dir", f"{path} already holds a run", allowed)
+        self._new_folders = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         return RunDirectory(path)
 

@@ -118,7 +118,7 @@ class Local:
             slot = self._free.pop(0)
             job.log.parent.mkdir(parents=True, exist_ok=True)
             environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
-            process: BaseProcess = _context().Process(  # type: ignore[attr-defined]
+            process: BaseProcess = _context().Process(
                 target=_work, args=(job.call, str(job.log.absolute()), environment), name=f"job {job.number}"
             )
             process.start()
@@ -180,7 +180,7 @@ def _devices(given: Any, device: str) -> list[str]:
 
 def _require_one_device(values: Mapping[str, Any]) -> None:
     """Refuse settings of a job that needs other GPUs than that of its slot."""
-    pool = "and hydra/launcher=pool gives each job one GPU"
+    pool = "and each of several jobs at a time gets one GPU"
     if str(values.get("device")).startswith("cuda:"):
         allowed = "cuda, and hydra.launcher.devices=[...] to choose GPUs"
         raise UserError("device", f"is {values['device']}, {pool}, which it sees as the first", allowed)

@@ -55,7 +55,9 @@ def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
             raise UserError("sweep.ablate", f"names {key}, which is off already", "keys that are on")
     on = [key for key in named or TOGGLES if keys.at(values, key) not in (..., *_OFF)]
     if not on:
-        raise UserError("sweep.ablate", "finds no toggle that is on", f"one of {', '.join(TOGGLES)} on, or sweep.ablate=[KEY]")
+        raise UserError(
+            "sweep.ablate", "finds no toggle that is on", f"one of {', '.join(TOGGLES)} on, or sweep.ablate=[KEY]"
+        )
     return {key: f"{key}={_off(key, values, schema)}" for key in on}
 
 

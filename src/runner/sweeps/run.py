@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,19 +21,15 @@ from runner.config.reading import read_overrides, read_regular
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_text, mask_words
-from runner.config.stored import differences
 from runner.config.truth import is_true
 from runner.launch.jobs import Ended, Job, Launcher, run
+from runner.sweeps.folder import base_changed
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, code_of
 from runner.sweeps.rows import command_alone
 from runner.sweeps.view import Display, headline_of
-from runner.tracking.files import writing
 from runner.tracking.formats import number
-from runner.tracking.run_directory import Occupied, claim, hold, timestamp, works
-
-if sys.platform != "win32":
-    import fcntl
+from runner.tracking.run_directory import works
 
 LOGS = "logs"
 """Folder of the sweep with what each job prints, `<folder>.log`."""
@@ -60,10 +55,6 @@ class Jobs(Protocol):
         """A job has ended, or had before."""
         ...
 
-    def more(self) -> bool:
-        """Whether there will be another job although none runs."""
-        ...
-
 
 class Listed:
     """Jobs that are known beforehand."""
@@ -78,10 +69,6 @@ class Listed:
 
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
         """See `Jobs.ended`."""
-
-    def more(self) -> bool:
-        """See `Jobs.more`."""
-        return False
 
 
 class Sweep:
@@ -134,8 +121,8 @@ class Sweep:
         if plan.jobs is not None:
             jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs}
         self.ledger.append(
-            self.records,
             "launch",
+            self.records,
             swept=list(plan.swept),
             base=plan.base,
             jobs=jobs,
@@ -171,7 +158,7 @@ class Sweep:
         if not found:
             problem = f"cannot be {self.folder}: it holds runs of other settings, and no {NAME}"
             raise UserError("sweep.dir", problem, "another folder")
-        self._say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
+        self.say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
         known = self.records.jobs
@@ -184,22 +171,21 @@ class Sweep:
             self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
         names = ", ".join(entry.folder.name for entry in gone.values())
         left += f"; missing folders: {names}, and their jobs start again" if gone else ""
-        self._say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
+        self.say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
 
     def _is_gone(self, job: Planned) -> bool:
         entry = self.records.jobs[job.identity]
-        missing = not entry.folder.is_dir() and entry.status != "started"
-        return entry.folder.is_symlink() or missing
+        return not entry.folder.is_dir() and entry.status != "started"
 
     # The jobs
 
     def run(self, jobs: Jobs, launcher: Launcher) -> None:
         """Run the jobs that are left until all have ended or a signal asks to stop; sets the exit status."""
-        self._jobs, self._survives = jobs, launcher.survives
+        self._jobs, self._launcher = jobs, launcher
         before = len(self.records.launches) - 1
         signal = run(launcher, self._next, self._started, self._ended, self._on_time)
         if signal and launcher.survives:
-            self._say(f"{signal}: the jobs continue; the same command continues this sweep")
+            self.say(f"{signal}: the jobs continue; the same command continues this sweep")
         last = [entry for entry in self.records.jobs.values() if entry.launch == before]
         if signal or any(entry.status == "preempted" for entry in last):
             self.status = PREEMPTED
@@ -225,7 +211,9 @@ class Sweep:
                     why = f"{', '.join(changed)} changed since job {known.folder.name} ran"
                 elif not again:
                     folder = known.folder
-                    if not self._survives and _is_written(known):  # other jobs are found again by their launcher
+                    if not self._launcher.survives and _is_written(
+                        known
+                    ):  # other jobs are found again by their launcher
                         self._wait_for(planned, folder)
                         continue
             return self._begin(planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why))
@@ -237,11 +225,11 @@ class Sweep:
             return self._again.pop(0)
         if self._occupied and time.monotonic() > self._looked + _LOOKED_S:
             self._looked = time.monotonic()
-            for planned in self._occupied:
-                entry = self.records.jobs.get(planned.identity)
-                if planned.identity not in busy and (entry is None or not _is_written(entry)):
-                    self._occupied.remove(planned)
-                    return planned
+            for waiting in self._occupied:
+                entry = self.records.jobs.get(waiting.identity)
+                if waiting.identity not in busy and (entry is None or not _is_written(entry)):
+                    self._occupied.remove(waiting)
+                    return waiting
         planned = self._jobs.next()
         if (
             planned is not None and planned.identity in busy
@@ -252,7 +240,7 @@ class Sweep:
 
     def _wait_for(self, planned: Planned, folder: Path) -> None:
         self._occupied.append(planned)
-        self._say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
+        self.say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
 
     def _begin(self, planned: Planned, entry: Entry) -> Job:
         """Prepare the job of a folder that is free or its own."""
@@ -334,11 +322,12 @@ class Sweep:
         if self._display is not None:
             self._display.refresh()
         stopped = self._fail_fast and self.records.failed_now is not None
-        return not stopped and bool(self._occupied or self._again or self._jobs.more())
+        return not stopped and bool(self._occupied or self._again)
 
     # What is shown
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Show a sentence."""
         if self._display is None:
             print(text, flush=True)
         else:
@@ -377,73 +366,3 @@ def _last_error(log: Path) -> str:
     except OSError:
         return ""
     return lines[-1].removeprefix("error: ") if lines and lines[-1].startswith("error: ") else ""
-
-
-def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
-    """Keys whose values differ from those of a sweep, except where it has several: (key, before, now)."""
-    swept = [key.replace("/", ".") for launch in records.launches for key in launch["swept"]] + list(plan.swept)
-    found = differences(records.launches[-1]["base"], plan.base)
-    return [each for each in found if not within(each[0], [key.replace("/", ".") for key in swept])]
-
-
-@contextlib.contextmanager
-def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
-    """Find or make the folder of a sweep, and hold it: the one that is named, or that of the newest sweep of the same command.
-
-    Args:
-        root: of the sweeps of this verb and name.
-        plan: what will be done there.
-
-    Raises:
-        UserError: another process runs the sweep, or the folder holds something else.
-    """
-    named, new = plan.command.place, is_true(plan.command.composition.values["sweep"]["new"])
-    if named and new:
-        raise UserError("sweep.dir", f"is {named}, and sweep.new is given too", "one of them")
-    with contextlib.nullcontext() if named else _one_at_a_time(root):
-        folder = named or (None if new else _same_sweep(root, plan)) or claim(root, timestamp())
-        if holds_run(folder):
-            raise UserError("sweep.dir", f"cannot be {folder}: it holds a run", "another folder")
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = hold(folder)
-        except Occupied as error:
-            runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"
-            allowed = "wait for it, end it with kill, or sweep.new=true for another one"
-            raise UserError("sweep.dir", runs, allowed) from None
-    try:
-        yield folder
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _same_sweep(root: Path, plan: Plan) -> Path | None:
-    """The folder of the newest sweep of the same command."""
-    same = []
-    for path in root.glob(f"*/{NAME}"):
-        records = Ledger(path.parent).read()
-        if records.launches and records.launches[-1]["swept"] == list(plan.swept) and not base_changed(records, plan):
-            same.append((records.launches[0]["time"], path.parent))
-    return max(same)[1] if same else None
-
-
-@contextlib.contextmanager
-def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Let other processes with the same command wait until this one holds its folder, so that they find it and get no other."""
-    if sys.platform == "win32":
-        yield
-        return
-    try:
-        with writing(root):
-            root.mkdir(parents=True, exist_ok=True)
-            folder = os.open(root, os.O_RDONLY)
-    except UserError as error:
-        raise UserError("output_root", str(error)) from error
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)

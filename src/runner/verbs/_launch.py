@@ -1,4 +1,4 @@
-"""From the words after a verb to its jobs: help, tab completion, one run or a sweep, and how errors are reported.
+"""From the words after a verb to its jobs: help, tab completion, one run or a sweep.
 
 Imports nothing heavy until a verb runs.
 """
@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import os
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner import __version__
 from runner.config import slurm
-from runner.config.errors import OK, USAGE, ConfigError, UserError, called_exit, explain
+from runner.config.errors import OK, USAGE, ConfigError, UserError
 from runner.config.secrets import mask_words
 from runner.config.signals import interruptible
-from runner.verbs._errors import print_error
 from runner.verbs._help import print_help
-from runner.verbs._table import VERBS, Verb
+from runner.verbs._job import run_job, status_of
+from runner.verbs._table import Verb
 
 if TYPE_CHECKING:
     from runner.config.command import Command
@@ -77,13 +75,13 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
         return int(importlib.import_module(module).main_of_follower())
     try:
         follow.compare(words)
-        return _launch(verb, argv)
+        return _launch(verb, argv, one_process=False)
     finally:
         follow.dismiss()
 
 
-def _launch(verb: Verb, argv: Sequence[str]) -> int:
-    """Run the jobs of a verb that takes a config."""
+def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
+    """Run the jobs of a verb that takes a config; `one_process` unless torchrun or srun started several."""
     from runner.config.command import opened
     from runner.config.resolve import problems_in, problems_without_imports
     from runner.config.schema import VERBS as SCHEMAS
@@ -106,6 +104,10 @@ def _launch(verb: Verb, argv: Sequence[str]) -> int:
         if isinstance(command, int):
             return command
         try:
+            if command.is_sweep and verb.keeps_runs and not one_process:
+                problem = "starts a process for each job, and torchrun or srun started several"
+                allowed = "devices=N without torchrun, or hydra/launcher=slurm for jobs on several nodes"
+                raise UserError("--multirun", problem, allowed)
             if command.is_sweep and verb.keeps_runs:
                 from runner.verbs._sweep import run_sweep
 
@@ -141,52 +143,6 @@ def _run_each(verb: Verb, command: Command) -> int:
             directory.rmdir()
     print(folder)
     return status
-
-
-def status_of(run: Callable[[], object]) -> int:
-    """The exit status of a function that may call `sys.exit`."""
-    try:
-        run()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return OK
-
-
-def run_job(name: str, composition: Composition) -> None:
-    """Run one job of a verb in this process.
-
-    Raises:
-        SystemExit: with the exit status if it failed.
-    """
-    verb = VERBS[name]
-    for variable, value in verb.environment.items():
-        os.environ.setdefault(variable, value)
-    run: Callable[[Composition], float | None] = importlib.import_module(verb.module).run
-    gc.freeze()  # no collection during a run looks at what was imported
-    gc.enable()
-    if verb.keeps_runs:
-        run(composition)
-        return
-    from runner.verbs._ranks import on_ranks
-
-    _report_errors(functools.partial(on_ranks, verb, run), composition)
-
-
-def _report_errors(run: Callable[[Composition], float | None], composition: Composition) -> None:
-    """Call `run`; an error becomes an exit status and a sentence, or a traceback if it is unexpected."""
-    from runner.runtime.determinism import operations_named
-
-    try:
-        with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
-            run(composition)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and not called_exit(error):
-            raise
-        if isinstance(error, UserError) and os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
-        status, _, text = explain(error)
-        print_error(text)
-        raise SystemExit(status) from None
 
 
 def complete_verb(verb: Verb, argv: Sequence[str]) -> int:

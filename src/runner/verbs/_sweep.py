@@ -9,21 +9,25 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from runner.build.metrics import expected_monitor
 from runner.config.command import Command
+from runner.config.composition import Composition
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.hydra_messages import REPLACED
 from runner.config.keys import within
 from runner.config.output_folders import holds_run
-from runner.distributed.world import started_by_launcher
+from runner.config.resolve import resolve_config
+from runner.config.schema.train import Train
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local
+from runner.sweeps.folder import opened_folder
 from runner.sweeps.plan import Plan, plan_of
-from runner.sweeps.run import Listed, Sweep, opened_folder
+from runner.sweeps.run import Listed, Sweep
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.sweeps.view import Display
 from runner.tracking.console import Console
 from runner.verbs._errors import print_error
-from runner.verbs._launch import run_job
+from runner.verbs._job import run_job
 from runner.verbs._table import Verb
 
 _PRELOAD = ("runner.verbs._preloaded",)
@@ -37,25 +41,22 @@ def run_sweep(verb: Verb, command: Command) -> int:
         UserError: for what makes a sweep impossible.
     """
     _check(command)
-    values = command.composition.values
-    launcher = _launcher(command)
-    if isinstance(launcher, Local):
-        launcher.prepare(_PRELOAD)  # while this process validates the jobs
+    values, launcher = command.composition.values, functools.cache(lambda: _launcher(command))
     search: Any = None
     if values["search"]["sampler"] is not None:
         from runner.sweeps.search import Search  # needs Optuna, and says what to install
 
-        search = Search(command, launcher)
-    plan: Plan = search.plan if search else plan_of(command)
+        search = Search(command, launcher, _monitor)
+    plan: Plan = search.plan if search else plan_of(command, launcher)
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
         sweep.begin()
         try:
             if search:
-                search.run(sweep, launcher)
+                search.run(sweep, launcher())
             else:
-                sweep.run(Listed(plan.jobs or ()), launcher)
+                sweep.run(Listed(plan.jobs or ()), launcher())
         except KeyboardInterrupt:  # before the launcher listened to signals, or after
             sweep.status = PREEMPTED
         except UserError as error:  # such as a full disk
@@ -85,9 +86,6 @@ def _check(command: Command) -> None:
         wrong.append(Problem("hydra/sweeper", message, "basic, or sweep=optuna for a search"))
     if wrong:
         raise ConfigError(wrong)
-    if started_by_launcher():
-        problem = "starts a process for each job, and torchrun or srun started several"
-        raise UserError("--multirun", problem, "devices=N without torchrun, or hydra/launcher=slurm for several nodes")
     if (place := command.place) is not None and holds_run(place):
         raise UserError("sweep.dir", f"cannot be {place}: it holds a run", "another folder")
     search = command.composition.values["search"]
@@ -95,12 +93,19 @@ def _check(command: Command) -> None:
         raise UserError("search", "has keys to vary, and this sweep is not a search", "sweep=optuna too")
 
 
+def _monitor(composition: Composition) -> tuple[str, str]:
+    """The metric that runs of a composition watch, and whether the `min` or the `max` of it is best."""
+    return expected_monitor(resolve_config(composition, Train))
+
+
 def _launcher(command: Command) -> Launcher:
-    """The launcher that `hydra/launcher` names."""
+    """The launcher that `hydra/launcher` names; one of this machine begins to import torch for its jobs."""
     jobs = command.composition.values["search"]["jobs"]
     chosen = command.chosen("hydra/launcher")
     if chosen == "basic":
-        return Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
+        local = Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
+        local.prepare(_PRELOAD)
+        return local
     settings: Any = OmegaConf.to_container(command.cfg.hydra.launcher, resolve=True)
     kind: Any = get_class(settings.pop("_target_"))
     if not hasattr(kind, "survives"):
@@ -110,4 +115,6 @@ def _launcher(command: Command) -> Launcher:
         launcher: Launcher = kind(**settings, values=command.composition.values)
     except TypeError as error:
         raise UserError("hydra.launcher", str(error)) from error
+    if isinstance(launcher, Local):
+        launcher.prepare(_PRELOAD)
     return launcher
