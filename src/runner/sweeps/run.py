@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
 from runner.config.frozen import to_plain
-from runner.config.keys import key_of, within
+from runner.config.keys import key_of
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
 from runner.config.reading import read_overrides, read_regular
