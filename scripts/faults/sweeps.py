@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import optuna
 import psutil
+from optuna.storages.journal import JournalFileBackend, JournalStorage
 
 from faults.jobs import whole
 from faults.lives import Life, begin, fingerprint, leftovers, live
@@ -43,11 +45,12 @@ _VICTIMS_ON_SLURM = (*_VICTIMS, ("cancelled",), ("warned",), ("sweep", "warned")
 _REPETITIONS = 4  # of the last command on SLURM: a job that was cancelled before it began to wait ends it with 75
 _GONE_S = 90.0  # for Ray's own processes to notice that their sweep was killed
 _GRID = ("--multirun", "epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")
+_LONGER = "epochs=6"  # for jobs that would be over before a stop comes
 _SEARCH = (
-    *("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}", "search.trials=4", "epochs=3"),
-    *("search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss"),
+    *("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}", "search.trials=4", _LONGER),
+    # A trial whose process was killed ends before the next one begins, which sees its result.
+    *("sweep.retries=9", "search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss"),
 )
-_LONGER = "epochs=6"  # for jobs side by side, which would be over before a stop comes
 _LONGEST = "epochs=20"  # for jobs whose start takes seconds
 _WORDS = {
     "basic": _GRID,
@@ -57,7 +60,7 @@ _WORDS = {
     "slurm_ranks": (*_GRID, _LONGEST, "devices=2"),
     "optuna": _SEARCH,
     # Which trial ends first decides what a pruner does, so that only a search without one has results to compare with.
-    "optuna_pool": (*_SEARCH[:3], _LONGER, "search.pruner=none", _SEARCH[-1]),
+    "optuna_pool": (*_SEARCH[:5], "search.pruner=none", _SEARCH[-1]),
 }
 
 
@@ -124,6 +127,7 @@ def _stopped(bench: Bench, case: _Case, hit: Counter[str]) -> str:
     for _ in range(_TIMES):
         victims = bench.draw.choice(_VICTIMS_ON_SLURM if case.on_slurm else _VICTIMS)
         number, delay = bench.draw.choice(_STOPS), bench.draw.uniform(0.1, 1) * case.lasted / 2
+        number = signal.SIGKILL if "job" in victims else number  # as the system short of memory does it
         life = begin(case.words, case.log)
         while victims != _SWEEP and not _working(root, life.pid) and not life.ended():
             time.sleep(0.002)  # the delay begins with the first job that works
@@ -149,9 +153,10 @@ def _stopped(bench: Bench, case: _Case, hit: Counter[str]) -> str:
 def _strike(bench: Bench, case: _Case, victims: Sequence[str], hit: Counter[str]) -> None:
     """Kill, cancel or warn a random job, or start the daemon of SLURM's node again."""
     if "job" in victims and (jobs := _working(case.root, 0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(bench.draw.choice(jobs), signal.SIGKILL)
-            hit["of a job"] += 1
+        for job in jobs if "sweep" in victims else [bench.draw.choice(jobs)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(job, signal.SIGKILL)
+        hit["of all jobs" if "sweep" in victims else "of a job"] += 1
     if "daemon" in victims:
         restart_node(bench.folder / "cluster")
         hit["of the node's daemon"] += 1
@@ -214,13 +219,13 @@ def _queue(*words: str) -> list[str]:
 
 
 def _found(folder: Path) -> dict[str, str]:
-    """What each job came to, and all trials if the sweep is a search."""
-    from runner.sweeps.study import JOURNAL, Study, StudySpec
-
+    """What each job came to, and of a search all trials and the best one."""
     found = {job: fingerprint(folder / job) for job in _JOBS}
-    if (folder / JOURNAL).is_file():
-        study = Study(StudySpec(str(folder / JOURNAL), "search", ["min"]))
-        found["trials"] = str([(each.state.name, each.params, each.values) for each in study.trials()])
+    if (folder / "search.jsonl").is_file():
+        storage = JournalStorage(JournalFileBackend(str(folder / "search.jsonl")))
+        trials = optuna.load_study(study_name="search", storage=storage).trials
+        found["trials"] = str([(each.state, each.params, each.values, each.intermediate_values) for each in trials])
+        found["best"] = (folder / "best.yaml").read_text().replace(str(folder), "").replace(str(folder.parents[2]), "")
     return found
 
 
