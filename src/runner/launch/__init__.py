@@ -1,0 +1,1 @@
+"""Starting and supervising processes: jobs on this machine, on SLURM and on Ray."""
