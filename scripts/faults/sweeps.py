@@ -11,6 +11,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import optuna
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+
 from faults.jobs import whole
 from faults.lives import begin, fingerprint, leftovers, live
 from faults.table import Bench, Row
@@ -27,16 +30,17 @@ _LAUNCHERS = {
 }
 _SWEEP = ("sweep",)
 _GRID = ("--multirun", "epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")
+_LONGER = "epochs=6"  # for jobs that would be over before a stop comes
 _SEARCH = (
-    *("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}", "search.trials=4", "epochs=3"),
-    *("search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss"),
+    *("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}", "search.trials=4", _LONGER),
+    # A trial whose process was killed ends before the next one begins, which sees its result.
+    *("sweep.retries=9", "search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss"),
 )
-_LONGER = "epochs=6"  # for jobs side by side, which would be over before a stop comes
 _WORDS = {
     "basic": _GRID,
     "optuna": _SEARCH,
     # Which trial ends first decides what a pruner does, so that only a search without one has results to compare with.
-    "optuna_pool": (*_SEARCH[:3], _LONGER, "search.pruner=none", _SEARCH[-1]),
+    "optuna_pool": (*_SEARCH[:5], "search.pruner=none", _SEARCH[-1]),
 }
 
 
@@ -85,6 +89,7 @@ def _stopped(
     for _ in range(_TIMES):
         victims = bench.draw.choice((_SWEEP, ("job",), ("sweep", "job")))
         number, delay = bench.draw.choice(_STOPS), bench.draw.uniform(0.1, 1) * lasted / 2
+        number = number if victims == _SWEEP else signal.SIGKILL  # with its jobs: as the system short of memory does it
         life = begin(words, log)
         while "job" in victims and not _working(root, life.pid) and not life.ended():
             time.sleep(0.002)  # the delay begins with the first job that works
@@ -92,9 +97,10 @@ def _stopped(
         while time.perf_counter() < until and not life.ended():
             time.sleep(0.002)
         if "job" in victims and (jobs := _working(root, life.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(bench.draw.choice(jobs), signal.SIGKILL)
-                hit["of a job"] += 1
+            for job in jobs if "sweep" in victims else [bench.draw.choice(jobs)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(job, signal.SIGKILL)
+            hit["of all jobs" if "sweep" in victims else "of a job"] += 1
         if "sweep" in victims and not life.ended():
             os.kill(life.pid, number)
             hit[f"of the sweep by {number.name}"] += 1
@@ -125,13 +131,13 @@ def _stopped(
 
 
 def _found(folder: Path) -> dict[str, str]:
-    """What each job came to, and all trials if the sweep is a search."""
-    from runner.sweeps.study import JOURNAL, Study, StudySpec
-
+    """What each job came to, and of a search all trials and the best one."""
     found = {job: fingerprint(folder / job) for job in _JOBS}
-    if (folder / JOURNAL).is_file():
-        study = Study(StudySpec(str(folder / JOURNAL), "search", ["min"]))
-        found["trials"] = str([(each.state.name, each.params, each.values) for each in study.trials()])
+    if (folder / "search.jsonl").is_file():
+        storage = JournalStorage(JournalFileBackend(str(folder / "search.jsonl")))
+        trials = optuna.load_study(study_name="search", storage=storage).trials
+        found["trials"] = str([(each.state, each.params, each.values, each.intermediate_values) for each in trials])
+        found["best"] = (folder / "best.yaml").read_text().replace(str(folder), "").replace(str(folder.parents[2]), "")
     return found
 
 
