@@ -185,7 +185,7 @@ def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
 def begun(folder: Path) -> tuple[Ledger, Records]:
     """A ledger with a launch, and what it contains."""
     ledger, records = Ledger(folder), Records()
-    ledger.append(records, "launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
+    ledger.append("launch", records, swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
     return ledger, records
 
 
@@ -389,7 +389,7 @@ def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
         raise DiskFull("no space left")
 
     monkeypatch.setattr(Ledger, "append_job", full)
-    monkeypatch.setattr(table, "_write", full)
+    monkeypatch.setattr(table, "write_json", full)
     result, _ = sweep(*TWO)
     assert result.status == 1
     assert result.err.count("error: no space left") == 2
@@ -420,8 +420,8 @@ def test_the_tables_fold_seeds_and_begin_with_the_best(made_once):
     assert [line[2] for line in lines] == ["2", "2"]
     assert float(lines[0][3]) >= float(lines[1][3])
     stored = json.loads((folder / "sweep.json").read_text())["table"]
-    assert [list(row.values()) for row in stored] == lines
-    assert f"| {' | '.join(lines[0])} |" in (folder / "sweep.md").read_text()
+    assert [[str(cell) for cell in row.values()] for row in stored] == lines
+    assert f"| {lines[0][0]} | {lines[0][1]} | 2 | {float(lines[0][3]):.4g} | " in (folder / "sweep.md").read_text()
 
 
 def test_a_sweep_that_is_killed_anywhere_and_repeated_ends_with_the_same_bits(made_once, tiny, workdir):

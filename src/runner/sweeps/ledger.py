@@ -11,19 +11,19 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.config.errors import UserError
-from runner.config.reading import number_or_none, read_regular, read_summary
+from runner.config.reading import is_number, number_or_none, read_regular, read_summary
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking.files import writing
 
 NAME = "sweep.jsonl"
 ENDED = ("finished", "pruned", "failed", "preempted")
 _LARGEST = 2**30  # bytes
+_LONGEST_NAME = 60  # of a folder; ours are numbers
 _OF_LAUNCH = ("time", "swept", "base", "jobs", "retry", "fail_fast")
 
 
@@ -51,12 +51,11 @@ class Entry:
     Attributes:
         folder: its run directory, inside the sweep.
         overrides: of the job, secrets masked.
-        status: one of `ENDED`, `started`, `submitted`, `retried` or `removed`.
+        status: one of `ENDED`, `started`, `retried` or `removed`.
         launch: index of the launch that wrote the line.
         sentence: see `Outcome`.
         metric: see `Outcome`.
         value: see `Outcome`.
-        place: where it was started, see `runner.launch.jobs.Launcher.start`.
         code: digests of the user's modules that it was started with.
         why: why it was started again in another folder.
     """
@@ -68,7 +67,6 @@ class Entry:
     sentence: str | None = None
     metric: str | None = None
     value: float | None = None
-    place: str = ""
     code: dict[str, str] = field(default_factory=dict)
     why: str | None = None
 
@@ -82,6 +80,8 @@ class Records:
     folders: set[str] = field(default_factory=set)
     retried: Counter[str] = field(default_factory=Counter)
     """How often each job was retried at once in the last launch."""
+    outside: list[str] = field(default_factory=list)
+    """Folders of jobs that are ignored, as they are links or not in the sweep: a ledger may come from someone else."""
 
     @property
     def flags(self) -> list[str]:
@@ -118,6 +118,9 @@ class Ledger:
         with contextlib.suppress(OSError):
             for line in read_regular(self.path, _LARGEST).splitlines():
                 self._add(records, line)
+        for job, entry in list(records.jobs.items()):
+            if entry.folder.is_symlink():
+                records.outside.append(records.jobs.pop(job).folder.name)
         return records
 
     def require_file(self) -> None:
@@ -130,7 +133,7 @@ class Ledger:
             allowed = f"move {self.path} away, and repeat the command: finished jobs are found by their folders"
             raise UserError("sweep.dir", f"{self.path} is not a regular file", allowed)
 
-    def append(self, records: Records, event: str, **content: Any) -> None:
+    def append(self, event: str, records: Records | None = None, **content: Any) -> None:
         """Append a line to the file, on the disk when this returns, and to what was read from it.
 
         Raises:
@@ -153,43 +156,56 @@ class Ledger:
                     raise
             finally:
                 os.close(file)
-        self._add(records, line)
+        if records is not None:
+            self._add(records, line)
 
     def append_job(self, records: Records, job: str, entry: Entry) -> None:
         """Append a line about a job."""
         content = {name: value for name, value in vars(entry).items() if name not in ("status", "launch") and value}
         content |= {"folder": entry.folder.name, "overrides": mask_words(entry.overrides), "job": job}
-        self.append(records, entry.status, **content)
+        self.append(entry.status, records, **content)
 
     def _add(self, records: Records, line: bytes) -> None:
         try:
             found = json.loads(line)
             event = found["event"]
             if event == "launch":
-                _ = [found[key] for key in _OF_LAUNCH]
-                records.launches.append(found)
-                records.retried.clear()
+                if all(key in found for key in _OF_LAUNCH) and _has_types(found):
+                    records.launches.append(found)
+                    records.retried.clear()
                 return
             job, name = str(found["job"]), str(found["folder"])
-            if Path(name).name != name or name in ("", ".."):
-                return  # a job lies inside its sweep
+            if Path(name).name != name or name in ("", "..") or len(name) > _LONGEST_NAME:
+                records.outside.append(name)
+                return
             entry = Entry(
                 folder=self.folder / name,
                 overrides=[str(word) for word in found["overrides"]],
                 status=event,
                 launch=len(records.launches) - 1,
-                sentence=found.get("sentence"),
-                metric=found.get("metric"),
+                sentence=_text(found.get("sentence")),
+                metric=_text(found.get("metric")),
                 value=number_or_none(found.get("value")),
-                place=str(found.get("place") or ""),
                 code=dict(found.get("code") or {}),
-                why=found.get("why"),
+                why=_text(found.get("why")),
             )
         except (ValueError, LookupError, TypeError, RecursionError):
             return
         records.jobs[job] = entry
         records.retried[job] += event == "retried"
         records.folders.add(name)
+
+
+def _text(value: Any) -> str | None:
+    return str(value) if value else None
+
+
+def _has_types(launch: dict[str, Any]) -> bool:
+    """Whether a launch has values of the types that the program writes."""
+    jobs = {} if launch["jobs"] is None else launch["jobs"]
+    lists = [launch["swept"], launch.get("flags") or [], *(jobs.values() if isinstance(jobs, dict) else [jobs])]
+    plain = all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in lists)
+    return plain and isinstance(jobs, dict) and is_number(launch["time"])
 
 
 def outcome(folder: Path) -> Outcome:
@@ -218,8 +234,3 @@ def _objective(summary: dict[str, Any]) -> tuple[str | None, float | None]:
         return str(best["metric"]), number_or_none(best.get("value"))
     monitor = str(summary.get("monitor"))
     return monitor if isinstance(last, dict) and monitor.removeprefix("val/") in last else None, None
-
-
-def entries_named(records: Records, words: Sequence[str]) -> list[Entry]:
-    """The entries of jobs with the same overrides."""
-    return [entry for entry in records.jobs.values() if entry.overrides == mask_words(words)]
