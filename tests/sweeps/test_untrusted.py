@@ -93,14 +93,13 @@ def test_a_job_that_a_ledger_has_elsewhere_is_ignored_with_a_note(tmp_path: Path
     other = tmp_path / "other"
     make_job(other / "0", ["seed=1"], error="not to be seen")
     (other / "0" / "progress.json").write_text("{}")
-    sweep = make_sweep(
-        tmp_path / "sweep", LAUNCH, ENTRY, ENTRY | {"job": "b", "folder": place.replace("/elsewhere", str(other / "0"))}
-    )
+    elsewhere = ENTRY | {"job": "b", "folder": place.replace("/elsewhere", str(other / "0"))}
+    sweep = make_sweep(tmp_path / "sweep", LAUNCH, ENTRY, elsewhere | {"event": "started"}, elsewhere)
     (sweep / "link").symlink_to(other / "0" if place == "link" else other)
     for verb in ("sweep", "watch"):
         text = shown(verb, sweep)
         assert text.startswith(
-            f"warning: {sweep}: ignored 1 job of sweep.jsonl whose folder is a link or not in the sweep: "
+            f"warning: {sweep}: ignored 1 job of sweep.jsonl whose folder is a link or not in the sweep:"
         )
         assert "  -  seed=1  pending" in text
     assert [(row.job, row.status) for row in summarise(sweep)] == [("0", "finished"), ("-", "pending")]
