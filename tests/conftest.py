@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,15 @@ def composition_cache() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def imported_once() -> Iterator[None]:
     """Whatever starts the fork server of a test process: later ranks and programs find all that they import loaded."""
+    start = forkserver.ensure_running
+
+    def start_elsewhere() -> None:
+        with contextlib.chdir(REPOSITORY):  # it imports torch for seconds, and the folder of a short test is gone by then
+            start()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "set_forkserver_preload", lambda names: None)
+        patch.setattr(forkserver, "ensure_running", start_elsewhere)
         yield
 
 

@@ -181,7 +181,7 @@ def _devices(given: Any, device: str) -> list[str]:
 
 def _require_one_device(values: Mapping[str, Any]) -> None:
     """Refuse settings of a job that needs other GPUs than that of its slot."""
-    pool = "and hydra/launcher=pool gives each job one GPU"
+    pool = "and each of several jobs at a time gets one GPU"
     if str(values.get("device")).startswith("cuda:"):
         allowed = "cuda, and hydra.launcher.devices=[...] to choose GPUs"
         raise UserError("device", f"is {values['device']}, {pool}, which it sees as the first", allowed)

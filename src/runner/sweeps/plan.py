@@ -87,14 +87,9 @@ def plan_of(command: Command, before_imports: Callable[[], object] = lambda: Non
         jobs, swept = ablated(jobs, off), sorted({*swept, *off})
     planned = dict[str, Planned]()  # a value may be given twice
     varied = varied_words(jobs)
-
-    def problems_of(number: int, imports: bool) -> list[Problem]:
-        composition = command.composed(jobs[number])
+    for number, composition in enumerate(composed(command, jobs, before_imports)):
         known = identity(composition.values, composition.overrides, swept)
         planned.setdefault(known, Planned(number, known, composition, varied[number]))
-        return [] if composition.values.get("ckpt_path") is not None else command.problems_of(composition, imports)
-
-    validate(jobs, problems_of, before_imports)
     plain = [word for word in words if key_of(word) not in swept]
     base: dict[str, Any] = {"overrides": sorted(mask_words(plain))}  # if they are not a config by themselves
     with contextlib.suppress(ConfigError):
@@ -115,36 +110,36 @@ def split(words: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*lists.values())]
 
 
-def validate(
-    jobs: Sequence[Sequence[str]],
-    problems_of: Callable[[int, bool], list[Problem]],
-    before_imports: Callable[[], object] = lambda: None,
-) -> None:
-    """Validate all jobs, first without importing torch, and with it if no problem was found.
+def composed(
+    command: Command, jobs: Sequence[Sequence[str]], before_imports: Callable[[], object] = lambda: None
+) -> list[Composition]:
+    """Compose and validate jobs, first without importing torch, and with it if no problem was found.
 
     Args:
+        command: what was called.
         jobs: the overrides of each.
-        problems_of: composes the job of a number and finds its problems, with or without importing torch; may raise
-            `ConfigError` too.
         before_imports: see `plan_of`.
 
     Raises:
         ConfigError: with each problem once, and the first job that has it with the overrides that not all jobs have, unless
             all jobs have it.
     """
+    known = dict[int, Composition]()
     for imports in (False, True):
         if imports:
             before_imports()
         found: list[list[Problem]] = []
-        for number in range(len(jobs)):
+        for number, words in enumerate(jobs):
             try:
-                found.append(problems_of(number, imports))
+                job = known[number] = known.get(number) or command.composed(words)
+                resumes = job.values.get("ckpt_path") is not None  # its other values come from there
+                found.append([] if resumes else command.problems_of(job, imports))
             except ConfigError as error:
                 found.append(list(error.problems))
         if wrong := [number for number, problems in enumerate(found) if problems]:
             break
     else:
-        return
+        return list(known.values())
     kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
     everywhere = set.intersection(*kinds)
     listed = [problem for problem in found[wrong[0]] if (problem.key, problem.message) in everywhere]

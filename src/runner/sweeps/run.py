@@ -55,10 +55,6 @@ class Jobs(Protocol):
         """A job has ended, or had before."""
         ...
 
-    def more(self) -> bool:
-        """Whether there will be another job although none runs."""
-        ...
-
 
 class Listed:
     """Jobs that are known beforehand."""
@@ -73,10 +69,6 @@ class Listed:
 
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
         """See `Jobs.ended`."""
-
-    def more(self) -> bool:
-        """See `Jobs.more`."""
-        return False
 
 
 class Sweep:
@@ -166,7 +158,7 @@ class Sweep:
         if not found:
             problem = f"cannot be {self.folder}: it holds runs of other settings, and no {NAME}"
             raise UserError("sweep.dir", problem, "another folder")
-        self._say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
+        self.say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
         known = self.records.jobs
@@ -179,7 +171,7 @@ class Sweep:
             self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
         names = ", ".join(entry.folder.name for entry in gone.values())
         left += f"; missing folders: {names}, and their jobs start again" if gone else ""
-        self._say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
+        self.say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
 
     def _is_gone(self, job: Planned) -> bool:
         entry = self.records.jobs[job.identity]
@@ -193,7 +185,7 @@ class Sweep:
         before = len(self.records.launches) - 1
         signal = run(launcher, self._next, self._started, self._ended, self._on_time)
         if signal and launcher.survives:
-            self._say(f"{signal}: the jobs continue; the same command continues this sweep")
+            self.say(f"{signal}: the jobs continue; the same command continues this sweep")
         last = [entry for entry in self.records.jobs.values() if entry.launch == before]
         if signal or any(entry.status == "preempted" for entry in last):
             self.status = PREEMPTED
@@ -248,7 +240,7 @@ class Sweep:
 
     def _wait_for(self, planned: Planned, folder: Path) -> None:
         self._occupied.append(planned)
-        self._say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
+        self.say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
 
     def _begin(self, planned: Planned, entry: Entry, place: str) -> Job:
         """Prepare the job of a folder that is free or its own."""
@@ -336,11 +328,12 @@ class Sweep:
         if self._display is not None:
             self._display.refresh()
         stopped = self._fail_fast and self.records.failed_now is not None
-        return not stopped and bool(self._occupied or self._again or self._jobs.more())
+        return not stopped and bool(self._occupied or self._again)
 
     # What is shown
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Show a sentence."""
         if self._display is None:
             print(text, flush=True)
         else:

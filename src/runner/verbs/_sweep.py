@@ -9,10 +9,14 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from runner.build.metrics import expected_monitor
 from runner.config.command import Command
+from runner.config.composition import Composition
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.keys import within
 from runner.config.output_folders import holds_run
+from runner.config.resolve import resolve_config
+from runner.config.schema.train import Train
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local
 from runner.sweeps.folder import opened_folder
@@ -41,7 +45,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
     if values["search"]["sampler"] is not None:
         from runner.sweeps.search import Search  # needs Optuna, and says what to install
 
-        search = Search(command, launcher)
+        search = Search(command, launcher, _monitor)
     plan: Plan = search.plan if search else plan_of(command, launcher)
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
@@ -86,6 +90,11 @@ def _check(command: Command) -> None:
     search = command.composition.values["search"]
     if search["space"] and search["sampler"] is None:
         raise UserError("search", "has keys to vary, and this sweep is not a search", "sweep=optuna too")
+
+
+def _monitor(composition: Composition) -> tuple[str, str]:
+    """The metric that runs of a composition watch, and whether the `min` or the `max` of it is best."""
+    return expected_monitor(resolve_config(composition, Train))
 
 
 def _launcher(command: Command) -> Launcher:

@@ -70,13 +70,12 @@ def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
 
 def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:
     """Train here, or with other ranks."""
-    size = count_ranks(setup.config)
+    size, directory = count_ranks(setup.config), record.directory.path
     if started_by_launcher():
-        job = Job.of(record.composition, setup, record.directory.path)
-        return lead(job.to_plain(), setup.config, lambda: train(setup, record, signals, pruning(world().decide)))
+        plain = Job.of(record.composition, setup, directory).to_plain()
+        return lead(plain, setup.config, lambda: train(setup, record, signals, pruning(directory, world().decide)))
     if size == 1:
-        return train(setup, record, signals, pruning(world().decide))
-    directory = record.directory.path
+        return train(setup, record, signals, pruning(directory, world().decide))
     record.begin()
     job = Job.of(record.composition, setup, directory)
     try:
@@ -111,4 +110,4 @@ def train_as_rank(job: Job, store: Any = None) -> float | None:
         ending.enter_context(operations_named(lambda text: record.console.warn(text)))
         if job.config.max_time is not None:
             signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        return train(setup, record, signals, pruning(world.decide))
+        return train(setup, record, signals, pruning(job.directory, world.decide))
