@@ -308,12 +308,6 @@ def _of_varied(config: Audit | Bench, key: str, value: Any) -> Broken:
         yield f"vary.{key}", "varies what is not a key", "a key of the schema", f"vary.{close}" if close else ""
     elif is_section:
         yield f"vary.{key}", "varies a whole section", f"keys inside it, such as vary.{key}.name=[a,b]"
-    elif isinstance(config, Bench) and config.part == "data" and not key.startswith("data."):
-        yield (
-            f"vary.{key}",
-            "is not about the data, which is all that part=data compares",
-            "keys of data, or part=train",
-        )
     if isinstance(config, Audit) and isinstance(value, list) and len(value) != 2:
         message = f"has {len(value)} value{'' if len(value) == 1 else 's'}, but there are two sides"
         yield f"vary.{key}", message, f"vary={key}:A,B, or the other value alone"

@@ -39,7 +39,6 @@ Toggle = Literal[
     "threads",
     "data.placement",
     "data.num_workers",
-    "data.prefetch",
     "performance",
 ]
 
@@ -48,7 +47,6 @@ Toggle = Literal[
 class Bench(Train):
     """What `bench` adds: what is compared with what, and how long that may take."""
 
-    part: Literal["train", "data"] = "train"
     toggles: list[Toggle] | None = None
     vary: dict[str, Any] = field(default_factory=dict)
     combine: bool = True
