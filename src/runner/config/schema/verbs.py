@@ -94,7 +94,6 @@ class Export(Train):
     format: Format | list[Format] = "torch_export"
     weights: Weights = "auto"
     include_preprocessing: bool = False
-    int8: bool = False
     batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])
     tolerance: Annotated[float, Gt(0)] = 1e-5
     output: str | None = None
