@@ -10,21 +10,22 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.config.cores import cores
-from runner.config.errors import PREEMPTED, UserError
+from runner.config.errors import UserError
 from runner.config.signals import STOPPING
-from runner.launch.jobs import Ended, Job
+from runner.launch.jobs import Ended, Job, why_ended
 
+T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
-_UNWRITTEN = 120  # status of a Python that could not write what it printed
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,11 @@ class Local:
             os.environ.clear()
             os.environ.update(before)
 
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in a process that is forked for it, and return what it returns; both are pickled."""
+        with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+            return pool.submit(function).result()
+
     def start(self, jobs: Sequence[Job]) -> list[str]:
         """See `Launcher.start`."""
         places = []
@@ -143,7 +149,7 @@ class Local:
                 os.killpg(
                     process.pid or 0, signal.SIGKILL
                 )  # data workers notice after seconds that their parent is gone
-            ended.append(Ended(number, _sentence(process.exitcode)))
+            ended.append(Ended(number, why_ended(process.exitcode)))
             process.close()
         return ended
 
@@ -220,15 +226,3 @@ def _end_with_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _sentence(status: int) -> str:
-    """Why a process could not report how its job ended."""
-    if status in (0, PREEMPTED):
-        return ""
-    if status > 0:
-        unwritten = ": its log cannot be written: perhaps the disk is full" if status == _UNWRITTEN else ""
-        return f"its process ended with status {status}{unwritten}"
-    name = signal.Signals(-status).name
-    reason = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}.get(name, "")
-    return f"killed by {name}{reason}"

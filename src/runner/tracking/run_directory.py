@@ -134,15 +134,15 @@ def hold(folder: Path) -> int | None:
     return descriptor
 
 
-def works(folder: Path) -> bool:
-    """Whether another process that `hold`s a folder lives, as far as this machine can tell; those of others count as alive."""
+def works(folder: Path, elsewhere: bool = True) -> bool:
+    """Whether another process that `hold`s a folder lives; `elsewhere` is the answer for a process of another machine."""
     try:
         owner = read_regular(folder / ".lock", 200).decode()
         number, host = re.fullmatch(r"process (\d{1,9}) on (.*)", owner.strip()).groups()  # type: ignore[union-attr]
     except (OSError, ValueError, AttributeError):
         return False
     if host != socket.gethostname() or sys.platform == "win32":
-        return True
+        return elsewhere
     try:
         os.kill(int(number), 0)
     except ProcessLookupError:
