@@ -10,19 +10,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
 from runner.launch.jobs import Ended, Job, why_ended
 
+T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
 
 
@@ -110,6 +112,11 @@ class Local:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.environ.clear()
             os.environ.update(before)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in a process that is forked for it, and return what it returns; both are pickled."""
+        with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+            return pool.submit(function).result()
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
         """See `Launcher.start`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from runner.config.schema.train import Train
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local
 from runner.sweeps.folder import opened_folder
-from runner.sweeps.plan import Plan, plan_of
+from runner.sweeps.plan import Plan, plan_of, problems_of_all
 from runner.sweeps.run import Listed, Sweep
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.sweeps.view import Display
@@ -42,12 +43,18 @@ def run_sweep(verb: Verb, command: Command) -> int:
     """
     _check(command)
     values, launcher = command.composition.values, functools.cache(lambda: _launcher(command))
+
+    def validate(compositions: Sequence[Composition]) -> list[list[Problem]]:
+        """In a process that has torch, where jobs are forked from one: this process need not import it."""
+        call, local = functools.partial(problems_of_all, command.schema, compositions), launcher()
+        return local.call(call) if isinstance(local, Local) else call()
+
     search: Any = None
     if values["search"]["sampler"] is not None:
         from runner.sweeps.search import Search  # needs Optuna, and says what to install
 
-        search = Search(command, launcher, _monitor)
-    plan: Plan = search.plan if search else plan_of(command, launcher)
+        search = Search(command, launcher, validate, _monitor)
+    plan: Plan = search.plan if search else plan_of(command, validate)
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
