@@ -460,5 +460,5 @@ def test_a_storage_that_cannot_be_used_is_an_error_before_the_first_trial(search
     out, _ = search(*SEARCH, f"search.storage={storage}", status=2)
     assert f"search.storage: {storage} cannot be used: " in out
     assert reason in out
-    assert "allowed: the same command once that is mended, or another file" in out
+    assert "allowed: the same command once that is fixed, or another file" in out
     assert not (workdir / "outputs").exists()
