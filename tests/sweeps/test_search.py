@@ -232,7 +232,7 @@ def test_trials_with_the_values_of_one_that_runs_wait_for_its_result(search):
 def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mine, monkeypatch):
     (workdir / "conf" / "hydra" / "launcher").mkdir(parents=True)
     (workdir / "conf" / "hydra" / "launcher" / "mine.yaml").write_text("_target_: mine.Commands\n")
-    monkeypatch.setenv("PYTHONPATH", f"{workdir}:{os.environ.get("PYTHONPATH", "")}")
+    monkeypatch.setenv("PYTHONPATH", f"{workdir}:{os.environ.get('PYTHONPATH', '')}")
     words = ("sweep=optuna", LR, "search.sampler=random", "search.trials=2", "epochs=2")
     _, alone = search(*words)
     out, folder = search(*words, "--config-dir=conf", "hydra/launcher=mine", "sweep.new=true")
