@@ -60,7 +60,7 @@ for _ in range(2):
 FIRST_STEP = """
 import importlib, os, sys, time
 import runner.cli
-from runner.verbs._launch import Job
+import runner.verbs._launch as launch
 
 def stop_after_first_step():
     train = importlib.import_module("runner.train")
@@ -79,13 +79,13 @@ def stop_after_first_step():
     progress = train.Progress
     train.build_data, train.Progress = timed, lambda advance: progress(stop)
 
-call = Job.__call__
+run_job = launch.run_job
 
-def patched(job, cfg):
+def patched(*given):
     stop_after_first_step()
-    return call(job, cfg)
+    return run_job(*given)
 
-Job.__call__ = patched
+launch.run_job = patched
 sys.exit(runner.cli.main(["train", "log.progress=false"]))
 """
 

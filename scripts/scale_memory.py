@@ -23,12 +23,11 @@ from typing import Any
 import torch
 
 from runner.build.dry_run import predict
-from runner.config.app import current
+from runner.config.command import opened
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed.world import world
 from runner.instrument.saved_tensors import SavedTensors
-from runner.sweeps.launch import launch
 from runner.train import build_run
 
 HELD = ("parameters", "gradients", "optimizer", "buffers", "activations")
@@ -88,18 +87,8 @@ def written() -> int:
 
 def config_of(words: Sequence[str]) -> Train:
     """The config of `python -m runner train` with these words."""
-    found: list[Train] = []
-    launch(
-        lambda cfg: found.append(resolve_config(current(cfg), Train)),
-        Train,
-        "train",
-        words,
-        also=lambda *_: [],
-        sweep_root=lambda values: Path(),
-    )
-    if not found:
-        raise SystemExit("the config is not valid")
-    return found[0]
+    with opened("train", words, Train) as command:
+        return resolve_config(command.composition, Train)
 
 
 def report(words: Sequence[str]) -> list[dict[str, float]]:

@@ -1,65 +1,31 @@
-"""What a job of a sweep leaves behind in its process, and what it costs beside training.
+"""What the process of a sweep keeps of its jobs, and what a job costs beside training.
 
     python scripts/sweep_leaks.py --jobs 300
 
-Runs a sweep of short jobs on digits in one process, as `python -m runner train --multirun` does, and looks at the process
-after each job: memory, open files, threads, and the settings of Python and torch that one job could leave to the next. Three
-jobs are repeated, each in a separate process, to compare their weights. The exit status is 1 if the last job has 5% more
-memory or files than the tenth, or more threads, or other settings, or other weights than alone, or if a job takes more than
-`--most` seconds beside its training loop.
+Runs a sweep of short jobs on digits, as `python -m runner train --multirun` does, and looks at the process of the sweep when a
+job has ended: memory, open files and threads. Three jobs are repeated alone, to compare their weights. The exit status is 1 if
+the last job finds 5% more memory or more files or threads than the tenth, or other weights than alone, or if a job takes more
+than `--most` seconds beside the time from its first step to its end.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import logging
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from runner.cli import main as runner
-from runner.engine.loop import Loop
-from runner.verbs import train
+from runner.sweeps.run import Sweep
 
-TENTH = 9
 MOST_GROWTH = 1.05
-SETTINGS = {
-    "default dtype": torch.get_default_dtype,
-    "default device": torch.get_default_device,
-    "deterministic algorithms": torch.get_deterministic_debug_mode,
-    "matmul precision": torch.get_float32_matmul_precision,
-    "threads": torch.get_num_threads,
-    "grad mode": torch.is_grad_enabled,
-    "inference mode": torch.is_inference_mode_enabled,
-    "anomaly detection": torch.is_anomaly_enabled,
-    "autocast": lambda: [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
-    "cudnn": lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-    "signal handlers": lambda: [str(signal.getsignal(number)) for number in signal.valid_signals()],
-    "filters of warnings": lambda: len(warnings.filters),
-    "logging": lambda: (logging.root.level, len(logging.root.handlers)),
-    "excepthook": lambda: (sys.excepthook, threading.excepthook),
-    "working folder": os.getcwd,
-    "environment": lambda: dict(os.environ),
-    "module search path": lambda: list(sys.path),
-    "standard streams": lambda: (sys.stdout, sys.stderr),
-}
-
-
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def words(folder: Path, steps: int, further: list[str]) -> list[str]:
@@ -68,39 +34,27 @@ def words(folder: Path, steps: int, further: list[str]) -> list[str]:
     return ["model=mlp", "logger=csv", *length, f"output_root={folder}", *further]
 
 
-def measure(jobs: int, folder: Path, steps: int, further: list[str]) -> list[dict[str, Any]]:
-    """Run the sweep; for each job what there is after it, and the seconds since the one before, less its training loop."""
-    found: list[dict[str, Any]] = []
-    run_job, run_loop = train.run, Loop.run
-    training = 0.0
-    last, last_cpu = time.perf_counter(), time.process_time()
+def measure(jobs: int, folder: Path, steps: int, further: list[str]) -> list[dict[str, float]]:
+    """Run the sweep; for each job, what its end finds, and the seconds since the end before, less those of training."""
+    found: list[dict[str, float]] = []
+    ended, last = Sweep._ended, time.perf_counter()
 
-    def timed_loop(self: Loop) -> None:
-        nonlocal training
-        began = time.perf_counter()
-        try:
-            run_loop(self)
-        finally:
-            training += time.perf_counter() - began
+    def looked_at(self: Sweep, *given: Any) -> None:
+        nonlocal last
+        ended(self, *given)
+        now = time.perf_counter()
+        summary = json.loads((self.folder / str(len(found)) / "summary.json").read_text())
+        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        record = {"memory": memory, "files": len(list(Path("/proc/self/fd").iterdir()))}
+        record |= {"threads": threading.active_count()}
+        found.append(record | {"beside_s": now - last - (summary["wall_s"] - summary["startup_s"])})
+        last = now
 
-    def looked_at(cfg: Any) -> float | None:
-        nonlocal training, last, last_cpu
-        value = run_job(cfg)
-        now, cpu = time.perf_counter(), time.process_time()
-        files = len(list(Path("/proc/self/fd").iterdir()))
-        record = {"memory": resident_bytes(), "files": files, "threads": threading.active_count()}
-        record["objects"] = len(gc.get_objects())
-        record |= {"beside_s": now - last - training, "cpu_s": cpu - last_cpu}
-        record["settings"] = {name: get() for name, get in SETTINGS.items()}
-        found.append(record)
-        last, last_cpu, training = time.perf_counter(), time.process_time(), 0.0
-        return value
-
-    train.run, Loop.run = looked_at, timed_loop  # type: ignore[method-assign]
+    Sweep._ended = looked_at  # type: ignore[method-assign]
     try:
         status = runner(["train", "--multirun", f"seed=range({jobs})", *words(folder, steps, further)])
     finally:
-        train.run, Loop.run = run_job, run_loop  # type: ignore[method-assign]
+        Sweep._ended = ended  # type: ignore[method-assign]
     if status != 0 or len(found) != jobs:
         raise SystemExit(f"{len(found)} of {jobs} jobs ran, status {status}")
     return found
@@ -112,7 +66,7 @@ def weights(folder: Path) -> str:
 
 
 def alone(seed: int, folder: Path, steps: int, further: list[str]) -> str:
-    """The digest of the weights of one job, run in a separate process."""
+    """The digest of the weights of one job, run by itself."""
     command = [sys.executable, "-m", "runner", "train", f"seed={seed}", *words(folder, steps, further)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return weights(Path(done.stdout.splitlines()[-1]))
@@ -121,9 +75,10 @@ def alone(seed: int, folder: Path, steps: int, further: list[str]) -> str:
 def main() -> int:
     """Run the sweep, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=300, help="jobs of the sweep, more than ten")
+    parser.add_argument("--jobs", type=int, default=300, help="jobs of the sweep")
+    parser.add_argument("--first", type=int, default=10, help="the job that the last one is compared with")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a job")
-    parser.add_argument("--most", type=float, default=0.3, help="seconds that a job may take beside its training loop")
+    parser.add_argument("--most", type=float, default=0.3, help="seconds that a job may take beside training")
     parser.add_argument("further", nargs="*", metavar="WORD", help="words added to the command")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -131,23 +86,19 @@ def main() -> int:
         sweep = next(Path(scratch).glob("*/sweeps/*"))
         tried = sorted({0, asked.jobs // 2, asked.jobs - 1})
         others = [n for n in tried if weights(sweep / str(n)) != alone(n, Path(scratch), asked.steps, asked.further)]
-    tenth, end = found[TENTH], found[-1]
+    first, end = found[asked.first - 1], found[-1]
     beside = statistics.median(record["beside_s"] for record in found[1:])
-    changed = [name for name in SETTINGS if end["settings"][name] != tenth["settings"][name]]
-    print("\n| | job 10 | middle | last | last / job 10 |")
+    print(f"\n| | job {asked.first} | middle | last | last / job {asked.first} |")
     print("|---|---|---|---|---|")
-    for name, scale, unit in (("memory", 2**20, " MiB"), ("files", 1, ""), ("threads", 1, ""), ("objects", 1, "")):
-        values = [record[name] / scale for record in (tenth, found[len(found) // 2], end)]
-        print(
-            f"| {name} | " + " | ".join(f"{value:.0f}{unit}" for value in values) + f" | {values[2] / values[0]:.3f} |"
-        )
-    cpu, start = statistics.median(record["cpu_s"] for record in found[1:]), found[0]["beside_s"]
-    print(f"\nbeside training: median {beside:.3f} s a job; CPU time with training: median {cpu:.3f} s")
+    for name, unit in (("memory", " MiB"), ("files", ""), ("threads", "")):
+        values = [record[name] for record in (first, found[len(found) // 2], end)]
+        print(f"| {name} | {' | '.join(f'{value:.0f}{unit}' for value in values)} | {values[2] / values[0]:.3f} |")
+    start = found[0]["beside_s"]
+    print(f"\nbeside training: median {beside:.3f} s a job")
     print(f"until the first job has ended, with imports and {asked.jobs} jobs to validate: {start:.1f} s")
-    print(f"settings that changed: {', '.join(changed) or 'none'}")
     print(f"jobs with other weights than alone: {', '.join(map(str, others)) or 'none'} (tried: {tried})")
-    grown = [name for name in ("memory", "files") if end[name] > MOST_GROWTH * tenth[name]]
-    return int(bool(grown or changed or others or end["threads"] > tenth["threads"] or beside > asked.most))
+    grown = end["memory"] > MOST_GROWTH * first["memory"] or end["files"] > first["files"]
+    return int(bool(grown or others or end["threads"] > first["threads"] or beside > asked.most))
 
 
 if __name__ == "__main__":

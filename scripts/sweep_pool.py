@@ -86,9 +86,9 @@ def check(jobs: int, slots: int, folder: Path) -> list[str]:
     wrong += [f"{found} instead of {good}"] if kept < len(good) else []
     for seed, kind in failing.items():
         said = [line.removeprefix("error: ") for line in life.said().splitlines()]
-        lines = [line for line in said if line.startswith(f"job {seed + 1} of {jobs}: ")]
-        told = [line for line in lines if NAMED[kind] in line and "log: " in line and f" seed={seed} " in line]
-        print(*(f"    {line.partition('; repeat')[0]}" for line in told), sep="\n")
+        lines = [line for line in said if line.startswith(f"job {seed + 1} of {jobs}: seed={seed}: ")]
+        told = [line for line in lines if NAMED[kind] in line]
+        print(*(f"    {line}" for line in told), sep="\n")
         wrong += [] if told else [f"the job that was to be {kind} is not named: {lines}"]
         (folder / f"fault_{seed}").unlink()
 

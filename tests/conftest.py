@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ import pytest
 from composition_cache import install
 
 from runner.config import signatures
-from runner.config.app import Composition, current
+from runner.config.command import opened
+from runner.config.composition import Composition
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
-from runner.sweeps.launch import launch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -112,8 +113,17 @@ def composition_cache() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def imported_once() -> Iterator[None]:
     """Whatever starts the fork server of a test process: later ranks and programs find all that they import loaded."""
+    start = forkserver.ensure_running
+
+    def start_elsewhere() -> None:
+        with contextlib.chdir(
+            REPOSITORY
+        ):  # it imports torch for seconds, and the folder of a short test is gone by then
+            start()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "set_forkserver_preload", lambda names: None)
+        patch.setattr(forkserver, "ensure_running", start_elsewhere)
         yield
 
 
@@ -228,18 +238,11 @@ def compose(workdir: Path) -> Callable[..., Composition]:
         call_id = (verb, *words)
         if call_id in _KNOWN:
             return copy.deepcopy(_KNOWN[call_id])
-        caught: list[Composition] = []
-        launch(
-            lambda cfg: caught.append(current(cfg)),
-            VERBS[verb],
-            verb,
-            words,
-            also=lambda *_: [],
-            sweep_root=lambda values: workdir / "sweep",
-        )
+        with opened(verb, words, VERBS[verb]) as command:
+            composition = command.composition
         if not any(word.startswith("--") for word in words):
-            _KNOWN[call_id] = copy.deepcopy(caught[0])
-        return caught[0]
+            _KNOWN[call_id] = copy.deepcopy(composition)
+        return composition
 
     return call
 

@@ -153,7 +153,7 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     flags = app.parse(table.VERBS[verb].expand_shorthand(words))
     sources = app.sources_of(flags)
     known = overrides.check_overrides(flags.overrides, schema, sources, multirun=True)
-    with app.application(problems_of, sources, schema) as application:
+    with app.application(verb, sources, schema) as application:
         composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, lambda *_: [])
     return problems_in(composition.values, composition, schema)[1]
 

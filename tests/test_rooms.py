@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "distributed": {"distributed", "config", "instrument"},
     "config": {"config"},
     "launch": {"launch", "config", "distributed"},
-    "sweeps": {"sweeps", "config", "launch", "tracking"},
+    "sweeps": {"sweeps", "launch", "config", "tracking"},
     "reports": {"reports", "config", "sweeps", "tracking"},
     "build": {"build", "config", "distributed", *ROOMS},
     "train": {"build", "config", "distributed", *ROOMS},

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 
 Prepare = Callable[[], None]
@@ -84,6 +86,10 @@ def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb:
             prepare()
         from runner.cli import main
 
+        # Jobs of a sweep come from the fork server of the parent, if it has one: starting another takes seconds.
+        server = forkserver._forkserver
+        if server._forkserver_pid is not None:
+            server.ensure_running = forkserver.ensure_running = lambda: None
         return main([verb, *words])
 
     return fork(work, log)
@@ -147,6 +153,8 @@ def preload(folder: Path, *jobs: Sequence[str]) -> None:
         for name in json.loads(listed.read_text()):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+    multiprocessing.set_forkserver_preload(["runner.verbs._preloaded"])
+    forkserver.ensure_running()
     threads = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:")]
     assert threads[0].split()[1] == "1", "threads would be missing in a forked process"
 

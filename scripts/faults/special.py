@@ -82,8 +82,7 @@ def _places() -> list[Place]:
               (*_WORDS, "--config-dir=conf", "model=special"), (2,)),
         Place("a primary config", "conf/special.yaml", (*_WORDS, "--config-dir=conf", "--config-name=special"), (2,)),
         *(Place(f"{name} in the folder of a sweep", f"sweep/{name}", sweep, (0, 2))
-          for name in ("multirun.yaml", "sweep.json", "0/summary.json", "0/overrides.yaml")),
-        Place("multirun.yaml, resume=auto", "sweep/multirun.yaml", (*sweep, "resume=auto"), (0, 2)),
+          for name in ("sweep.jsonl", "sweep.json", "0/summary.json", "0/overrides.yaml")),
     ]  # fmt: skip
 
 

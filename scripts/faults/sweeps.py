@@ -21,12 +21,10 @@ _JOBS = ("0", "1", "2", "3")
 _LAUNCHERS = {
     "basic": (),
     "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
-    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
     "optuna": (),
     "optuna_pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
-    "submitit_local": ("hydra/launcher=submitit_local",),
+    "ranks": (),
 }
-_ALONE = ("basic", "optuna")  # its jobs run in the process of the sweep
 _SWEEP = ("sweep",)
 _GRID = ("--multirun", "epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")
 _SEARCH = (
@@ -36,6 +34,7 @@ _SEARCH = (
 _LONGER = "epochs=6"  # for jobs side by side, which would be over before a stop comes
 _WORDS = {
     "basic": _GRID,
+    "ranks": (*_GRID, "devices=2"),  # which adds in another order than one process
     "optuna": _SEARCH,
     # Which trial ends first decides what a pruner does, so that only a search without one has results to compare with.
     "optuna_pool": (*_SEARCH[:3], _LONGER, "search.pruner=none", _SEARCH[-1]),
@@ -55,12 +54,12 @@ def section(bench: Bench) -> list[Row]:
             known[words] = _found(folder)
         own, expected = (*words, *_LAUNCHERS[launcher]), known[words]
         lasted = times.get(own) or _lasted(own, bench.folder / f"{launcher}_undisturbed")
-        victims = "the sweep" if launcher in _ALONE else "the sweep, a job or both"
-        row = Row("sweeps", f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of {victims} at random moments")
+        name = f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of the sweep, a job or both at random moments"
+        row = Row("sweeps", name)
         hit = Counter[str]()
         for number in range(bench.counts["sweeps"]):
             root = bench.folder / f"{launcher}_{number}"
-            row.count(_stopped(bench, (*own, f"output_root={root}"), root, lasted, expected, launcher, hit), bench.say)
+            row.count(_stopped(bench, (*own, f"output_root={root}"), root, lasted, expected, hit), bench.say)
         row.note = ", ".join(f"{count} {name}" for name, count in sorted(hit.items()))  # others came too late
         rows.append(row)
     return rows
@@ -80,13 +79,12 @@ def _stopped(
     root: Path,
     lasted: float,
     expected: dict[str, str],
-    launcher: str,
     hit: Counter[str],
 ) -> str:
     """Stop a sweep and its repetitions, let the last one end, and say what was not as promised; `hit` counts the victims."""
     log = root.with_suffix(".log")
     for _ in range(_TIMES):
-        victims = _SWEEP if launcher in _ALONE else bench.draw.choice((_SWEEP, ("job",), ("sweep", "job")))
+        victims = bench.draw.choice((_SWEEP, ("job",), ("sweep", "job")))
         number, delay = bench.draw.choice(_STOPS), bench.draw.uniform(0.1, 1) * lasted / 2
         life = begin(words, log)
         while "job" in victims and not _working(root, life.pid) and not life.ended():
@@ -114,7 +112,7 @@ def _stopped(
     found = _found(folder)
     if life.status != 0 or found != expected:
         return f"{folder}: status {life.status}, {found} instead of {expected}: {life.said()[-1500:]}"
-    if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs", ".submitit"}:
+    if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs"}:
         return f"{folder}: there is {more} too"
     if left := leftovers(folder):
         return f"{folder}: {left} were left"

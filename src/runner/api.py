@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from runner.build.model import prepared
 from runner.build.setup import why_occupied
 from runner.config import keys
-from runner.config.app import application, run_dir_of
+from runner.config.app import application
 from runner.config.app import compose as compose_first
 from runner.config.composition import Composition
 from runner.config.errors import OK, Problem, UserError, file_error, system_limit
@@ -48,7 +48,6 @@ from runner.runtime.precision import choose_precision
 from runner.verbs import eval as eval_verb
 from runner.verbs import train as train_verb
 from runner.verbs._checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
-from runner.verbs._launch import job_of
 from runner.verbs._report import Report
 from runner.verbs.predict.inputs import files_in
 from runner.verbs.predict.rows import RowBuilder
@@ -308,9 +307,8 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
     def also(composition: Composition, _: bool) -> list[Problem]:
         return problems_in(composition.values, composition, schema)[1]
 
-    with _COMPOSING, application(job_of(verb), sources, schema) as app:
-        composition, cfg = compose_first(app, verb, checked, schema, sources, also)
-    return dataclasses.replace(composition, run_dir=run_dir_of(cfg.hydra))
+    with _COMPOSING, application(verb, sources, schema) as app:
+        return compose_first(app, verb, checked, schema, sources, also)[0]
 
 
 def _of_checkpoint(

@@ -38,8 +38,8 @@ def test_the_text_of_a_failed_run_has_the_reason_and_the_command(run: Callable[.
 
 
 def test_secrets_and_sweep_keys_are_not_repeated() -> None:
-    words = ["sweep_dir=x", "data.dataset.api_key=abc123", "seed=1"]
+    words = ["sweep.dir=x", "data.dataset.api_key=abc123", "seed=1"]
     text = summary_text(Path("a b"), {"status": "preempted", "error": "stopped by SIGTERM"}, words, saved=True)
     assert "abc123" not in text
-    assert "sweep_dir" not in text
+    assert "sweep.dir" not in text
     assert "python -m runner train 'ckpt_path=a b'\n" in text

@@ -281,8 +281,8 @@ ROWS = [
     Mistake("names of a sweep", ("train", "--multirun", "name=a,b"), ("name: names the folder of a sweep", "one name")),
     Mistake(
         "key of sweeps in a verb that keeps no runs",
-        ("eval", "--multirun", "ckpt_path=run", "retry=all"),
-        ("retry: is about jobs that train",),
+        ("eval", "--multirun", "ckpt_path=run", "sweep.retry=all"),
+        ("sweep.retry: is about jobs that train",),
         another_run,
         tiny=False,
     ),

@@ -36,7 +36,7 @@ def compose() -> Callable[..., Composition]:
     def call(*words: str, verb: str = "train") -> Composition:
         schema = VERBS[verb]
         checked = overrides.check_overrides([*words], schema, SOURCES, multirun=True)
-        with app.application(call, SOURCES, schema) as application:
+        with app.application(verb, SOURCES, schema) as application:
             return app.compose(application, verb, checked, schema, SOURCES, lambda *_: [])[0]
 
     return call

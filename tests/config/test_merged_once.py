@@ -31,7 +31,7 @@ def composed(workdir):
     def call():
         schema, found = VERBS["train"], []
         sources = sources_of(parse(COMMANDS[3], []))
-        with application(lambda cfg: None, sources, schema) as app:
+        with application("train", sources, schema) as app:
             for words in COMMANDS:
                 checked = overrides.check_overrides(words, schema, sources, False)
                 composition, cfg = compose(app, "train", checked, schema, sources, lambda composition: [])
@@ -56,7 +56,7 @@ def test_a_job_does_not_change_what_the_next_one_gets(workdir):
     schema = VERBS["train"]
     sources = sources_of(parse([], []))
     checked = overrides.check_overrides(["model=mlp"], schema, sources, False)
-    with application(lambda cfg: None, sources, schema) as app, merged_once():
+    with application("train", sources, schema) as app, merged_once():
         _, cfg = compose(app, "train", checked, schema, sources, lambda composition: [])
         cfg.optimizer.lr = -1
         composition, _ = compose(app, "train", checked, schema, sources, lambda composition: [])

@@ -20,7 +20,7 @@ from runner.reports.page import content_of
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.rows import JobRow
 from runner.sweeps.table import print_table, summarise
-from runner.sweeps.view import look, table_of
+from runner.sweeps.view import live_lines, look
 from runner.tracking.console import Console
 
 RATES = ("optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=0.3")
@@ -74,8 +74,9 @@ def states(folder: Path) -> dict[str, str]:
     """The state of each run in the table of the sweep, after it was seen to be the same in the other two."""
     found = {row.job: row.status for row in summarise(folder, write=False)}
     view = look(folder)
-    assert {seen.row.job: seen.row.status for seen in view.jobs} == found
-    assert table_of(view, 80, 20)
+    assert {row.job: row.status for row in view.rows} == found
+    text = "\n".join(part for line in live_lines(view, 80, 20) for part, _ in line)
+    assert all(status in text for status in found.values())
     reported = {str(run.path.relative_to(folder)): run.status for run in runner.runs(folder)}
     assert reported == {job: status for job, status in found.items() if status != "pending"}
     return found
@@ -114,7 +115,7 @@ def test_a_search_keeps_trials_without_a_folder_and_never_calls_a_pruned_one_the
     events = [{"event": "finished"}, {"event": "pruned"}, {"event": "finished"} | ended]
     make_ledger(tmp_path, None, [event | {"overrides": own} for event, own in zip(events, words, strict=True)])
     assert states(tmp_path) == {"0": "finished", "1": "pruned", "2": "finished"}
-    assert look(tmp_path).headline == "2 of 3 finished, 1 pruned, best val/accuracy 0.97 (job 2)"
+    assert look(tmp_path).headline == "2 of 3 jobs finished, 1 pruned, best val/accuracy 0.97 (job 2)"
     table = runner.report(tmp_path).table
     assert [row.runs[0].path.name for row in table.rows] == ["2", "0", "1"]
     assert [row.best for row in summarise(tmp_path)] == [False, False, True]
@@ -167,7 +168,7 @@ def test_a_setting_of_which_all_repetitions_failed_is_below_those_with_a_result(
     assert [row.values["val/accuracy"].mean for row in rows] == [0.8, 0.99]
     assert [row.status for row in rows] == ["1 finished, 1 failed", "failed"]
     lines = json.loads((summarise(tmp_path), (tmp_path / "sweep.json").read_text())[1])["table"]
-    assert [(line["mean"], line["finished"]) for line in lines] == [("0.8", "1"), ("-", "-")]
+    assert [(line["mean"], line["finished"]) for line in lines] == [(0.8, 1), ("-", "-")]
 
 
 def test_a_text_is_sorted_backwards_too_and_what_is_missing_is_last(tmp_path: Path) -> None:
@@ -210,15 +211,15 @@ def test_the_job_that_nothing_is_switched_off_in_has_a_name(tmp_path: Path) -> N
 
 
 def test_the_command_that_repeats_a_job_is_the_same_everywhere(tmp_path: Path) -> None:
-    words = [RATES[0], "sweep=optuna", "search.trials=4", "retry=all"]
+    words = [RATES[0], "search.trials=4", "sweep.retry=all"]
     make_run(tmp_path / "0", words, "failed")
     make_ledger(tmp_path, None, [{"event": "failed", "overrides": words}], flags=["--config-dir=mine"])
     expected = f"python -m runner train --config-dir=mine {RATES[0]}"
-    [row], [run], [seen] = summarise(tmp_path), runner.runs(tmp_path), look(tmp_path).jobs
-    assert row.repeat == run.repeat == seen.row.repeat == expected
+    [row], [run], [seen] = summarise(tmp_path), runner.runs(tmp_path), look(tmp_path).rows
+    assert row.repeat == run.repeat == seen.repeat == expected
     alone = make_run(tmp_path / "elsewhere" / "alone", [RATES[0]], "failed")
     (alone / "environment.json").write_text(json.dumps({"command": ["train", "-cd", "mine", RATES[0]]}))
-    assert look(alone).jobs[0].row.repeat == runner.runs(alone)[0].repeat == expected.replace("--config-dir", "-cd")
+    assert look(alone).rows[0].repeat == runner.runs(alone)[0].repeat == expected.replace("--config-dir", "-cd")
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +251,7 @@ def test_sweep_finds_the_sweep_below_a_folder_or_names_those_there_are(run: Call
     assert look(Path("outputs/mine")).done
     (sweeps / "2026-01-02" / ".lock").write_text("process 1 on elsewhere")
     assert not look(Path("outputs/mine")).done
-    assert len(look(Path("outputs/mine")).jobs) == 3
+    assert len(look(Path("outputs/mine")).rows) == 3
 
 
 @pytest.mark.parametrize("option", ["csv", "md", "json", "html", "save_baseline"])
@@ -299,3 +300,11 @@ def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Callable
     assert rows == {frozenset({"never", "resumed"}): "none", frozenset({"other"}): "standard"}
     shutil.rmtree("runs/stopped")
     assert len(runner.report("runs").table.rows) == 2
+
+
+@pytest.mark.parametrize("option", ["csv", "md", "json", "html"])
+def test_a_text_that_is_no_unicode_is_written_escaped(tmp_path: Path, option: str) -> None:
+    make_run(tmp_path / "0", [], "failed")
+    (tmp_path / "0" / "overrides.yaml").write_text('["notes=\\ud800"]')
+    runner.report(tmp_path, columns="notes", **{option: tmp_path / "file"})  # type: ignore[arg-type]
+    assert "\\ud800" in (tmp_path / "file").read_text()

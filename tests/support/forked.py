@@ -14,10 +14,11 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOAD = ["runner.verbs.train", "torchmetrics.classification", "torch._dynamo"]
+PRELOAD = ["runner.verbs._preloaded", "torch._dynamo"]
 CONTEXT.set_forkserver_preload(PRELOAD)
 
 
@@ -88,6 +89,11 @@ def _work(
     script: str,
 ) -> None:
     multiprocessing.set_start_method(None, force=True)  # workers start as in any other process, not by this server
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a sweep that started the server had blocked some
+    # Jobs of a sweep come from the server that this process came from: starting another one takes seconds.
+    server = forkserver._forkserver
+    server.ensure_running = lambda: None  # type: ignore[method-assign]
+    forkserver.ensure_running = lambda: None
     os.setsid()
     for number, path in enumerate(streams, 1):  # a terminal that the leader of a session opens becomes its own
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)

@@ -35,8 +35,8 @@ def test_each_toggle_that_is_on_is_off_in_one_job(run, tiny):
     rows = json.loads((folder / "sweep.json").read_text())["jobs"]
     assert [row["varied"] for row in rows] == [[], ["ema=null"], ["grad_clip.norm=null"], ["model.dropout=0"]]
     again = run("train", *tiny, *words)
-    assert again.out.count("\nskipped: ") == 4
-    other = run("train", *tiny, *words, "ema=0.8", "ablate=[ema]", "seed=0,1")
+    assert again.out.count(": skipped, ") == 4
+    other = run("train", *tiny, *words, "ema=0.8", "sweep.ablate=[ema]", "seed=0,1")
     assert other.status == 0, other.err
     assert "4 of 4 jobs finished" in other.out
     assert Path(other.out.strip().splitlines()[-1]) != folder
@@ -45,10 +45,10 @@ def test_each_toggle_that_is_on_is_off_in_one_job(run, tiny):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("ablate=[emma]", "ema=0.9"), "did you mean 'ema'"),
-        (("ablate=[ema]",), "is off already"),
-        (("ablate=[name]",), "cannot be switched off"),
-        (("ablate=[epochs]",), "epochs"),
+        (("sweep.ablate=[emma]", "ema=0.9"), "did you mean 'ema'"),
+        (("sweep.ablate=[ema]",), "is off already"),
+        (("sweep.ablate=[name]",), "cannot be switched off"),
+        (("sweep.ablate=[epochs]",), "epochs"),
         (("data.shift=0", "optimizer.weight_decay=0", "transform=none", "model.dropout=0"), "no toggle that is on"),
     ],
 )
@@ -60,7 +60,7 @@ def test_what_cannot_be_switched_off_is_told(run, tiny, workdir, words, reason):
 
 
 def test_every_toggle_is_a_key_and_has_a_value_that_is_off():
-    values = {"ablate": "all"}
+    values = {"sweep": {"ablate": "all"}}
     for key in TOGGLES:
         assert keys.find(Train, key) is not None
         section = values

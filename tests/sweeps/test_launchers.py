@@ -134,9 +134,8 @@ def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(run, tiny, wo
 
 @needs("submitit")
 def test_a_killed_job_of_submitit_gives_no_result_and_no_error(capsys):
-    from submitit.core.core import Job
-
     from runner.sweeps.launchers import _of_submitit
+    from submitit.core.core import Job
 
     class Killed(Job):
         def __init__(self):

@@ -19,8 +19,8 @@ from forked import ForkedProgram
 
 from runner.config.errors import DiskFull
 from runner.sweeps import table
-from runner.sweeps.launchers import status_of_jobs
-from runner.sweeps.ledger import Ledger, Plan, identity, outcome
+from runner.sweeps.ledger import Entry, Ledger, Records, outcome
+from runner.sweeps.plan import identity
 
 TWO = ("--multirun", "seed=0,1")
 
@@ -69,8 +69,8 @@ def test_a_finished_sweep_is_not_repeated_and_its_table_is_shown(sweep, two_jobs
     result, folder = sweep(*TWO, "log.every_steps=2")  # which changes no result
     assert result.status == 0, result.err
     assert folder.resolve() == two_jobs
-    assert "2 of 2 jobs have finished already; new_sweep=true" in result.out
-    assert result.out.count("\nskipped: ") == 2
+    assert "2 of 2 jobs have finished already; sweep.new=true" in result.out
+    assert result.out.count(": skipped, ") == 2
     assert "2 of 2 jobs finished" in result.out
     assert {path: path.read_bytes() for path in before} == before
     assert started(folder) == ["0", "1"]
@@ -81,13 +81,13 @@ def test_a_larger_grid_runs_the_new_jobs_alone_in_folders_of_their_own(sweep, tw
     assert result.status == 0, result.err
     assert started(folder) == ["0", "1", "2"]
     assert "seed=2" in (two_jobs / "2" / "overrides.yaml").read_text()
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "logs"]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        (*TWO, "new_sweep=true"),
+        (*TWO, "sweep.new=true"),
         (*TWO, "optimizer.lr=0.02"),
         (*TWO, "dry_run=true"),
         (*TWO, "data.root=elsewhere"),
@@ -106,12 +106,11 @@ def test_another_sweep_gets_a_folder_of_its_own(sweep, two_jobs, words):
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
-        ((*TWO, "sweep_dir=FOLDER", "optimizer.lr=0.02"), "sweep_dir", "optimizer.lr was "),
-        ((*TWO, "sweep_dir=FOLDER", "new_sweep=true"), "sweep_dir", "new_sweep is given too"),
-        ((*TWO, "sweep_dir=FOLDER", "hydra.sweep.dir=x"), "sweep_dir", "hydra.sweep.dir is given too"),
-        ((*TWO, "sweep_dir=FOLDER/0"), "sweep_dir", "it holds a run"),
-        ((*TWO, "retry=some"), "retry", "cannot be"),
-        (("sweep_dir=FOLDER",), "sweep_dir", "applies to a sweep, and this is a single run"),
+        ((*TWO, "sweep.dir=FOLDER", "optimizer.lr=0.02"), "sweep.dir", "optimizer.lr was "),
+        ((*TWO, "sweep.dir=FOLDER", "sweep.new=true"), "sweep.dir", "sweep.new is given too"),
+        ((*TWO, "sweep.dir=FOLDER/0"), "sweep.dir", "it holds a run"),
+        ((*TWO, "sweep.retry=some"), "retry", "cannot be"),
+        (("sweep.dir=FOLDER",), "sweep.dir", "applies to a sweep, and this is a single run"),
     ],
 )
 def test_what_cannot_continue_is_refused_and_leaves_the_sweep_alone(sweep, two_jobs, words, key, reason):
@@ -124,7 +123,7 @@ def test_what_cannot_continue_is_refused_and_leaves_the_sweep_alone(sweep, two_j
 
 
 def test_a_named_sweep_takes_other_keys_too(sweep, two_jobs):
-    result, folder = sweep("--multirun", "seed=0,1", "optimizer.lr=0.02,0.03", f"sweep_dir={two_jobs}")
+    result, folder = sweep("--multirun", "seed=0,1", "optimizer.lr=0.02,0.03", f"sweep.dir={two_jobs}")
     assert result.status == 0, result.err
     assert folder == two_jobs
     assert started(folder) == ["0", "1", "2", "3", "4", "5"]
@@ -142,21 +141,21 @@ def test_failed_jobs_are_repeated_or_not_as_retry_says(sweep):
     assert "multirun" not in again
     for retry, folders in (("never", []), ("failed", ["1"]), ("all", ["2", "3"])):
         before = len(started(folder))
-        result, same = sweep(*words, f"retry={retry}")
+        result, same = sweep(*words, f"sweep.retry={retry}")
         assert (result.status, same) == (1, folder)
         assert started(folder)[before:] == folders
-        assert ("retry=all starts all of them again" in result.out) == (retry == "all")
+        assert ("sweep.retry=all starts all of them again" in result.out) == (retry == "all")
         assert "1 of 2 jobs finished" in result.out
     assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "finished"
 
 
 def test_fail_fast_leaves_the_rest_pending_until_the_command_is_repeated(sweep):
-    words = ("--multirun", "model.width=0,4", "fail_fast=true")
+    words = ("--multirun", "model.width=0,4", "sweep.fail_fast=true")
     result, folder = sweep(*words)
     assert result.status == 1
     assert started(folder) == ["0"]
     assert "model.width=4  pending" in result.out
-    result, _ = sweep(*words, "retry=never")
+    result, _ = sweep(*words, "sweep.retry=never")
     assert started(folder) == ["0", "1"]
     assert "1 of 2 jobs finished" in result.out
 
@@ -183,17 +182,127 @@ def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
     assert known(("performance",), ["performance=a"]) != known(("performance",), ["performance=b"])
 
 
+def begun(folder: Path) -> tuple[Ledger, Records]:
+    """A ledger with a launch, and what it contains."""
+    ledger, records = Ledger(folder), Records()
+    ledger.append("launch", records, swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
+    return ledger, records
+
+
 def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
-    ledger = Ledger(tmp_path)
-    ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
-    job = ledger.start("a", ["seed=0"], tmp_path / "0")
+    ledger, records = begun(tmp_path)
+    ledger.append_job(records, "a", Entry(tmp_path / "0", ["seed=0"], "started", 0))
     with ledger.path.open("ab") as file:
         file.write(b'{"event": "launch", "time": 1}\n\x00\n[]\n{"event": "finished", "jo')
     assert ledger.read().jobs["a"].status == "started"
-    again = ledger.start("a", ["seed=0"], tmp_path / "7")
-    assert (again.folder, again.continues) == (job.folder, True)
-    assert ledger.start("b", ["seed=1"], tmp_path / "0").folder == tmp_path / "1"
+    ledger.append_job(records, "b", Entry(tmp_path / "1", ["seed=1"], "started", 0))
     assert {name: entry.folder.name for name, entry in ledger.read().jobs.items()} == {"a": "0", "b": "1"}
+    assert ledger.read() == records
+
+
+def foreign_lines(ledger: Path) -> None:
+    ledger.write_text('{"event": "x", "job": "a"}\n' * 200_000 + ledger.read_text())
+
+
+def cut_line(ledger: Path) -> None:
+    ledger.write_bytes(ledger.read_bytes()[:-20])
+
+
+def cut_launch(ledger: Path) -> None:
+    ledger.write_bytes(ledger.read_bytes()[40:])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, foreign_lines, cut_line, cut_launch], ids=lambda each: each.__name__)
+def test_a_damaged_ledger_loses_nothing(sweep, two_jobs, damage):
+    before = {path: path.read_bytes() for path in two_jobs.glob("*/*.safetensors")}
+    damage(two_jobs / "sweep.jsonl")
+    result, folder = sweep(*TWO, f"sweep.dir={two_jobs}")
+    assert (result.status, folder) == (0, two_jobs), result.err
+    assert "Traceback" not in result.err
+    assert result.out.count(": skipped, ") == 2
+    assert "2 of 2 jobs finished" in result.out
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "logs"]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("elsewhere")])
+def test_a_ledger_that_is_no_file_ends_in_a_sentence_with_a_way_out(sweep, two_jobs, make):
+    (two_jobs / "sweep.jsonl").unlink()
+    make(two_jobs / "sweep.jsonl")
+    result, _ = sweep(*TWO, f"sweep.dir={two_jobs}")
+    assert result.status == 2
+    assert "sweep.jsonl is not a regular file" in result.err
+    assert "move " in result.err
+    assert not Path("elsewhere").exists()
+    (two_jobs / "sweep.jsonl").rename(two_jobs / "aside")
+    again, _ = sweep(*TWO, f"sweep.dir={two_jobs}")
+    assert (again.status, again.out.count(": skipped, ")) == (0, 2), again.err
+
+
+def test_runs_of_other_settings_are_not_taken_for_jobs(sweep, two_jobs):
+    (two_jobs / "sweep.jsonl").unlink()
+    before = sorted(two_jobs.rglob("*"))
+    result, _ = sweep(*TWO, "optimizer.lr=0.7", f"sweep.dir={two_jobs}")
+    assert result.status == 2
+    assert "it holds runs of other settings" in result.err
+    assert [path for path in sorted(two_jobs.rglob("*")) if path.name != ".lock"] == [
+        path for path in before if path.name != ".lock"
+    ]
+
+
+@pytest.mark.parametrize("place", ["/FOLDER/elsewhere", "../../elsewhere", "..", ""])
+def test_a_job_lies_inside_its_sweep_whatever_the_ledger_says(sweep, two_jobs, workdir, place):
+    (workdir / "elsewhere").mkdir()
+    lines = events(two_jobs)
+    for line in lines:
+        if line.get("folder") == "1":
+            line |= {"folder": place.replace("/FOLDER", str(workdir)), "event": "failed"}
+    (two_jobs / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.rmtree(two_jobs / "1")
+    outside = {path for path in workdir.rglob("*") if not path.is_relative_to(two_jobs)}
+    result, folder = sweep(*TWO, f"sweep.dir={two_jobs}")
+    assert result.status == 0, result.err
+    assert "2 of 2 jobs finished" in result.out
+    assert {path for path in workdir.rglob("*") if not path.is_relative_to(two_jobs)} == outside
+    assert (folder / "1" / "summary.json").is_file()
+
+
+def test_a_job_whose_folder_is_a_link_starts_again_inside(sweep, two_jobs, workdir):
+    (two_jobs / "1").rename(workdir / "elsewhere")
+    (two_jobs / "1").symlink_to(workdir / "elsewhere")
+    (workdir / "elsewhere" / "summary.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (workdir / "elsewhere").rglob("*")}
+    result, folder = sweep(*TWO)
+    assert result.status == 0, result.err
+    assert {path: path.stat().st_mtime_ns for path in (workdir / "elsewhere").rglob("*")} == before
+    assert (folder / "2" / "summary.json").is_file()
+
+
+def test_a_job_whose_code_has_changed_runs_again_and_says_why(sweep, workdir, monkeypatch):
+    text = "from torch import nn\n\n\ndef make(num_classes, in_channels, **_):\n"
+    text += "    return nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, num_classes))\n"
+    package = workdir / "my_nets"
+    package.mkdir()
+    (package / "__init__.py").write_text("from my_nets.net import make\n")
+    (package / "net.py").write_text(text.replace("nn.LazyLinear(8)", "nn.Linear(in_channels * 64, 8)"))
+    monkeypatch.syspath_prepend(workdir)
+    words = (*TWO, "model._target_=my_nets.make", "~model.width", "~model.dropout", "trust=my_nets")
+    first, folder = sweep(*words)
+    assert first.status == 0, first.err + first.out
+    assert sweep(*words)[0].out.count(": skipped, ") == 2
+    (package / "net.py").write_text((package / "net.py").read_text().replace("ReLU", "Tanh"))
+    again, same = sweep(*words)
+    assert (again.status, same) == (0, folder), again.err
+    assert again.out.count("started, again, as my_nets.net changed since job") == 2, again.out
+    assert started(folder) == ["0", "1", "2", "3"]
+    weights = {
+        path.parent.name: json.loads(path.read_text())["weights_sha256"] for path in folder.glob("*/summary.json")
+    }
+    assert {weights["2"], weights["3"]}.isdisjoint({weights["0"], weights["1"]})
+    rows = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [(row["job"], row["why"]) for row in rows] == [
+        (job, f"my_nets.net changed since job {before} ran") for job, before in (("2", "0"), ("3", "1"))
+    ]
 
 
 def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
@@ -218,7 +327,7 @@ def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
         ["-", "seed=1", "pending"],
     ]
     assert second.status == 2
-    assert "sweep_dir: " in second.err
+    assert "sweep.dir: " in second.err
     assert "is being run by process" in second.err
     assert [line["event"] for line in events(found[0].parents[1])] == ["launch", "started", "preempted"]
 
@@ -236,7 +345,7 @@ def test_the_same_command_twice_at_once_is_one_sweep(tiny, workdir):
     [
         (".lock", (), "cannot write FOLDER/.lock", 2),
         ("1/.lock", (), "cannot write FOLDER/1/.lock", 1),
-        ("1/.lock", ("hydra/launcher=pool",), "its process ended with status 2; log: FOLDER/logs/1.log", 1),
+        ("1/.lock", ("hydra/launcher=pool",), "cannot write FOLDER/1/.lock", 1),
     ],
     ids=["sweep", "job", "job in a pool"],
 )
@@ -254,13 +363,12 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
     (two_jobs / lock).rmdir()
     again, _ = sweep(*TWO)
     assert again.status == 0, again.err
-    assert again.out.count("\nskipped: ") == done
+    assert again.out.count(": skipped, ") == done
 
 
 def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
-    ledger, write = Ledger(tmp_path), os.write
-    ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
-    before = ledger.path.read_bytes()
+    ledger, records = begun(tmp_path)
+    before, write, entry = ledger.path.read_bytes(), os.write, Entry(tmp_path / "0", ["seed=0"], "started", 0)
 
     def until_full(file: int, data: bytes) -> int:
         if len(data) < 30:
@@ -269,10 +377,10 @@ def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", until_full)
     with pytest.raises(DiskFull, match=r"no space left on the disk that holds .*sweep\.jsonl; free some space"):
-        ledger.start("a", ["seed=0"], tmp_path / "0")
+        ledger.append_job(records, "a", entry)
     assert ledger.path.read_bytes() == before
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
-    assert not ledger.start("a", ["seed=0"], tmp_path / "0").continues
+    ledger.append_job(records, "a", entry)
     assert ledger.read().jobs["a"].status == "started"
 
 
@@ -280,8 +388,8 @@ def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
     def full(*given: object, **named: object) -> None:
         raise DiskFull("no space left")
 
-    monkeypatch.setattr(Ledger, "start", full)
-    monkeypatch.setattr(table, "_write", full)
+    monkeypatch.setattr(Ledger, "append_job", full)
+    monkeypatch.setattr(table, "write_json", full)
     result, _ = sweep(*TWO)
     assert result.status == 1
     assert result.err.count("error: no space left") == 2
@@ -299,8 +407,8 @@ def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(
     result, _ = sweep(*TWO)
     assert result.status == 0, result.err
     assert "1 of 2 jobs have finished already; the others follow; missing folders: 0, and" in result.out
-    assert "job 1 of 2: seed=0; 1 finished\n" in result.out
-    assert result.out.count("\nskipped: ") == 1
+    assert "job 1 of 2: seed=0: started; 1 finished\n" in result.out
+    assert result.out.count(": skipped, ") == 1
     assert digests(two_jobs) == digest
 
 
@@ -312,8 +420,8 @@ def test_the_tables_fold_seeds_and_begin_with_the_best(made_once):
     assert [line[2] for line in lines] == ["2", "2"]
     assert float(lines[0][3]) >= float(lines[1][3])
     stored = json.loads((folder / "sweep.json").read_text())["table"]
-    assert [list(row.values()) for row in stored] == lines
-    assert f"| {' | '.join(lines[0])} |" in (folder / "sweep.md").read_text()
+    assert [[str(cell) for cell in row.values()] for row in stored] == lines
+    assert f"| {lines[0][0]} | {lines[0][1]} | 2 | {float(lines[0][3]):.4g} | " in (folder / "sweep.md").read_text()
 
 
 def test_a_sweep_that_is_killed_anywhere_and_repeated_ends_with_the_same_bits(made_once, tiny, workdir):
@@ -340,50 +448,3 @@ def test_a_sweep_that_is_killed_anywhere_and_repeated_ends_with_the_same_bits(ma
     assert digests(folder) == expected
     ended = Counter(line["folder"] for line in events(folder, "finished"))
     assert ended == dict.fromkeys(("0", "1", "2", "3"), 1)
-
-
-def test_a_plan_without_jobs_begins_a_new_sweep(tmp_path):
-    from runner.sweeps.resume import to_continue
-
-    assert to_continue(tmp_path, Plan({"sweep_dir": None, "new_sweep": False})) is None
-
-
-@pytest.mark.parametrize(
-    ("lines", "summary", "sentence", "stopped", "status", "killed"),
-    [
-        ("launch started finished", "finished", "", "", "finished", False),
-        ("launch started finished", "finished", "died at its end", "", "finished", False),
-        ("launch started", "finished", "died before its line", "", "finished", False),
-        ("launch started", "running", "killed", "", "failed", True),
-        ("launch started", "running", "killed", "SIGTERM", "preempted", True),
-        ("launch started failed", "failed", "died at its end", "", "failed", False),
-        ("launch", None, "killed before it began", "", "failed", True),
-        ("launch", None, "", "", "pending", False),
-        ("launch started preempted launch", "preempted", "", "", "pending", False),
-        ("launch started finished launch", "finished", "", "", "finished", False),
-    ],
-)
-def test_how_a_job_ended_is_told_from_its_process_its_folder_and_the_ledger(
-    tmp_path, lines, summary, sentence, stopped, status, killed
-):
-    ledger, job = Ledger(tmp_path), {"job": "a", "overrides": [], "folder": "0"}
-    settings = {"swept": [], "retry": "failed", "fail_fast": False, "base": {}, "jobs": {"a": []}}
-    for event in lines.split():
-        ledger.append(event, **(settings if event == "launch" else job))
-    if summary:
-        (tmp_path / "0").mkdir()
-        (tmp_path / "0" / "summary.json").write_text(json.dumps({"status": summary}))
-    end = ledger.end_of("a", sentence, stopped)
-    assert (end.outcome.status, end.killed) == (status, killed)
-    if "started" in lines.rpartition("launch")[2]:
-        assert ledger.read().jobs["a"].status == status
-
-
-@pytest.mark.parametrize(("seen", "status"), [("a b", 0), ("a", 1), ("", 1)])
-def test_a_sweep_with_jobs_that_never_began_does_not_end_with_status_0(tmp_path, seen, status, capsys):
-    ledger = Ledger(tmp_path)
-    ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs={"a": [], "b": []})
-    for job in seen.split():
-        ledger.append("finished", job=job, overrides=[], folder=job)
-    assert status_of_jobs(tmp_path) == status
-    assert (f"{2 - len(seen.split())} of 2 jobs have not started" in capsys.readouterr().out) == (status == 1)

@@ -14,9 +14,6 @@ import torch
 import yaml
 from forked import ForkedProgram
 
-from runner.tracking import run_directory
-from runner.verbs._launch import job_of
-
 
 @pytest.fixture
 def sweep(run, tiny, workdir):
@@ -24,9 +21,13 @@ def sweep(run, tiny, workdir):
 
     def call(*words: str):
         result = run("train", *tiny, *words)
-        return result, workdir / result.out.strip().splitlines()[-1]
+        return result, workdir / (result.out.strip().splitlines() or ["."])[-1]
 
     return call
+
+
+def ledger_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
 
 
 def summaries(folder: Path) -> dict[str, dict]:
@@ -42,7 +43,7 @@ def four_jobs(made_once) -> tuple[str, Path]:
 def test_every_job_has_a_complete_directory_of_its_own(four_jobs):
     _, folder = four_jobs
     assert folder.parts[-4:-1] == ("outputs", "synthetic", "sweeps")
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "3", "logs"]
     seen = set()
     for job in "0123":
         assert (folder / job / "checkpoints" / "last.safetensors").is_file()
@@ -84,8 +85,8 @@ def test_a_mistake_in_one_job_stops_no_other(sweep):
     assert "width must be at least 1, got 0" in found["1"]["error"]
     assert "2 of 3 jobs finished" in result.out
     assert re.search(r"error: job 1 failed: .*width must be at least 1, got 0", result.out + result.err)
-    told = r"^failed: .*\n    log: .*/1/run.log\n    again: python -m runner train .*model.width=0"
-    assert re.search(told, result.out[: result.out.index("job 3 of 3")], re.MULTILINE)
+    told = r"job 2 of 3: model.width=0: failed: .*\n    log: .*/1/run.log\n.*\n    again: python -m runner train .*model.width=0"
+    assert re.search(told, result.out + result.err)
     assert re.search(r"^ +1 +model.width=0 +failed ", result.out, re.MULTILINE)
     [best] = json.loads((folder / "sweep.json").read_text())["best"]
     assert best in "02"
@@ -124,7 +125,7 @@ def test_a_mistake_in_the_config_of_any_job_is_told_before_the_first_one(words, 
 
 def test_each_job_says_its_number_what_it_varies_and_how_far_the_sweep_is(four_jobs):
     out, _ = four_jobs
-    heads = re.findall(r"^job (\d) of 4: (.*?)(?:; (\d) finished, about .* left)?$", out, re.MULTILINE)
+    heads = re.findall(r"^job (\d) of 4: (.*?): started(?:; (\d) finished, about .* left)?$", out, re.MULTILINE)
     assert heads == [
         ("1", "seed=0 optimizer.lr=0.1", ""),
         ("2", "seed=0 optimizer.lr=0.01", "1"),
@@ -173,8 +174,8 @@ def test_options_of_a_group_can_be_swept(sweep):
 
 
 def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
-    monkeypatch.setattr(run_directory, "timestamp", lambda: "2026-11-20_10-31-07")
-    folders = [sweep("--multirun", "seed=0", "new_sweep=true")[1] for _ in range(2)]
+    monkeypatch.setattr("runner.sweeps.folder.timestamp", lambda: "2026-11-20_10-31-07")
+    folders = [sweep("--multirun", "seed=0", "sweep.new=true")[1] for _ in range(2)]
     assert [folder.name for folder in folders] == ["2026-11-20_10-31-07", "2026-11-20_10-31-07_1"]
     assert all(len(summaries(folder)) == 1 for folder in folders)
 
@@ -199,20 +200,14 @@ def test_hydra_says_nothing_of_its_own_and_leaves_no_logs(sweep, workdir):
     result, folder = sweep("--multirun", "seed=0")
     assert "[HYDRA]" not in result.out + result.err
     assert [path.name for path in workdir.iterdir()] == ["outputs"]
-    assert [path.name for path in folder.rglob("*.log")] == ["run.log"]
-    assert not list(folder.rglob(".hydra"))
+    assert sorted(path.name for path in folder.rglob("*.log")) == ["0.log", "run.log"]
+    assert not [*folder.rglob(".hydra"), *folder.rglob("multirun.yaml")]
 
 
 def test_a_run_by_itself_leaves_nothing_but_its_directory(run, tiny, workdir):
     assert run("train", *tiny).status == 0
     assert [path.name for path in workdir.iterdir()] == ["outputs"]
     assert [path.name for path in workdir.rglob("*.log")] == ["run.log"]
-
-
-def test_jobs_can_be_pickled_by_launchers_without_torch():
-    import pickle
-
-    assert pickle.loads(pickle.dumps(job_of("train"))) is job_of("train")
 
 
 def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
@@ -228,20 +223,6 @@ def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
     assert "preempted" in out
     assert "0 of 3 jobs finished" in out
     assert not (Path(out.splitlines()[-1].strip()) / "1").exists()
-
-
-def test_ctrl_c_between_two_jobs_ends_a_sweep_with_the_same_table(run, workdir, tiny, monkeypatch):
-    (workdir / "pressed.py").write_text(
-        "import signal\nfrom hydra.experimental.callback import Callback\n\nclass Pressed(Callback):\n"
-        "    def on_job_start(self, config, **_):\n"
-        "        if config.hydra.job.num == 1:\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
-    )
-    monkeypatch.syspath_prepend(workdir)
-    result = run("train", *tiny, "--multirun", "seed=0,1,2", "+hydra.callbacks.pressed={_target_: pressed.Pressed}")
-    assert (result.status, result.err) == (75, "interrupted\n")
-    assert "1 of 3 jobs finished" in result.out
-    assert "the same command continues it" in result.out
 
 
 def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
@@ -261,44 +242,8 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 @pytest.fixture
 def first_sweep(made_once, workdir) -> Path:
     """The folder of a finished sweep, with the name `mine` in the working folder."""
-    _, folder = made_once("--multirun", "hydra.sweep.dir=mine", "seed=0,1", "resume=auto")
+    _, folder = made_once("--multirun", "hydra.sweep.dir=mine", "seed=0,1")
     return shutil.copytree(folder, workdir / "mine")
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--multirun", "seed=0,1"), "it contains a sweep"),
-        (("--multirun", "seed=5"), "it contains a sweep"),
-        (("--multirun", "seed=0,1", "optimizer.lr=0.1", "resume=auto"), "with other settings (optimizer.lr=0.1 now)"),
-        (("--multirun", "seed=0,1,2", "resume=auto"), "with other settings (seed=0,1 before, seed=0,1,2 now)"),
-        (("sweep=lr", "resume=auto"), "it contains a sweep with other settings"),
-    ],
-    ids=["same", "other", "other key", "more jobs", "preset"],
-)  # fmt: skip
-def test_a_sweep_does_not_touch_the_folder_of_another(run, tiny, first_sweep, words, reason):
-    before = contents(first_sweep)
-    result = run("train", *tiny, *words, "hydra.sweep.dir=mine")
-    assert result.status == 2
-    assert "hydra.sweep.dir: cannot be mine" in result.err
-    assert reason in result.err
-    assert contents(first_sweep) == before
-
-
-@pytest.mark.parametrize("first", ["with resume=auto", "without"])
-def test_the_same_sweep_again_takes_finished_jobs_as_they_are(sweep, first_sweep, first):
-    if first == "without":
-        for path in (first_sweep / "multirun.yaml", first_sweep / "0" / "overrides.yaml"):
-            path.write_text(re.sub(r"^ *- resume=auto\n", "", path.read_text(), flags=re.MULTILINE))
-            assert "- resume=auto" not in path.read_text()
-    (first_sweep / "1" / "summary.json").unlink()
-    (first_sweep / "1" / "overrides.yaml").unlink()
-    before = contents(first_sweep / "0")
-    result, _ = sweep("--multirun", "hydra.sweep.dir=mine", "seed=0,1", "resume=auto", "+hydra.job.env_set.A=b")
-    assert result.status == 0, result.err
-    assert "2 of 2 jobs finished" in result.out
-    assert contents(first_sweep / "0") == before
-    assert summaries(first_sweep)["1"]["status"] == "finished"
 
 
 def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
@@ -308,18 +253,8 @@ def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
     assert contents(first_sweep) == before
     before = contents(first_sweep / "0")
     result = run("train", *tiny, "--multirun", "seed=0,1", "hydra.sweep.dir=mine/0")
-    assert (result.status, "hydra.sweep.dir: cannot be mine/0: it contains a run" in result.err) == (2, True)
+    assert (result.status, "sweep.dir: cannot be mine/0: it holds a run" in result.err) == (2, True)
     assert contents(first_sweep / "0") == before
-
-
-@pytest.mark.parametrize("again", [(), ("resume=auto",)], ids=["again", "resumed"])
-def test_two_jobs_of_a_sweep_do_not_share_a_folder(run, tiny, workdir, again):
-    words = ("--multirun", "seed=0,1", "hydra.sweep.dir=mine", "hydra.sweep.subdir=both", *again)
-    result = run("train", *tiny, *words)
-    assert result.status == 2
-    assert "of other settings" in result.err if again else "already holds a run" in result.err
-    assert yaml.safe_load((workdir / "mine" / "both" / "config.yaml").read_text())["seed"] == 0
-    assert "seed=0" in yaml.safe_load((workdir / "mine" / "both" / "overrides.yaml").read_text())
 
 
 def test_a_pattern_of_options_makes_a_job_of_each(sweep):
@@ -346,53 +281,28 @@ def test_what_cannot_be_swept_is_told_before_the_first_job(run, tiny, workdir, w
     assert list(workdir.iterdir()) == []
 
 
-CHOOSING = """
-from dataclasses import dataclass
-from typing import Any, Optional
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
-from hydra.plugins.sweeper import Sweeper
-
-class Choosing(Sweeper):
-    def __init__(self, params):
-        pass
-
-    def setup(self, *, hydra_context, task_function, config):
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config)
-
-    def sweep(self, arguments):
-        chosen = []
-        for word, override in zip(arguments, OverridesParser.create().parse_overrides(arguments)):
-            key, value = override.key_or_group, override.value()
-            chosen.append(f"++{key}={value.end}" if override.is_interval_sweep() else word)
-        [result] = self.launcher.launch([chosen], 0)
-        print("value", float(result.return_value))
-
-@dataclass
-class Conf:
-    _target_: str = "hydra_plugins.choosing.Choosing"
-    params: Optional[Any] = None
-
-ConfigStore.instance().store(group="hydra/sweeper", name="choosing", node=Conf, provider="choosing")
-"""
+@pytest.mark.parametrize(
+    "word", ["hydra.sweep.subdir=both", "+hydra.callbacks.mine={_target_: a.B}", "hydra.job.chdir=true"]
+)
+def test_keys_of_hydra_that_do_nothing_are_refused(run, workdir, word):
+    result = run("train", "--multirun", "seed=0,1", word)
+    assert result.status == 2
+    assert f"{word.lstrip('+').split('=')[0]}: has no effect" in result.err
+    assert list(workdir.iterdir()) == []
 
 
-def test_a_sweeper_that_chooses_values_takes_an_interval(spawn, tiny, workdir, monkeypatch):
-    (workdir / "hydra_plugins").mkdir()
-    (workdir / "hydra_plugins" / "choosing.py").write_text(CHOOSING)
-    words = ("--multirun", "hydra/sweeper=choosing", "optimizer.lr=interval(0.0001,0.1)", "hydra.sweep.dir=mine")
-    monkeypatch.setenv("PYTHONPATH", str(workdir))
-    done = spawn("train", *tiny, *words)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^value \d", done.stdout, re.MULTILINE)
-    assert yaml.safe_load((workdir / "mine" / "0" / "config.yaml").read_text())["optimizer"]["lr"] == 0.1
-    again = spawn("train", *tiny, *words[:-1], "sweep_dir=mine")
-    assert again.returncode == 0, again.stderr
-    assert "skipped: " in again.stdout
-    assert re.search(r"^value \d", again.stdout, re.MULTILINE)
+@pytest.mark.parametrize("place", ["hydra.sweep.dir=mine", "sweep.dir=mine"])
+def test_the_same_command_continues_the_folder_that_it_names(sweep, first_sweep, place):
+    (first_sweep / "1" / "summary.json").unlink()
+    before = contents(first_sweep / "0")
+    result, folder = sweep("--multirun", "seed=0,1,2", place)
+    assert result.status == 0, result.err
+    assert folder == first_sweep
+    assert "3 of 3 jobs finished" in result.out
+    assert contents(first_sweep / "0") == before
+    assert [line["folder"] for line in ledger_of(folder) if line["event"] == "started"] == ["0", "1", "1", "2"]
+    other = sweep("--multirun", "seed=0,1", place, "optimizer.lr=0.3")[0]
+    assert (other.status, "sweep.dir: is a sweep with another base config: optimizer.lr was" in other.err) == (2, True)
 
 
 @pytest.mark.parametrize("swept", [("sweep=folds",), ("--multirun", "data.split.folds=5", "seed=0,1")])

@@ -1,9 +1,12 @@
+import csv
 import io
 import json
 
 import yaml
 
+from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import print_table, summarise
+from runner.sweeps.view import changes, look
 from runner.tracking.console import Console
 
 
@@ -112,3 +115,47 @@ def test_jobs_that_repeat_nothing_have_no_spread(tmp_path):
     for job, seed in enumerate((0, 1)):
         _job(tmp_path / str(job), [f"optimizer.lr=0.{job}", f"seed={seed}"], status="finished", best=_best(0.5))
     assert "spread" not in _shown(summarise(tmp_path))[1]
+
+
+def test_files_have_all_digits_of_a_number_and_people_see_four(tmp_path):
+    values = (0.8123456789012345, 0.1 + 0.2, 1e-300)
+    for job, value in enumerate(values):
+        _job(tmp_path / str(job), [f"seed={job}"], status="finished", best=_best(value))
+    _, text = _shown(summarise(tmp_path))
+    head, line = csv.reader((tmp_path / "sweep.csv").read_text().splitlines())
+    stored = json.loads((tmp_path / "sweep.json").read_text())
+    mean = sum(values) / 3
+    for found in (dict(zip(head, line, strict=True)), stored["table"][0]):
+        assert (float(found["min"]), float(found["max"])) == (1e-300, 0.8123456789012345)
+        assert abs(float(found["mean"]) - mean) < 1e-16
+        assert found["mean"] != f"{mean:.4g}"
+    assert [job["value"] for job in stored["jobs"]] == list(values)
+    assert stored["spreads"][0]["mean"] == stored["table"][0]["mean"]
+    assert "0.8123 " in text
+    assert "| 3 | 0.3708 | " in (tmp_path / "sweep.md").read_text()
+
+
+def test_a_job_that_runs_again_says_why_wherever_it_is_shown(tmp_path):
+    _job(tmp_path / "0", ["seed=0"], status="finished", best=_best(0.5))
+    launch = {
+        "swept": ["seed"],
+        "base": {},
+        "jobs": {"a": ["seed=0"]},
+        "flags": [],
+        "retry": "failed",
+        "fail_fast": False,
+    }
+    Ledger(tmp_path).append("launch", **launch)
+    Ledger(tmp_path).append("finished", job="a", overrides=["seed=0"], folder="0")
+    assert [row.why for row in summarise(tmp_path)] == [None]
+    assert "again" not in _shown(summarise(tmp_path))[1]
+    why = "my_package.models changed since job 0 ran"
+    Ledger(tmp_path).append("finished", job="a", overrides=["seed=0"], folder="0", why=why)
+    [row] = summarise(tmp_path)
+    assert row.why == why
+    assert _shown([row])[1].endswith(f"  runs again: {why}\n")
+    assert json.loads((tmp_path / "sweep.json").read_text())["jobs"][0]["why"] == why
+    assert f"Job 0 runs again: {why}" in (tmp_path / "sweep.md").read_text()
+    assert changes(look(tmp_path / "none"), look(tmp_path)) == [
+        f"job 0 finished: seed=0, val/accuracy 0.5 (runs again: {why})"
+    ]

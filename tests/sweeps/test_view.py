@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import io
+import itertools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console as Rich
+from lock_holder import held_elsewhere
 
-from runner.sweeps.events import Event
-from runner.sweeps.follow import Display, PoolDisplay, follow
 from runner.sweeps.ledger import Ledger
-from runner.sweeps.view import headline_of, lines_of, look, progress_line, seconds_left, short, table_of
+from runner.sweeps.table import result_of
+from runner.sweeps.view import (
+    Display,
+    changes,
+    follow,
+    headline_of,
+    live_lines,
+    look,
+    progress_line,
+    seconds_left,
+    short,
+)
 from runner.tracking.console import Console
 from runner.tracking.progress_file import NAME, Progress
 
@@ -62,86 +80,103 @@ def sweep(tmp_path: Path) -> Path:
     return folder
 
 
+def live_text(folder: Path, columns: int, rows: int = 20) -> list[str]:
+    """The lines of the live table."""
+    return ["".join(text for text, _ in line) for line in live_lines(look(folder), columns, rows)]
+
+
 def test_a_sweep_is_seen_with_the_progress_and_the_metric_so_far_of_its_jobs(sweep):
     view = look(sweep)
-    assert [seen.row.status for seen in view.jobs] == ["finished", "failed", "running", "pending"]
-    running = view.jobs[2]
-    assert (running.share, running.result, running.left) == ("25% step 30/120", ("val/accuracy", 0.875), "1:30")
-    assert view.jobs[0].result == ("val/accuracy", 0.75)
-    assert "1 of 4 finished, 1 running, 1 failed, 1 pending, best val/accuracy 0.75 (job 0), about " in view.headline
+    assert [row.status for row in view.rows] == ["finished", "failed", "running", "pending"]
+    assert [result_of(row) for row in view.rows] == [
+        ("val/accuracy", 0.75),
+        ("", None),
+        ("val/accuracy", 0.875),
+        ("", None),
+    ]
+    assert (
+        "1 of 4 jobs finished, 1 running, 1 failed, 1 pending, best val/accuracy 0.75 (job 0), about " in view.headline
+    )
     assert not view.done
-    assert progress_line(view).endswith("; job 2 25% step 30/120 val/accuracy 0.875")
+    assert progress_line(view).endswith("; job 2 step 30/120 val/accuracy 0.875")
+    running = next(line for line in live_text(sweep, 120) if " running " in line)
+    assert re.search(r" running +━━────── 25% +0\.875 +cpu .*  1:30$", running)
 
 
 def test_before_an_evaluation_the_loss_is_shown_and_silence_is_told(sweep):
     (sweep / "2" / NAME).write_text(json.dumps(dataclasses.asdict(progress(time=time.time() - 600))))
-    running = look(sweep).jobs[2]
-    assert running.result == ("train loss", 0.5)
-    assert running.left == "silent for 10:00"
+    assert result_of(look(sweep).rows[2]) == ("train loss", 0.5)
+    assert re.search(r" train loss 0\.5 .* silent for 10:00$", "\n".join(live_text(sweep, 120)), re.MULTILINE)
 
 
 @pytest.mark.parametrize("columns", [80, 160])
 def test_the_table_fits_the_terminal(sweep, columns):
-    rich = Rich(width=columns, file=io.StringIO(), force_terminal=False)
-    rich.print(table_of(look(sweep), columns, 20))
-    lines = rich.file.getvalue().splitlines()
+    lines = live_text(sweep, columns)
     assert max(map(len, lines)) <= columns
-    text = "\n".join(line.rstrip() for line in lines)
     for part in (
         "lr=0.3",
         "running",
-        "━━────── " + " 25%",
+        "━━────── 25%",
         "0.875",
         "cpu",
         "1:30",
-        "0.75 best",
+        "0.75 (job 0)",
         "pending",
         "val/accuracy",
     ):
-        assert part in text
-    assert "…" not in text
+        assert part in " ".join(lines)
 
 
 @pytest.mark.parametrize(
     ("columns", "headers"),
     [
-        (160, "job settings state progress val/accuracy device time left"),
-        (100, "job settings state progress val/accuracy time left"),
-        (80, "job settings state progress val/accuracy left"),
-        (70, "job state progress val/accuracy left"),
+        (160, "job varied status progress val/accuracy device time left"),
+        (100, "job varied status progress val/accuracy time left"),
+        (80, "job varied status progress val/accuracy left"),
+        (70, "job status progress val/accuracy left"),
     ],
 )
 def test_a_narrow_table_omits_columns_rather_than_letters(tmp_path, columns, headers):
     for number in range(12):
         folder = tmp_path / "photos" / "sweeps" / f"2026-11-20_10-00-{number % 2}0" / str(number)
         words = [f"seed={number}", "optimizer.weight_decay=0.05"]
-        told = progress(metric="val/accuracy", last=0.5, best=0.875, best_step=20)
-        job(folder, words, "running" if number > 8 else "finished", told if number > 8 else None, 0.5)
-    rich = Rich(width=columns, height=24, file=io.StringIO(), force_terminal=False)
-    rich.print(table_of(look(tmp_path), columns, 10))
-    lines = [line.rstrip() for line in rich.file.getvalue().splitlines()]
+        now = progress(metric="val/accuracy", last=0.5, best=0.875, best_step=20)
+        job(folder, words, "running" if number > 8 else "finished", now if number > 8 else None, 0.5)
+        if number > 8:
+            started = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=90)
+            summary = json.loads((folder / "summary.json").read_text()) | {"started": started.isoformat()}
+            (folder / "summary.json").write_text(json.dumps(summary))
+    lines = live_text(tmp_path, columns, 10)
     head = next(number for number, line in enumerate(lines) if line.startswith("job "))
     assert lines[head].split() == headers.split()
     assert max(map(len, lines)) <= columns
     assert len(lines) <= 14
     running = next(line for line in lines[head:] if "2026-11-20_10-00-10/11" in line)
-    assert re.search(r" running +━━──────  25%  0\.875 .*1:30$", running)
+    assert re.search(r" running +━━────── 25% +0\.875 .*1:30$", running)
+
+
+def test_settings_without_room_take_several_lines_before_they_go(tmp_path):
+    for number in range(3):
+        words = [f"optimizer.{key}={number}.125" for key in ("lr", "weight_decay", "momentum", "dampening")]
+        job(tmp_path / str(number), words, "running", progress())
+    lines = live_text(tmp_path, 80, 9)
+    assert max(map(len, lines)) <= 80
+    assert "weight_decay=2.125" in " ".join(lines)
+    assert len(lines) <= 9 + 4, "the headline, the head of the table, and the jobs that are not shown"
 
 
 def test_a_folder_with_nothing_but_a_sweep_is_that_sweep(sweep):
-    assert look(sweep.parent).headline.startswith("1 of 4 finished, 1 running, 1 failed, 1 pending")
+    assert look(sweep.parent).headline.startswith("1 of 4 jobs finished, 1 running, 1 failed, 1 pending")
 
 
 def test_a_table_with_too_many_jobs_has_those_that_run_and_counts_the_others(tmp_path):
     for number in range(40):
         job(tmp_path / str(number), [f"seed={number}"], "finished", value=0.5)
     job(tmp_path / "40", ["seed=40"], "running", progress())
-    rich = Rich(width=100, file=io.StringIO())
-    rich.print(table_of(look(tmp_path), 100, 10))
-    text = rich.file.getvalue()
-    assert "and 32 finished" in text
-    assert "running" in text
-    assert len(text.splitlines()) < 15
+    lines = live_text(tmp_path, 100, 10)
+    assert "and 32 finished" in lines
+    assert any(" running " in line for line in lines[2:])
+    assert len(lines) < 15
 
 
 def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
@@ -162,30 +197,26 @@ def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
 
 
 def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep):
-    stream, steps = io.StringIO(), []
+    def fail() -> None:
+        (sweep / "2" / NAME).unlink()
+        summary = json.loads((sweep / "2" / "summary.json").read_text())
+        (sweep / "2" / "summary.json").write_text(json.dumps(summary | {"status": "failed", "error": "out of memory"}))
 
-    def sleep(_: float) -> None:
-        steps.append(1)
-        if len(steps) == 8:
-            (sweep / "2" / NAME).unlink()
-            summary = json.loads((sweep / "2" / "summary.json").read_text())
-            (sweep / "2" / "summary.json").write_text(
-                json.dumps(summary | {"status": "failed", "error": "out of memory"})
-            )
-        time.sleep(0.2)
-
-    follow(sweep, Console(None, stream=stream), sleep)
+    stream, later = io.StringIO(), threading.Timer(0.5, fail)
+    later.start()
+    follow(sweep, Console(None, stream=stream))
+    later.join()
     first, second, third = stream.getvalue().splitlines()
     assert first == "job 2 running: optimizer.lr=0.3"
-    assert second.startswith("1 of 4 finished, 1 running")
+    assert second.startswith("1 of 4 jobs finished, 1 running")
     assert third.startswith("job 2 failed: optimizer.lr=0.3: out of memory; log: ")
     assert "again: python -m runner train epochs=8 optimizer.lr=0.3 seed=0" in third
 
 
 def test_a_job_that_ended_before_is_not_told_as_a_change(sweep):
     view = look(sweep)
-    assert lines_of(view, view) == []
-    assert lines_of(None, view) == ["job 2 running: optimizer.lr=0.3"]
+    assert changes(view, view) == []
+    assert changes(None, view) == ["job 2 running: optimizer.lr=0.3"]
 
 
 class Terminal(io.StringIO):
@@ -195,42 +226,54 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_failures_stay_above_the_live_table(sweep, monkeypatch):
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
-    stream = Terminal()
-    display = PoolDisplay(sweep, Console(None, stream=stream))
-    assert display.period_s == 1.0
-    display.tell(Event("started", 1, 4, "lr=0.1", "CPU 0"))
-    display.tell(
-        Event("failed", 2, 4, "lr=0.2", "it broke", log=sweep / "logs" / "1.log", repeat="python -m runner train")
-    )
-    display.tell(None)
+    return Terminal()
+
+
+def test_on_a_terminal_lines_stay_above_the_live_table(sweep, terminal):
+    display = Display(sweep, Console(None, stream=terminal))
+    assert display.live
+    display.refresh()
+    display.line("job 2 of 4: lr=0.2: failed: it broke", error=True)
+    display.refresh(now=True)
     display.stop()
-    text = stream.getvalue()
-    assert "job 1 of 4" not in text
-    assert "job 2 of 4: lr=0.2: failed: it broke" in text
-    assert "1 of 4 finished" in text
+    text = terminal.getvalue()
+    assert "error: job 2 of 4: lr=0.2: failed: it broke" in text
+    assert "1 of 4 jobs finished" in text
+    assert "━━────── 25%" in text
 
 
-def test_without_a_terminal_every_event_is_a_line(sweep):
+def test_without_a_terminal_there_are_the_lines_alone(sweep):
     stream = io.StringIO()
-    display = PoolDisplay(sweep, Console(None, stream=stream))
-    display.tell(Event("started", 1, 4, "lr=0.1", "CPU 0"))
-    display.tell(None)
+    display = Display(sweep, Console(None, stream=stream))
+    display.line("job 1 of 4: lr=0.1: started: CPU 0")
+    display.refresh(now=True)
     display.stop()
-    assert (display.period_s, stream.getvalue()) == (None, "job 1 of 4: lr=0.1: started: CPU 0\n")
+    assert (display.live, stream.getvalue()) == (False, "job 1 of 4: lr=0.1: started: CPU 0\n")
 
 
-def test_a_display_looks_at_most_once_a_second(sweep):
-    display = Display(sweep, Console(None, stream=io.StringIO()))
-    assert display.refresh() is display.refresh()
-    assert display.refresh() is not display.refresh(now=True)
+@pytest.mark.parametrize(("now", "pause"), [(False, 1.0), (True, 0.0)])
+def test_a_display_draws_at_most_once_a_second_and_for_a_twentieth_of_the_time(tmp_path, terminal, now, pause):
+    for number in range(50):
+        job(tmp_path / str(number), [f"seed={number}"], "finished", value=0.5)
+    display, drawn = Display(tmp_path, Console(None, stream=terminal)), list[tuple[float, float, float]]()
+    while len(drawn) < 3:
+        before, began, length = time.monotonic(), time.thread_time(), len(terminal.getvalue())
+        display.refresh(now)
+        if len(terminal.getvalue()) > length:
+            drawn.append((before, time.monotonic(), time.thread_time() - began))
+        time.sleep(0.001)
+    display.stop()
+    for (_, ended, cost), (begins, _, _) in itertools.pairwise(drawn):
+        assert begins - ended >= 0.9 * max(pause, 20 * cost)
 
 
 def test_settings_are_short_unless_that_is_ambiguous():
-    assert short(["optimizer.lr=0.1", "seed=0"]) == "lr=0.1 seed=0"
-    assert short(["optimizer.lr=0.1", "averaging.lr=0.2"]) == "optimizer.lr=0.1 averaging.lr=0.2"
+    assert short(["optimizer.lr=0.1", "seed=0"]) == ["lr=0.1", "seed=0"]
+    assert short(["optimizer.lr=0.1", "averaging.lr=0.2"]) == ["optimizer.lr=0.1", "averaging.lr=0.2"]
 
 
 def test_watch_takes_a_run_a_sweep_and_a_folder_of_runs(run, sweep, workdir):
@@ -247,6 +290,88 @@ def test_watch_takes_a_run_a_sweep_and_a_folder_of_runs(run, sweep, workdir):
     assert followed.status == 0
     assert "1 of 4 jobs finished" in followed.out
     assert run("watch", str(sweep)).out == followed.out == run("sweep", str(sweep)).out
+
+
+@pytest.fixture
+def owner(sweep) -> Iterator[subprocess.Popen[str]]:
+    """A process that the running job of the sweep belongs to."""
+    with held_elsewhere(sweep / "2") as process:
+        yield process
+
+
+def start_watch(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
+    """A process that follows a folder, and the first line that it prints."""
+    command = [sys.executable, "-m", "runner", *(words or ["watch"]), str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+def rest_of(process: subprocess.Popen[str]) -> str:
+    """What a process prints until it ends; it is killed if that takes a minute."""
+    assert process.stdout is not None
+    late = threading.Timer(60, process.kill)
+    late.start()
+    with process.stdout as stream:
+        text = stream.read()
+    process.wait()
+    late.cancel()
+    return text
+
+
+def test_a_job_whose_process_is_killed_has_died_and_the_watch_ends(sweep, owner):
+    process, first = start_watch(sweep)
+    assert first == "job 2 running: optimizer.lr=0.3\n"
+    owner.kill()
+    owner.wait()
+    out = rest_of(process)
+    assert process.returncode == 0
+    assert "job 2 died: optimizer.lr=0.3: it is still marked as running: it was killed; log: " in out
+    assert re.search("^ *2 +optimizer.lr=0.3 +died ", out, re.MULTILINE)
+
+
+def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    screen, slave = os.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "runner", "watch", str(sweep)], stdout=slave)
+    os.close(slave)
+    text = b""
+    while "━━────── 25%".encode() not in text:
+        text += os.read(screen, 4096)
+    assert b"job 2 running" not in text, "there is a table, so there are no lines"
+    owner.kill()
+    owner.wait()
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(screen, 4096):
+            text += part
+    os.close(screen)
+    assert process.wait(60) == 0
+    assert (
+        b"error: job 2 died: it is still marked as running: it was killed"
+        in text.partition(b"1 of 4 jobs finished, 1 failed")[2]
+    )
+
+
+def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
+    process, first = start_watch(sweep, "sweep", "--follow")
+    assert first == "job 2 running: optimizer.lr=0.3\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out = rest_of(process)
+    assert process.returncode == 0
+    assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
+    assert owner.poll() is None
+
+
+def test_sweep_shows_the_progress_of_what_runs_once(sweep, owner):
+    process, first = start_watch(sweep, "sweep")
+    out = rest_of(process)
+    assert first.startswith(
+        "1 of 4 jobs finished, 1 running, 1 failed, 1 pending, best val/accuracy 0.75 (job 0), about "
+    )
+    assert "job 2 step 30/120 val/accuracy 0.875" in first
+    assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
+    assert owner.poll() is None
 
 
 @pytest.mark.parametrize(

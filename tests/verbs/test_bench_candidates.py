@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from runner.config.app import Composition, current
+from runner.config.command import opened
+from runner.config.composition import Composition
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Bench
-from runner.sweeps.launch import launch
 from runner.verbs.bench.candidates import Candidate, Facts, candidates, setting
 
 CPU = Facts(
@@ -38,10 +38,8 @@ Tried = Callable[..., tuple[dict[str, Candidate], dict[str, str]]]
 def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
     def call(*words: str) -> tuple[Bench, Composition]:
         if words not in _KNOWN:
-            caught: list[Composition] = []
-            sweep = workdir / "sweep"
-            launch(lambda cfg: caught.append(current(cfg)), Bench, "bench", words, lambda *_: [], lambda _: sweep)
-            _KNOWN[words] = resolve_config(caught[0], Bench), caught[0]
+            with opened("bench", words, Bench) as command:
+                _KNOWN[words] = resolve_config(command.composition, Bench), command.composition
         return _KNOWN[words]
 
     return call

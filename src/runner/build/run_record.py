@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import functools
-import gc
 import io
 import os
 import shutil
@@ -120,6 +117,7 @@ class RunRecord:
         if (path / "summary.json").exists() and not is_inside(setup.found, path):
             allowed = f"another folder, or ckpt_path={path} to continue it there"
             raise UserError("hydra.run.dir", f"{path} already holds a run", allowed)
+        self._new_folders = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         return RunDirectory(path)
 
@@ -240,25 +238,10 @@ class RunRecord:
         write_atomically(directory.text_file, text.encode())
 
     def finish(self) -> None:
-        """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded.
-
-        A failed job of a sweep does not end it.
-        """
+        """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded."""
         if self._to_debug is not None:
             post_mortem(self._to_debug)
         if self._directory is not None:
             print(self._directory.path, flush=True)
-        in_sweep = self.composition.job_dir is not None
-        if in_sweep:
-            # A job leaves cycles, and Python looks for old ones too rarely.
-            gc.collect()
-            _keep_imports()
-        if self.exit_code == PREEMPTED or (self.exit_code != OK and not in_sweep):
+        if self.exit_code != OK:
             raise SystemExit(self.exit_code)
-
-
-@functools.cache
-def _keep_imports() -> None:
-    """Let later collections pass over what the first job of a sweep imported, which takes them a tenth of a second."""
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # some libraries report what is not collected at the end

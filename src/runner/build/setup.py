@@ -110,16 +110,11 @@ def _unlike(folder: Path, composition: Composition) -> list[str]:
 
 
 def why_occupied(composition: Composition) -> UserError | None:
-    """The mistake of writing into the folder that Hydra was given while it belongs to another run; None for no mistake."""
-    fixed = composition.job_dir or composition.run_dir
-    resumes = composition.resumes or (restarted() and composition.job_dir is not None)
-    # The ledger of a sweep knows whose folder it is, and ckpt_path may continue a run, see `RunRecord.open`.
-    if fixed is None or composition.continues or not (resumes or composition.job_dir) or not holds_run(fixed):
+    """The mistake of resuming in the folder of `hydra.run.dir` while it belongs to another run; None for no mistake."""
+    fixed = composition.run_dir
+    # ckpt_path may continue a run there, see `RunRecord.open`.
+    if fixed is None or not composition.resumes or not holds_run(fixed):
         return None
-    if not resumes:
-        return UserError(
-            "hydra.sweep.dir", f"{fixed} already holds a run", "another folder, or resume=auto to continue it"
-        )
     try:
         if not (unlike := _unlike(fixed, composition)):
             return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.keys import OF_THE_SWEEP, key_of
+from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking.formats import duration, metric
 
@@ -21,7 +21,7 @@ def summary_text(folder: Path, summary: Mapping[str, Any], overrides: Sequence[s
         overrides: of the command line.
         saved: whether there is a checkpoint.
     """
-    words = [word for word in mask_words(list(overrides)) if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
+    words = [word for word in mask_words(list(overrides)) if not within(key_of(word), OF_THE_SWEEP)]
     again = shlex.join(["python", "-m", "runner", "train", *words])
     lines = [f"{summary.get('status')}, {summary.get('global_step', 0)} steps, {duration(summary.get('wall_s'))}"]
     if summary.get("error"):

@@ -29,41 +29,14 @@ from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
-from runner.config.hydra_nodes import unasked
+from runner.config.hydra_nodes import unasked, without_effect
 from runner.config.keys import flatten
 from runner.config.output_folders import not_folders
-from runner.config.secrets import mask_sweep
 from runner.config.sources import Sources, searchpath_folder, shipped
 from runner.config.space import with_space
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-
-
-def current(cfg: DictConfig) -> Composition:
-    """The composition of the Hydra job that is running."""
-    from hydra.core.hydra_config import HydraConfig
-
-    hc = HydraConfig.get()
-    folders = [Path(source.path) for source in hc.runtime.config_sources if source.schema == "file" and source.path]
-    extra = [folder for folder in folders if folder.resolve() != shipped().resolve() and folder.is_dir()]
-    sweep = hc.mode is not None and hc.mode.name == "MULTIRUN"
-    if sweep:
-        mask_sweep(Path(hc.sweep.dir) / "multirun.yaml")
-    return Composition(
-        values=_plain(cfg),
-        overrides=overrides.canonical(hc.overrides.task),
-        group_choices=_choices(hc),
-        sources=Sources(extra),
-        primary=str(hc.job.config_name),
-        job_dir=Path(hc.runtime.output_dir) if sweep else None,
-        run_dir=None if sweep else run_dir_of(hc),
-    )
-
-
-def run_dir_of(hydra_config: Any) -> Path | None:
-    """The folder that `hydra.run.dir` names; None if it was left alone."""
-    return Path(hydra_config.run.dir) if hydra_config.run.dir != "." else None
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
@@ -85,11 +58,11 @@ def _choices(hydra_config: Any) -> dict[str, str]:
     return {str(group): str(name) for group, name in chosen.items() if name is not None and "hydra/" not in str(group)}
 
 
-def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
+def complete(verb: str, argv: Sequence[str]) -> int:
     """Let Hydra answer a query of tab completion; what options have in common is not an option."""
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer):
-        status = main(task, primary, list(argv))
+        status = main(verb, list(argv))
     text = answer.getvalue()
     if any(word.startswith("query=") for word in argv):
         text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
@@ -108,11 +81,10 @@ def sources_of(flags: argparse.Namespace) -> Sources:
 
 
 @contextlib.contextmanager
-def application(task: Callable[[DictConfig], Any], sources: Sources, schema: type) -> Iterator[Any]:
+def application(verb: str, sources: Sources, schema: type) -> Iterator[Any]:
     """Hydra's object for an application that searches the shipped configs and those of the user."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
-    name = task.__module__.rpartition(".")[2]
-    with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=name, **_VERSION_BASE):
+    with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=verb.replace("-", "_"), **_VERSION_BASE):
         # As `--config-dir` does; an override of `hydra.searchpath` would not find a primary config.
         loader: Any = GlobalHydra.instance().config_loader()
         path = loader.get_search_path()
@@ -177,6 +149,7 @@ def compose(
             group_choices=_choices(cfg.hydra),
             sources=sources,
             primary=primary,
+            run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
         )
         composition = _with_values(composition, cfg, names)
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
@@ -188,7 +161,7 @@ def compose(
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
-    problems += [*unasked(cfg, checked.accepted), *composition.unset()]
+    problems += [*without_effect(checked.accepted), *unasked(cfg, checked.accepted), *composition.unset()]
     if problems:
         raise ConfigError([*problems, *also(composition, False)])
     return composition, cfg
@@ -206,28 +179,27 @@ def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) ->
         raise ConfigError(composition.with_origins([as_problem(error, names)])) from error
 
 
-def status_of(run: Callable[[], Any]) -> int:
-    """The exit status of what Hydra runs.
+def main(verb: str, argv: list[str]) -> int:
+    """Let Hydra show what its flags ask for, as if it had been started by itself; returns the exit status.
 
     Raises:
         ConfigError: if Hydra refuses it.
     """
-    try:
-        run()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([as_problem(error)]) from error
-    return 0
 
+    def task(cfg: DictConfig) -> None:
+        """Nothing, as the flags that lead here show something and run nothing."""
 
-def main(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
-    """Hand over to Hydra as if it had been started by itself; returns the exit status."""
+    task.__module__ = f"runner.verbs.{verb.replace('-', '_')}"  # Hydra names its job after the last part
     saved, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors then, and does not print them itself
     try:
-        return status_of(hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task))
+        hydra.main(config_path=str(shipped()), config_name=verb, **_VERSION_BASE)(task)()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([as_problem(error)]) from error
     finally:
         sys.argv = saved
         os.environ["HYDRA_FULL_ERROR"] = shown or "0"
+    return 0

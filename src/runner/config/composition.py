@@ -29,7 +29,7 @@ class Composition:
         job_dir: folder that a sweep gives to this job; None for a single run.
         run_dir: folder that `hydra.run.dir` names; None if it was left alone.
         continues: whether a job of a sweep continues what the same job began in `job_dir`.
-        elsewhere: whether a launcher started this process for jobs of a sweep.
+        supervised: whether this process is a job of a sweep, whose process decides when it ends.
     """
 
     values: dict[str, Any]
@@ -40,7 +40,11 @@ class Composition:
     job_dir: Path | None = None
     run_dir: Path | None = None
     continues: bool = False
-    elsewhere: bool = False
+    supervised: bool = False
+
+    def in_folder(self, folder: Path) -> Composition:
+        """The composition for a job of a sweep, which gets a folder."""
+        return dataclasses.replace(self, job_dir=folder, run_dir=None)
 
     @property
     def resumes(self) -> bool:
@@ -64,7 +68,7 @@ class Composition:
         paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
         own = {
             name: getattr(self, name)
-            for name in ("values", "overrides", "group_choices", "primary", "continues", "elsewhere")
+            for name in ("values", "overrides", "group_choices", "primary", "continues", "supervised")
         }
         return {**own, **paths, "sources": [str(folder) for folder in self.sources.extra]}
 

@@ -12,11 +12,26 @@ from runner.config.validate import shown
 
 _BUILT = ("callbacks", "launcher", "sweeper")
 _LOGGING = ("job_logging", "hydra_logging")
-_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")  # what is installed, and not a file in a folder
+_OURS = ("hydra._internal.core_plugins.", "runner.launch.")  # what is installed, and not a file in a folder
+_WITH_EFFECT = (
+    *("hydra.run.dir", "hydra.sweep.dir", "hydra.mode", "hydra.launcher", "hydra.sweeper.params", "hydra.searchpath"),
+    "hydra.sweeper",
+)
 _HANDLERS = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter")
 _FACTORIES = ("colorlog.ColoredFormatter",)
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 _OF_THE_RUN = "${hydra.runtime.output_dir}/"
+
+
+def without_effect(words: Sequence[str]) -> list[Problem]:
+    """Problems of overrides of `hydra.*` that do nothing, as this program starts its jobs itself."""
+    problems = []
+    for word in words:
+        key = key_of(word).replace("/", ".")
+        if within(key, ["hydra"]) and not within(key, _WITH_EFFECT) and key != "hydra":
+            allowed = ", ".join(_WITH_EFFECT[:-1])
+            problems.append(Problem(key, "has no effect", f"without it; of Hydra's keys, these have one: {allowed}"))
+    return problems
 
 
 def unasked(cfg: DictConfig, words: Sequence[str]) -> list[Problem]:
@@ -44,7 +59,7 @@ def _builds(section: str, key: str, value: str) -> bool:
     """Whether a leaf makes Hydra or `logging` import, call or write something of its choice."""
     last = key.rpartition(".")[2]
     if section in _BUILT:
-        return last == "_target_" and (section == "callbacks" or not value.startswith(_PLUGINS))
+        return last == "_target_" and (section == "callbacks" or not value.startswith(_OURS))
     if value.startswith(("ext://", "cfg://")):
         return value not in _STREAMS
     if last == "filename":

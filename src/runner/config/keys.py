@@ -14,7 +14,7 @@ from runner.config.synonyms import key_meant
 
 _ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong
 _TOO_GENERAL = ("trainer", "training", "run", "main", "hparams", "params")  # sections of other programs
-OF_THE_SWEEP = ("sweep_dir", "retry", "retries", "fail_fast", "new_sweep", "ablate", "search")
+OF_THE_SWEEP = ("sweep", "search")
 """Keys about a sweep as a whole, which its jobs do not get."""
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}  # by attributes of annotated_types
 

@@ -5,12 +5,9 @@ A name is compared in snake case, `apiKey` and `api-key` as `api_key`, without d
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 MASK = "***"
@@ -82,28 +79,6 @@ def mask_values(value: Any, secret: bool = False) -> Any:
     if secret and isinstance(value, str | int) and not isinstance(value, bool) and value != "":
         return MASK
     return mask_text(value) if isinstance(value, str) else value
-
-
-def mask_sweep(path: Path) -> None:
-    """Mask the secrets in what Hydra writes of a sweep; other jobs may do the same meanwhile."""
-    with contextlib.suppress(OSError):
-        _mask_sweep(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=1)  # reading it takes longer than all else that comes before training
-def _mask_sweep(path: Path, _: int) -> None:
-    import yaml  # what is light enough for every start does not need it
-
-    try:
-        masked = mask_values(stored := yaml.safe_load(path.read_bytes()))
-    except yaml.YAMLError:
-        return
-    masked["hydra"]["overrides"] = {kind: mask_words(words) for kind, words in masked["hydra"]["overrides"].items()}
-    if masked != stored:
-        masked["hydra"]["job"]["override_dirname"] = MASK  # has the words in a form of its own
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
-        temporary.replace(path)
 
 
 def is_masked(value: Any) -> bool:

@@ -32,11 +32,38 @@ def read_signature(path: str) -> Any:
 @functools.cache
 def _source(module: str) -> tuple[ast.Module, str]:
     """The syntax tree of a module, and the package that its relative imports start from. Nothing is imported."""
+    spec = _spec(module)
+    return ast.parse(Path(spec.origin).read_bytes()), spec.name if spec.submodule_search_locations else spec.parent
+
+
+def _spec(module: str) -> Any:
+    """The specification of a module, without an import of its packages."""
     parts = module.split(".")
     spec: Any = find_spec(parts[0])
     for count in range(2, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:count]), spec.submodule_search_locations)
-    return ast.parse(Path(spec.origin).read_bytes()), spec.name if spec.submodule_search_locations else spec.parent
+    return spec
+
+
+def source_files(path: str) -> dict[str, Path]:
+    """The Python files behind a dotted path by module: where it is named, and where it is defined. Nothing is imported."""
+    module, _, name = path.rpartition(".")
+    try:
+        origin = _spec(module).origin
+    except (AttributeError, ImportError, ValueError):  # an attribute of a class, or nothing
+        return source_files(module) if "." in module else {}
+    if not str(origin).endswith(".py"):
+        return {}
+    files = {module: Path(origin)}
+    tree, package = _source(module)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    files |= source_files(
+                        f"{resolve_name('.' * node.level + (node.module or ''), package)}.{alias.name}"
+                    )
+    return files
 
 
 def _found(path: str) -> tuple[Any, str]:

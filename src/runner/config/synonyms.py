@@ -52,6 +52,8 @@ _OF = {
     "activation_checkpointing": "gradient_checkpointing grad_checkpointing grad_checkpoint",
     "ema": "ema_decay model_ema use_ema",
     "deterministic": "determinism reproducible",
+    "sweep.new": "new_sweep",
+    "sweep.dir": "sweep_folder",
     "output_root": "output_dir out_dir outdir output save_dir log_dir logdir save_path results_dir default_root_dir",
     "name": "exp_name run_name experiment_name project run_id exp",
     "log.every_steps": "log_interval log_every log_every_n_steps print_freq logging_steps log_freq",

@@ -18,7 +18,6 @@ from runner.config.targets import build
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.consistency import Examples, check_classes, check_images, class_counts, find_leaks, known_targets
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.kept_source import kept_source
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
@@ -114,8 +113,7 @@ def build_data(
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
     facts = {name: getattr(data, name) for name in FACTS["data.dataset"]}
-    read = functools.partial(build, "data.dataset", data.dataset, facts=facts)
-    datasets = _as_splits(kept_source.get(data.dataset, facts, read))
+    datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
     parts = make_splits(datasets, data.split)
     sample_train = callables("transform.sample_train", transform.sample_train)
     sample_eval = callables("transform.sample_eval", transform.sample_eval)

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
 from runner.config.reading import is_number, open_regular, read_json, read_regular
 from runner.config.targets import called
-from runner.sweeps.rows import Found, JobRow, comparable
+from runner.sweeps.rows import JobRow, Scan, comparable
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
 
@@ -183,27 +184,30 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
     Raises:
         UserError: if a place does not exist, or none holds a run.
     """
-    found = Found()
-    asked = [str(place) for place in places]
-    for place in asked:
+    scan = Scan()
+    given = [str(place) for place in places]
+    for place in given:
         names = [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True))  # noqa: PTH207  pathlib's takes no absolute patterns
         if not names:
             allowed = "run directories, folders that hold some, or patterns"
             raise UserError(key, f"there is no {place}", allowed, nearest_path(Path(place)))
         for path in map(Path, names):
             if path.is_dir() or holds_run(path.parent):
-                found.add(path if path.is_dir() else path.parent)
-    runs = [_run(row) for row in found.rows if row.status != "pending"]
+                scan.add(path if path.is_dir() else path.parent)
+    runs = [_run(row) for row in scan.rows if row.status != "pending"]
     if not runs:
-        raise UserError(key, f"{', '.join(asked)} holds no run", "such as outputs/digits, or 'outputs/**'")
+        raise UserError(key, f"{', '.join(given)} holds no run", "such as outputs/digits, or 'outputs/**'")
+    pending = Counter(row.folder for row in scan.rows if row.status == "pending")
+    for sweep, count in pending.items():
+        scan.notes.append(f"{sweep}: {count} of {len(scan.sweeps[sweep].planned)} jobs have not started")
     for run in runs:
         if run.status == "finished":
             lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
             lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
-            found.notes += [
+            scan.notes += [
                 f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost
             ]
-    return runs, found.notes
+    return runs, scan.notes
 
 
 def _run(row: JobRow) -> Run:

@@ -225,7 +225,7 @@ def report(
         if file == "-":
             sys.stdout.write(text())
         elif file is not None:
-            write_atomically(Path(file), text().encode())
+            write_atomically(Path(file), text().encode(errors="backslashreplace"))
     return result
 
 

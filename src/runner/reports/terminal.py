@@ -27,7 +27,7 @@ def show(found: Report, console: Console) -> None:
         console.line(note, "yellow")
     for run in runs:
         if run.repeat:
-            print_failure(console, str(run.path), run.status, run.error, str(run.path / "run.log"), run.repeat)
+            print_failure(console, f"{run.path} {run.status}", run.error, str(run.path / "run.log"), run.repeat)
     if found.difference is not None:
         _show_difference(found, console)
     if found.comparison is not None:

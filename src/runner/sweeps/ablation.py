@@ -31,7 +31,7 @@ TOGGLES = (
     ),
     *("optimizer.weight_decay", "optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay"),
 )
-"""Keys that are switched off where the config has them on; `ablate=[...]` names others."""
+"""Keys that are switched off where the config has them on; `sweep.ablate=[...]` names others."""
 _OFF: tuple[Any, ...] = (False, None, 0, [], {})
 
 
@@ -43,18 +43,21 @@ def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
         schema: of the verb.
 
     Raises:
-        UserError: if `ablate` names what is not a toggle or is off already, or no toggle is on.
+        UserError: if `sweep.ablate` names what is not a toggle or is off already, or no toggle is on.
     """
-    named = values["ablate"] if isinstance(values["ablate"], list) else []
+    wanted = values["sweep"]["ablate"]
+    named = wanted if isinstance(wanted, list) else []
     for key in named:
         if keys.at(values, key) is ...:
             close = nearest(key, [*TOGGLES, *keys.flatten(values)])
-            raise UserError("ablate", f"names {key}, which the config does not have", "keys of the config", close)
+            raise UserError("sweep.ablate", f"names {key}, which the config does not have", "keys of the config", close)
         if keys.at(values, key) in _OFF:
-            raise UserError("ablate", f"names {key}, which is off already", "keys that are on")
+            raise UserError("sweep.ablate", f"names {key}, which is off already", "keys that are on")
     on = [key for key in named or TOGGLES if keys.at(values, key) not in (..., *_OFF)]
     if not on:
-        raise UserError("ablate", "finds no toggle that is on", f"one of {', '.join(TOGGLES)} on, or ablate=[KEY]")
+        raise UserError(
+            "sweep.ablate", "finds no toggle that is on", f"one of {', '.join(TOGGLES)} on, or sweep.ablate=[KEY]"
+        )
     return {key: f"{key}={_off(key, values, schema)}" for key in on}
 
 
@@ -73,7 +76,7 @@ def _off(key: str, values: dict[str, Any], schema: type) -> str:
     if annotation is Any:
         return "null"
     raise UserError(
-        "ablate", f"names {key}, which cannot be switched off: it is {keys.describe(annotation)}", "other keys"
+        "sweep.ablate", f"names {key}, which cannot be switched off: it is {keys.describe(annotation)}", "other keys"
     )
 
 

@@ -1,90 +1,35 @@
-"""The ledger of a sweep: `sweep.jsonl` in its folder, one line for each event, from which the same command continues.
+"""The ledger of a sweep: `sweep.jsonl` in its folder, a line for each launch and each change of a job.
 
-Every job decides from this file, before anything heavy is imported, whether it has to run and in which folder.
+The same command continues from it. Only the process that holds the lock of the sweep's folder writes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.config.changes import changes_result
-from runner.config.keys import flatten, key_of, within
-from runner.config.output_folders import holds_run
-from runner.config.reading import number_or_none, read_regular, read_summary
-from runner.config.secrets import mask_text, mask_values, mask_words
+from runner.config.errors import UserError
+from runner.config.reading import is_number, number_or_none, read_regular, read_summary
+from runner.config.secrets import mask_text, mask_words
 from runner.tracking.files import writing
 
-if sys.platform != "win32":
-    import fcntl
-
 NAME = "sweep.jsonl"
-_LARGEST = 2**30  # bytes
-_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry", "fail_fast")
 ENDED = ("finished", "pruned", "failed", "preempted")
-# A run may be resumed with other values of these, but they decide what a job of a sweep is.
-_COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
-
-
-def counted(values: dict[str, Any], swept: Sequence[str] = ()) -> dict[str, Any]:
-    """The values by dotted key that make a job what it is: those that change its result, and all of the swept keys."""
-    count_too = (*_COUNT_TOO, *swept)
-    leaves = flatten(mask_values(values)).items()
-    return {key: value for key, value in leaves if changes_result(key) or within(key, count_too)}
-
-
-def identity(values: dict[str, Any], words: Sequence[str], swept: Sequence[str]) -> str:
-    """What tells a job from the others of its sweep, whatever its number.
-
-    Args:
-        values: the resolved config.
-        words: the overrides of the job; those of swept presets count, as a preset may set keys that do not.
-        swept: keys and groups that have several values in the sweep.
-    """
-    keys = [key.replace("/", ".") for key in swept]
-    presets = [word for word in mask_words(words) if key_of(word) in swept and key_of(word).split("/")[0] not in values]
-    content = [counted(values, keys), sorted(word.lstrip("+") for word in presets if "." not in key_of(word))]
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A sweep before its first job.
-
-    Attributes:
-        values: the composed config of the first job.
-        swept: keys and groups that have several values.
-        jobs: the overrides of each job by its identity; None if a sweeper chooses them later.
-        base: composes the command without the swept values; see `counted`.
-        flags: of the command, as far as one job alone needs them.
-        given: folder that `hydra.sweep.dir` names.
-        detach: whether the sweep runs in the background.
-        searches: whether the jobs are chosen by a study that says whether anything is left.
-    """
-
-    values: dict[str, Any]
-    swept: Sequence[str] = ()
-    jobs: dict[str, list[str]] | None = None
-    base: Callable[[], dict[str, Any]] = dict
-    flags: Sequence[str] = ()
-    given: Path | None = None
-    detach: bool = False
-    searches: bool = False
+_LARGEST = 2**30  # bytes
+_LONGEST_NAME = 60  # of a folder; ours are numbers
+_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry", "fail_fast")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         status: `finished`, `pruned`, `failed`, `preempted`, or another one of a run that did not end.
@@ -101,7 +46,20 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the last line about a job says: its folder, its overrides with secrets masked, and the launch it belongs to."""
+    """The last line about a job.
+
+    Attributes:
+        folder: its run directory, inside the sweep.
+        overrides: of the job, secrets masked.
+        status: one of `ENDED`, `started`, `submitted`, `retried` or `removed`.
+        launch: index of the launch that wrote the line.
+        sentence: see `Outcome`.
+        metric: see `Outcome`.
+        value: see `Outcome`.
+        place: where it was started, see `runner.launch.jobs.Launcher.start`.
+        code: digests of the user's modules that it was started with.
+        why: why it was started again in another folder.
+    """
 
     folder: Path
     overrides: list[str]
@@ -110,33 +68,22 @@ class Entry:
     sentence: str | None = None
     metric: str | None = None
     value: float | None = None
-
-
-@dataclass(frozen=True)
-class End:
-    """How a job of the last launch ended, seen from outside of its process.
-
-    Attributes:
-        outcome: its status is `retried` too if the job is repeated at once, and `pending` if it did not start.
-        entry: what the ledger had about it.
-        killed: whether its process could not record it.
-    """
-
-    outcome: Outcome
-    entry: Entry | None
-    killed: bool = False
+    place: str = ""
+    code: dict[str, str] = field(default_factory=dict)
+    why: str | None = None
 
 
 @dataclass
 class Records:
-    """What a ledger says: its launches in order, and the last line about each job by identity."""
+    """The content of a ledger: its launches in order, and the last line about each job by identity."""
 
     launches: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
-    stopped: bool = False  # whether a signal stopped the last launch
     retried: Counter[str] = field(default_factory=Counter)
-    """How often each job was repeated at once in the last launch."""
+    """How often each job was retried at once in the last launch."""
+    outside: list[str] = field(default_factory=list)
+    """Folders of jobs that are ignored, as they are links or not in the sweep: a ledger may come from someone else."""
 
     @property
     def flags(self) -> list[str]:
@@ -145,223 +92,127 @@ class Records:
 
     @property
     def planned(self) -> dict[str, list[str]]:
-        """The overrides of each job of the last launch by identity; empty if a sweeper chooses them later."""
+        """The overrides of each job of the last launch by identity; empty for a search, which chooses them later."""
         return (self.launches[-1]["jobs"] or {}) if self.launches else {}
+
+    def now(self, job: str) -> Entry | None:
+        """The entry of a job if it belongs to the last launch."""
+        entry = self.jobs.get(job)
+        return entry if entry is not None and entry.launch == len(self.launches) - 1 else None
 
     @property
     def failed_now(self) -> Entry | None:
         """A job that failed in the last launch."""
-        now = len(self.launches) - 1
-        return next((job for job in self.jobs.values() if job.status == "failed" and job.launch == now), None)
+        last = len(self.launches) - 1
+        return next((job for job in self.jobs.values() if job.status == "failed" and job.launch == last), None)
 
 
 class Ledger:
-    """The ledger in the folder of a sweep; several processes may append to it."""
+    """The ledger in the folder of a sweep."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / NAME
 
     def read(self) -> Records:
-        """What the file says; lines that a crash left incomplete are skipped."""
-        try:
-            return self._records(read_regular(self.path, _LARGEST))
-        except OSError:
-            return Records()
+        """The content; lines that are not the ledger's, or that a crash left incomplete, are skipped."""
+        records = Records()
+        with contextlib.suppress(OSError):
+            for line in read_regular(self.path, _LARGEST).splitlines():
+                self._add(records, line)
+        for job, entry in list(records.jobs.items()):
+            if entry.folder.is_symlink():
+                records.outside.append(records.jobs.pop(job).folder.name)
+        return records
 
-    def append(self, event: str, **content: Any) -> None:
-        """Append a line, on the disk when this returns.
+    def require_file(self) -> None:
+        """Refuse to write through a link, a folder or a named pipe, as a sweep's folder may come from someone else.
+
+        Raises:
+            UserError: with how to go on.
+        """
+        if os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()):
+            allowed = f"move {self.path} away, and repeat the command: finished jobs are found by their folders"
+            raise UserError("sweep.dir", f"{self.path} is not a regular file", allowed)
+
+    def append(self, event: str, records: Records | None = None, **content: Any) -> None:
+        """Append a line to the file, on the disk when this returns, and to what was read from it.
 
         Raises:
             UserError: it cannot be written.
         """
-        with self._locked() as file:
-            self._write(file, event, content)
-
-    def _records(self, text: bytes) -> Records:
-        records = Records()
-        for line in text.splitlines():
-            try:
-                found = json.loads(line)
-                event = found["event"]
-                if event in ("launch", "stop"):
-                    if event == "launch":
-                        _ = [found[key] for key in _OF_LAUNCH]
-                        records.launches.append(found)
-                    records.stopped = event == "stop"
-                    records.retried.clear()
-                    continue
-                name, overrides = str(found["folder"]), [str(word) for word in found["overrides"]]
-                told = found.get("sentence"), found.get("metric"), number_or_none(found.get("value"))
-                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1, *told)
-                records.jobs[str(found["job"])] = entry
-                records.retried[str(found["job"])] += event == "retried"
-                records.folders.add(name)
-            except (ValueError, LookupError, TypeError, RecursionError):
-                continue
-        return records
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        """The file, open, while no other process appends to it."""
-        # A folder may come from someone else, and a link in it would lead elsewhere.
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str).encode()
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
         with writing(self.path):
             file = os.open(self.path, flags, 0o644)
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                if sys.platform != "win32":
-                    fcntl.lockf(file, fcntl.LOCK_EX)
-            yield file
-        finally:
-            os.close(file)
-
-    def _write(self, file: int, event: str, content: dict[str, Any]) -> None:
-        before = _content(file)
-        torn = before and not before.endswith(b"\n")
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str)
-        left = (b"\n" if torn else b"") + line.encode() + b"\n"
-        with writing(self.path):
             try:
-                while left:  # a disk that becomes full takes a part
-                    left = left[os.write(file, left) :]
-                os.fsync(file)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(file, len(before))
-                raise
+                size = os.fstat(file).st_size
+                torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+                left = (b"\n" if torn else b"") + line + b"\n"
+                try:
+                    while left:  # a disk that becomes full takes a part
+                        left = left[os.write(file, left) :]
+                    os.fsync(file)
+                except OSError:
+                    os.ftruncate(file, size)
+                    raise
+            finally:
+                os.close(file)
+        if records is not None:
+            self._add(records, line)
 
-    def start(self, job: str, words: Sequence[str], wanted: Path) -> Job:
-        """Decide what to do with a job, and record that it started if it has to run.
+    def append_job(self, records: Records, job: str, entry: Entry) -> None:
+        """Append a line about a job."""
+        content = {name: value for name, value in vars(entry).items() if name not in ("status", "launch") and value}
+        content |= {"folder": entry.folder.name, "overrides": mask_words(entry.overrides), "job": job}
+        self.append(entry.status, records, **content)
 
-        Args:
-            job: its identity.
-            words: its overrides.
-            wanted: the folder that Hydra has for it; another one is used if that is another job's.
-        """
-        words = mask_words(words)
-        with self._locked() as file:
-            records = self._records(_content(file))
-            launch, known = records.launches[-1], records.jobs.get(job)
-            if known is not None and (found := self._settled(file, records, job, known)):
-                return Job(self, job, words, known.folder, skipped=found)
-            if known is not None and launch["retry"] == "all" and known.launch < len(records.launches) - 1:
-                known = None
-            if records.stopped:
-                return Job(self, job, words, wanted, pending="a signal stopped the sweep")
-            if launch["fail_fast"] and (failed := records.failed_now):
-                return Job(self, job, words, wanted, pending=f"{failed.folder} failed, and fail_fast=true")
-            folder = known.folder if known is not None else self._free(wanted, records)
-            begun = Job(self, job, words, folder, continues=known is not None)
-            if known is not None or not (
-                holds_run(folder) or folder in [entry.folder for entry in records.jobs.values()]
-            ):
-                self._write(file, "started", begun.line(Outcome("started")))
-            return (
-                begun  # in a folder that is another's, the run itself refuses to start, or continues with resume=auto
+    def _add(self, records: Records, line: bytes) -> None:
+        try:
+            found = json.loads(line)
+            event = found["event"]
+            if event == "launch":
+                if all(key in found for key in _OF_LAUNCH) and _has_types(found):
+                    records.launches.append(found)
+                    records.retried.clear()
+                return
+            job, name = str(found["job"]), str(found["folder"])
+            if Path(name).name != name or name in ("", "..") or len(name) > _LONGEST_NAME:
+                records.outside.append(name)
+                return
+            entry = Entry(
+                folder=self.folder / name,
+                overrides=[str(word) for word in found["overrides"]],
+                status=event,
+                launch=len(records.launches) - 1,
+                sentence=_text(found.get("sentence")),
+                metric=_text(found.get("metric")),
+                value=number_or_none(found.get("value")),
+                place=str(found.get("place") or ""),
+                code=dict(found.get("code") or {}),
+                why=_text(found.get("why")),
             )
-
-    def settled(self, job: str) -> Outcome | None:
-        """How a job ended that does not have to run, or None for any other."""
-        with self._locked() as file:
-            records = self._records(_content(file))
-            known = records.jobs.get(job)
-            return None if known is None else self._settled(file, records, job, known)
-
-    def _settled(self, file: int, records: Records, job: str, known: Entry) -> Outcome | None:
-        retry = records.launches[-1]["retry"]
-        found = outcome_of(known)
-        if retry == "all" and known.launch < len(records.launches) - 1:
-            return None
-        if found.status not in ("finished", "pruned") and (found.status != "failed" or retry != "never"):
-            return None
-        if known.status != found.status:
-            self._write(file, found.status, Job(self, job, known.overrides, known.folder).line(found))
-        return found
-
-    def end(self, job: str, found: Outcome) -> bool:
-        """Record how a job ended; returns whether it is repeated at once, as `retries` says."""
-        with self._locked() as file:
-            records = self._records(_content(file))
-            known, launch = records.jobs[job], records.launches[-1]
-            again = found.status == "failed" and records.retried.get(job, 0) < launch.get("retries", 0)
-            event = "retried" if again else found.status
-            self._write(file, event, Job(self, job, known.overrides, known.folder).line(found))
-        return again
-
-    def end_of(self, job: str, sentence: str = "", stopped: str = "") -> End:
-        """How a job ended whose process is gone, which is recorded if the process could not.
-
-        Args:
-            job: its identity.
-            sentence: why its process could not say how the job ended; empty if it could.
-            stopped: name of the signal that the sweep was stopped with, if it was.
-        """
-        records = self.read()
-        entry, launch = records.jobs.get(job), records.launches[-1]
-        begun = entry if entry is not None and entry.launch == len(records.launches) - 1 else None
-        found = Outcome("unknown") if entry is None else outcome_of(entry)
-        if begun is not None and found.status in ("finished", "pruned"):
-            if begun.status != found.status:
-                self.end(job, found)  # its process was killed between its summary and its line here
-        elif sentence and (begun is None or begun.status not in ENDED):
-            found = Outcome("failed", sentence=sentence)
-            if stopped:
-                found = Outcome("preempted", sentence=f"{stopped}, before it had saved")
-            if begun is not None and self.end(job, found):
-                found = dataclasses.replace(found, status="retried")
-            return End(found, entry, killed=True)
-        elif begun is None and self.settled(job) is None:
-            failed = records.failed_now if launch["fail_fast"] else None
-            why = None if failed is None else f"{failed.folder} failed, and fail_fast=true"
-            found = Outcome("pending", sentence=why)
-        return End(found, entry)
-
-    def _free(self, wanted: Path, records: Records) -> Path:
-        if wanted.name not in records.folders or not wanted.name.isdecimal():
-            return wanted
-        names = {*records.folders, *(path.name for path in self.folder.iterdir())}
-        return wanted.with_name(str(1 + max(int(name) for name in names if name.isdecimal())))
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return
+        records.jobs[job] = entry
+        records.retried[job] += event == "retried"
+        records.folders.add(name)
 
 
-def _content(file: int) -> bytes:
-    # Not by its path: closing another descriptor of the file would give up the lock.
-    os.lseek(file, 0, os.SEEK_SET)
-    return os.read(file, os.fstat(file).st_size)
+def _text(value: Any) -> str | None:
+    return str(value) if value else None
 
 
-@dataclass(frozen=True)
-class Job:
-    """What was decided about a job.
-
-    Attributes:
-        folder: its run directory.
-        continues: whether it continues in its folder what it began there.
-        skipped: what it became before, if it does not have to run.
-        pending: what keeps it from starting.
-    """
-
-    ledger: Ledger
-    identity: str
-    words: list[str]
-    folder: Path
-    continues: bool = False
-    skipped: Outcome | None = None
-    pending: str | None = None
-
-    def line(self, outcome: Outcome) -> dict[str, Any]:
-        """The content of a line of the ledger."""
-        where = os.path.relpath(self.folder, self.ledger.folder)
-        return {"job": self.identity, "overrides": self.words, "folder": where, **dataclasses.asdict(outcome)}
-
-    def record(self) -> bool:
-        """Record how the job ended, as the summary in its folder says; returns whether it is repeated at once."""
-        found = outcome(self.folder)
-        return found.status in ENDED and self.ledger.end(self.identity, found)
+def _has_types(launch: dict[str, Any]) -> bool:
+    """Whether a launch has values of the types that the program writes."""
+    jobs = {} if launch["jobs"] is None else launch["jobs"]
+    lists = [launch["swept"], launch.get("flags") or [], *(jobs.values() if isinstance(jobs, dict) else [jobs])]
+    plain = all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in lists)
+    return plain and isinstance(jobs, dict) and is_number(launch["time"])
 
 
 def outcome(folder: Path) -> Outcome:
-    """How the run in a folder ended, as its summary says; a monitored metric that was never finite counts as a failure."""
+    """The end of the run in a folder by its summary; a monitored metric that was never finite counts as a failure."""
     summary = read_summary(folder)
     if summary is None:
         return Outcome("unknown")
@@ -373,7 +224,7 @@ def outcome(folder: Path) -> Outcome:
 
 
 def outcome_of(entry: Entry) -> Outcome:
-    """How a job ended: as its summary says, or as the ledger does if the process that writes the summary was killed."""
+    """The end of a job: by its summary, or by the ledger if the process that writes the summary was killed."""
     found = outcome(entry.folder)
     if found.status not in ENDED and entry.status in ENDED and entry.status != "finished":
         return dataclasses.replace(found, status=entry.status, sentence=entry.sentence)

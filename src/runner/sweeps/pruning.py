@@ -1,6 +1,7 @@
-"""A trial of a search tells its study about each evaluation, and stops where the study says so.
+"""A trial of a search reports each evaluation, and stops where the pruner of the search says so.
 
-Works alike in the process of the search and in one of its own, as the study is opened from its storage.
+Each trial decides by itself, from the evaluations that all trials of the sweep store in their run directories, so that no process
+has to answer it, on any machine. A decision is stored with its evaluation: a run that is killed and resumed repeats it.
 """
 
 from __future__ import annotations
@@ -10,32 +11,36 @@ import json
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from runner.config.errors import UserError
+from runner.config.reading import read_json
+from runner.tracking.files import write_json
 
 VARIABLE = "RUNNER_TRIAL"
-"""Variable of the environment that a job of a search has: its study and its number there, as JSON."""
+"""Variable of the environment of a job that is a trial: its number, direction and pruner, as JSON."""
+FILE = "pruning.json"
 
 
 class Pruning:
     """A callback of the training loop.
 
     Args:
-        study: the fields of `runner.sweeps.study.StudySpec`.
-        number: of the trial.
+        trial: its `number`, the `mode` of the monitored metric, and arguments of `runner.sweeps.study.pruner_of`.
+        folder: the run directory, inside that of the sweep.
         decide: asks rank 0 a question, and gives its answer on every rank.
     """
 
-    def __init__(self, study: dict[str, Any], number: int, decide: Callable[[Callable[[], Any]], Any]) -> None:
-        self._spec, self._number, self._decide = study, number, decide
+    def __init__(self, trial: dict[str, Any], folder: Path, decide: Callable[[Callable[[], Any]], Any]) -> None:
+        self._trial, self._folder, self._decide = trial, folder, decide
 
     def on_start(self, loop: Any) -> None:
         """Stop again if the resumed run had been stopped, but was killed before its end."""
-        if (mode := loop.monitor[1]) != self._spec["directions"][0]:
+        if (mode := loop.monitor[1]) != self._trial["mode"]:
             raise UserError("checkpoint.mode", f"of {loop.monitor[0]} is {mode}, which the search did not know", mode)
-        at = self._decide(lambda: self._study.stops_again(self._number, _evaluation(loop)))
-        if at is not None:
+        at = self._decide(lambda: self._own["stopped_at"])
+        if at is not None and at <= _evaluation(loop):
             self._stop(loop, at)
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
@@ -43,18 +48,28 @@ class Pruning:
         value, at = metrics[loop.monitor[0]], _evaluation(loop)
         if loop.finished or not math.isfinite(value):
             return  # the end comes anyway
-        if self._decide(lambda: self._study.prunes(self._number, at, value)):
+        if self._decide(lambda: self._stops(at, value)):
             self._stop(loop, at)
 
     def _stop(self, loop: Any, evaluation: int) -> None:
         loop.prune(f"the search stopped this trial after evaluation {evaluation}")
 
     @functools.cached_property
-    def _study(self) -> Any:
-        """On rank 0 alone, which is asked."""
-        from runner.sweeps.study import Study, StudySpec
+    def _own(self) -> dict[str, Any]:
+        """The reports of this trial; on rank 0 alone, which is asked."""
+        new = {"number": self._trial["number"], "curve": [], "notes": {}, "stopped_at": None}
+        return read_json(self._folder / FILE) or new
 
-        return Study(StudySpec(**self._spec))
+    def _stops(self, evaluation: int, value: float) -> bool:
+        own = self._own
+        if evaluation not in dict(own["curve"]):
+            from runner.sweeps.study import decision
+
+            own["curve"].append([evaluation, value])
+            stops, own["notes"] = decision(self._trial, own, self._folder.parent)
+            own["stopped_at"] = evaluation if stops else None
+            write_json(self._folder / FILE, own)
+        return bool(own["stopped_at"] == evaluation)
 
 
 def _evaluation(loop: Any) -> int:
@@ -67,9 +82,7 @@ def _evaluation(loop: Any) -> int:
     return -(-done // every)
 
 
-def pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
+def pruning(folder: Path, decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
     """The callbacks of a run that is a trial of a search; none for any other run."""
-    if not (text := os.environ.get(VARIABLE)):
-        return []
-    found = json.loads(text)
-    return [Pruning(found["study"], found["number"], decide)]
+    text = os.environ.get(VARIABLE)
+    return [Pruning(json.loads(text), folder, decide)] if text else []

@@ -1,7 +1,8 @@
-"""Runs and jobs of sweeps below a folder, as their files say: which there are, and how each of them ended."""
+"""The runs and the jobs of sweeps below a folder, as their files describe them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -15,10 +16,13 @@ from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
 from runner.config.reading import number_or_none, read_json, read_overrides, read_summary
 from runner.config.secrets import mask_text, mask_words
-from runner.sweeps.ledger import ENDED, Entry, Ledger, Outcome, Records, outcome
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome
+from runner.tracking.formats import amount
+from runner.tracking.progress_file import Progress, read_progress
 from runner.tracking.run_directory import works
 
 FAILED = ("failed", "died")
+STATES = ("running", *FAILED, "preempted", "finished", "pruned", "pending")
 WITHOUT_RESULT = (*FAILED, "pruned")
 """What a run of these states reached is never the best."""
 _OF_CONFIGS = ("--config-dir", "-cd", "--config-name", "-cn")
@@ -26,7 +30,7 @@ _OF_CONFIGS = ("--config-dir", "-cd", "--config-name", "-cn")
 
 @dataclass(frozen=True)
 class JobRow:
-    """One run, or one job of a sweep as `sweep.json` has it, without the last two."""
+    """One run, or one job of a sweep as `sweep.json` has it, without the last three."""
 
     job: str  # its place below the folder that was looked at; in a sweep its number
     varied: tuple[str, ...]  # the overrides that not all others have
@@ -38,146 +42,152 @@ class JobRow:
     step: int | None = None  # the `global_step` of that value
     best: bool = False  # it is the first with the best value of this metric
     error: str | None = None  # its first line
+    why: str | None = None  # the reason for which it runs again, such as `my_package/models.py has changed`
     wall_s: float | None = None
     log: str | None = None  # of a job that failed
     repeat: str | None = None  # the command that runs it alone
     folder: Path = field(default=Path(), repr=False)  # that of the sweep for a job that is pending
     summary: dict[str, Any] = field(default_factory=dict, repr=False)  # the content of its `summary.json`
+    progress: Progress | None = field(default=None, repr=False)  # of a job that is running
 
     @property
     def failed(self) -> bool:
-        """Whether the job failed or died; a preempted one can be resumed."""
+        """The job failed or died; a preempted one can be resumed."""
         return self.status in FAILED
 
 
 @dataclass
-class Found:
-    """What lies below some folders.
+class Scan:
+    """The runs and sweeps below some folders.
 
     Attributes:
-        rows: runs in the order of their folders, those of a sweep as its ledger has them, pending ones too.
-        notes: what was noticed.
-        sweeps: what the ledgers say, by folder.
+        rows: in the order of their folders; those of a sweep as its ledger has them, with the jobs that have not started.
+        notes: what was ignored or could not be read.
+        sweeps: their ledgers, by folder.
     """
 
     rows: list[JobRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sweeps: dict[Path, Records] = field(default_factory=dict)
-    _seen: set[Path] = field(default_factory=set)
+    _visited: set[Path] = field(default_factory=set)
     _around: dict[Path, Records] = field(default_factory=dict)  # the ledgers beside runs that were added by themselves
 
     def add(self, folder: Path) -> None:
         """Add what is at or below a folder and was not there before; links to folders are not followed."""
         place = _absolute(folder)
-        if place in self._seen:
+        if place in self._visited:
             return
         if holds_run(folder):
-            if place.parent not in self._around:
-                self._around[place.parent] = Ledger(place.parent).read()
-            records = self._around[place.parent]
-            self._add_run(folder, next((each for each in records.jobs.values() if each.folder == place), None), records)
+            if (around := self._around.get(place.parent)) is None:
+                around = self._around[place.parent] = self._read(place.parent)
+            entry = next((each for each in around.jobs.values() if each.folder == place), None)
+            self._add_run(folder, entry, around)
             return
-        self._seen.add(place)
-        records = Ledger(folder).read()
+        self._visited.add(place)
+        records = self._read(folder)
         entries = {entry.folder: entry for entry in records.jobs.values()}
         if records.launches:
             self.sweeps[folder] = records
+        inside = set[Path]()
+        try:
+            inside = {
+                path for path in folder.iterdir() if path.name[0] != "." and path.is_dir() and not path.is_symlink()
+            }
+        except OSError as error:
+            self.notes += [] if isinstance(error, FileNotFoundError) else [f"{folder}: {error.strerror}"]
         # The folder of a job that started again in another one does not count.
-        self._seen |= {_absolute(folder / name) for name in records.folders} - {*map(_absolute, entries)}
-        for path in sorted({*self._inside(folder), *entries}, key=_by_number):
+        self._visited |= {place / path.name for path in inside - entries.keys() if path.name in records.folders}
+        for path in sorted({*inside, *entries}, key=_by_number):
             # A search keeps the result of a trial whose folder is gone; any other job starts again.
             if path in entries and (path.is_dir() or (not records.planned and entries[path].status in ENDED)):
                 self._add_run(path, entries[path], records)
             elif path not in entries:
                 self.add(path)
-        left = [words for job, words in records.planned.items() if not _is_there(records, job)]
+        known = records.jobs
+        left = [words for job, words in records.planned.items() if job not in known or not known[job].folder.is_dir()]
         self.rows += [JobRow("-", (), tuple(words), "pending", folder=folder) for words in left]
-        if left:
-            self.notes.append(f"{folder}: {len(left)} of {len(records.planned)} jobs have not started")
 
     def _add_run(self, folder: Path, entry: Entry | None, around: Records) -> None:
-        if (place := _absolute(folder)) not in self._seen:
-            self._seen.add(place)
-            self.rows.append(row_of(folder, entry, around.flags))
+        if (place := _absolute(folder)) not in self._visited:
+            self._visited.add(place)
+            self.rows.append(_row_of(folder, entry, around.flags))
 
-    def _inside(self, folder: Path) -> list[Path]:
-        try:
-            inside = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-        except OSError as error:
-            self.notes += [f"{folder}: {error.strerror}"] if folder.exists() else []
-            return []
-        return [path for path in inside if not path.name.startswith(".")]
+    def _read(self, folder: Path) -> Records:
+        """The ledger in a folder, with a note on what it has elsewhere."""
+        records = Ledger(folder).read()
+        if outside := records.outside:
+            ignored = f"ignored {amount(len(outside), 'job')} of {NAME} whose folder is a link or not in the sweep"
+            self.notes.append(f"{folder}: {ignored}: {outside[0]}{', ...' if len(outside) > 1 else ''}")
+        return records
 
 
-def rows_in(folder: Path, found: Found | None = None) -> list[JobRow]:
+def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
     """The rows of a sweep, a run or a folder of runs: what varies among them, and the best one marked.
 
     Of a folder of several sweeps, the jobs that have not started are not among them.
     """
-    if found is None:
-        (found := Found()).add(folder)
-    records = found.sweeps.get(folder)
-    rows = [row for row in found.rows if records is not None or row.status != "pending"]
-    swept = {key for launch in records.launches for key in launch["swept"]} if records is not None else set()
+    if scan is None:
+        (scan := Scan()).add(folder)
+    launches = scan.sweeps[folder].launches if folder in scan.sweeps else []
+    rows = [row for row in scan.rows if launches or row.status != "pending"]
+    swept = {key for launch in launches for key in launch["swept"]}
     counts = Counter(word for row in rows for word in set(row.overrides))
     common = {word for word, count in counts.items() if count == len(rows) > 1 or (swept and key_of(word) not in swept)}
     modes = {row.metric: row.mode for row in rows if row.mode is not None}
+    names = [row.folder.name if row.folder == folder else str(row.folder.relative_to(folder)) for row in rows]
     rows = [
         replace(
             row,
-            job="-" if row.status == "pending" else _name(row.folder, folder),
+            job="-" if row.status == "pending" else name,
             varied=tuple(word for word in row.overrides if word not in common),
             mode=row.mode or modes.get(row.metric),  # the ledger has none, if the folder is gone
         )
-        for row in rows
+        for row, name in zip(rows, names, strict=True)
     ]
-    together: dict[tuple[str | None, str], list[JobRow]] = {}
-    for row in rows:
-        if row.value is not None and row.mode is not None and row.status not in WITHOUT_RESULT:
-            together.setdefault((row.metric, row.mode), []).append(row)
-    best = [
-        (min if mode == "min" else max)(same, key=lambda row: row.value or 0.0) for (_, mode), same in together.items()
-    ]
-    return [replace(row, best=True) if any(row is each for each in best) else row for row in rows]
+    ranked = sorted(
+        (row for row in rows if row.value is not None and row.mode is not None and row.status not in WITHOUT_RESULT),
+        key=lambda row: (row.value or 0.0) * (1 if row.mode == "min" else -1),
+    )
+    best = {(row.metric, row.mode): id(row) for row in reversed(ranked)}.values()
+    return [replace(row, best=True) if id(row) in best else row for row in rows]
 
 
-def row_of(folder: Path, entry: Entry | None = None, flags: Sequence[str] = ()) -> JobRow:
-    """What the files in the folder of a run say.
-
-    Args:
-        folder: of the run.
-        entry: what the ledger of its sweep says about it.
-        flags: of the command of its sweep.
-    """
-    summary, known = read_summary(folder), entry.sentence if entry is not None else None
-    found, error = outcome(folder), known
-    if summary is None and entry is not None and not folder.exists():
-        found = Outcome(entry.status, entry.metric, entry.value, entry.sentence)
-    if found.status in ENDED:
-        status, error = found.status, found.sentence
+def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
+    """The row of a run from the files in its folder, its entry in a ledger, and the flags of the command of its sweep."""
+    summary, ended, progress = read_summary(folder), outcome(folder), None
+    known = entry.sentence if entry is not None else None
+    if summary is None and entry is not None and not os.path.lexists(folder):
+        ended = Outcome(entry.status, entry.metric, entry.value, known)
+    if ended.status in ENDED:
+        status, error = ended.status, ended.sentence
     elif works(folder):
-        status, error = "running", None
+        status, error, progress = "running", None, read_progress(folder)
     else:
-        status, error = "died", found.sentence or known or _why_died(folder, summary)
-    best = (summary or {}).get("best")
-    best = best if isinstance(best, dict) and best.get("metric") is not None else {}
-    words = tuple(entry.overrides if entry is not None and entry.overrides else _overrides(folder))
-    step, failed = number_or_none(best.get("global_step")), status in FAILED
+        status, error = "died", ended.sentence or known or _why_died(folder, summary)
+    words = entry.overrides if entry is not None else []
+    if not words:
+        with contextlib.suppress(OSError, ValueError):  # a run that failed early has none
+            words = mask_words(read_overrides(folder))
+    content, failed, why = summary or {}, status in FAILED, None if entry is None else entry.why
+    best = found if isinstance(found := content.get("best"), dict) else {}
+    step = number_or_none(best.get("global_step"))
     return JobRow(
         job=folder.name,
-        varied=words,
-        overrides=words,
+        varied=tuple(words),
+        overrides=tuple(words),
         status=status,
-        metric=comparable(found.metric) if best or summary is None else None,
+        metric=comparable(ended.metric),
         mode=None if not best else "min" if best.get("mode") == "min" else "max",
-        value=found.value,
+        value=ended.value,
         step=None if step is None else int(step),
         error=error,
-        wall_s=number_or_none((summary or {}).get("wall_s")),
+        why=why,
+        wall_s=number_or_none(content.get("wall_s")),
         log=str(folder / "run.log") if failed else None,
         repeat=command_alone(words, flags or _flags_of(folder)) if failed else None,
         folder=folder,
-        summary=summary or {},
+        summary=content,
+        progress=progress,
     )
 
 
@@ -188,7 +198,7 @@ def comparable(metric: str | None) -> str | None:
 
 def command_alone(overrides: Iterable[str], flags: Sequence[str]) -> str:
     """The command that runs one job of a sweep by itself."""
-    words = [word for word in overrides if not within(key_of(word), ("sweep", *OF_THE_SWEEP))]
+    words = [word for word in overrides if not within(key_of(word), OF_THE_SWEEP)]
     return mask_text(shlex.join(["python", "-m", "runner", "train", *flags, *words]))
 
 
@@ -200,13 +210,6 @@ def _flags_of(folder: Path) -> list[str]:
     return [f"{name}={value or ''.join(after)}" for name, _, value, *after in parts if name in _OF_CONFIGS]
 
 
-def _overrides(folder: Path) -> list[str]:
-    try:
-        return mask_words(read_overrides(folder))
-    except (OSError, ValueError):
-        return []
-
-
 def _why_died(folder: Path, summary: dict[str, Any] | None) -> str:
     if summary is not None and summary.get("status") == "running":
         return "it is still marked as running: it was killed"
@@ -216,17 +219,9 @@ def _why_died(folder: Path, summary: dict[str, Any] | None) -> str:
     return "its summary.json is damaged, so its result is unknown" if there else "it left no summary.json"
 
 
-def _is_there(records: Records, job: str) -> bool:
-    return job in records.jobs and records.jobs[job].folder.is_dir()
-
-
-def _name(folder: Path, base: Path) -> str:
-    return folder.name if folder == base else str(folder.relative_to(base))
-
-
 def _absolute(folder: Path) -> Path:
     return Path(os.path.abspath(folder))  # noqa: PTH100  `..` goes, and links stay
 
 
-def _by_number(path: Path) -> tuple[int, str]:
-    return (int(path.name) if path.name.isdecimal() else 2**63, str(path))
+def _by_number(path: Path) -> tuple[bool, str]:
+    return (False, path.name.zfill(20)) if path.name.isdecimal() else (True, str(path))

@@ -1,276 +1,206 @@
-"""The study behind `sweep=optuna`: its storage, sampler and pruner, and what a trial of it has come to.
-
-Imports Optuna, so it is imported only where a search or one of its jobs runs. What is drawn depends on the seed, the number
-of the trial, and the trials that have ended before it, not on the process: the same command continues with the same values.
-"""
+"""The study of a search: its storage, samplers and pruners. Imports Optuna, so only what belongs to a search imports it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.config.errors import UserError
+from runner.config.reading import read_json
+from runner.config.secrets import mask_text
 from runner.config.space import Range
-
-if sys.platform != "win32":
-    import fcntl
+from runner.sweeps.ledger import outcome
+from runner.sweeps.pruning import FILE
 
 try:
     import optuna
-    from optuna.storages.journal import JournalFileBackend, JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 except ImportError as error:
     raise UserError("sweep", "is optuna, which is not installed", "pip install 'runner[optuna]'") from error
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 JOURNAL = "search.jsonl"
-WARM, PRUNED_AT, ERROR = "warm_start", "pruned_at", "error"
-"""What is noted with a trial: the run that it was taken from, the evaluation that it was stopped at, why it failed."""
-
-
-@dataclass(frozen=True)
-class StudySpec:
-    """What a process needs to open a study.
-
-    Attributes:
-        storage: file of a journal, or URL.
-        name: of the study in its storage.
-        directions: `max` or `min` for each objective.
-        seed: of the sampler.
-        sampler: see the key `search.sampler`.
-        pruner: see the key `search.pruner`.
-        warmup: evaluations of a trial before it may be stopped.
-        reduction: halving and hyperband continue one of so many trials at each stage.
-        evaluations: of a whole run, if known.
-        parallel: whether several trials run at the same time.
-    """
-
-    storage: str
-    name: str
-    directions: Sequence[str]
-    seed: int = 0
-    sampler: str = "tpe"
-    pruner: str = "none"
-    warmup: int = 0
-    reduction: int = 3
-    evaluations: int | None = None
-    parallel: bool = False
-
-
-class _Lock:
-    """A lock that a killed process gives up; those of Optuna stay for 30 seconds."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.with_name(f".{path.name}.lock")
-        self._file = -1
-
-    def acquire(self) -> bool:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
-        with contextlib.suppress(OSError):  # a file system without locks
-            if sys.platform != "win32":
-                fcntl.flock(self._file, fcntl.LOCK_EX)
-        return True
-
-    def release(self) -> None:
-        os.close(self._file)
+WARM = "warm_start"  # attribute of a trial: the run that it was taken from
+State = optuna.trial.TrialState
+_NAME = "search"  # Hyperband derives the bracket of a trial from the name of its study
+_MOST = 10_000  # trials that a pruner considers, as the number of one may come from someone else's file
+_FEWEST = 5  # trials from which importances are computed
+_STALE_S = 3  # after which Optuna takes over the lock of a process that was killed
 
 
 class Study:
-    """A study in its storage, several processes may have it open."""
+    """A study in a storage, see `storage_of`; a ValueError if the one there is another one."""
 
-    def __init__(self, spec: StudySpec) -> None:
-        self.spec = spec
-        self.storage = _storage(spec.storage)
-        wanted = [optuna.study.StudyDirection[f"{direction}imize".upper()] for direction in spec.directions]
+    def __init__(self, where: str, name: str, directions: Sequence[str], space: Mapping[str, Range]) -> None:
+        self._where, self._name, self._storage = where, name, storage_of(where)
+        self._distributions = {key: _distribution(each) for key, each in space.items()}
+        self._directions: Any = [f"{each}imize" for each in directions]
         self.optuna = optuna.create_study(
-            storage=self.storage, study_name=spec.name, directions=wanted, load_if_exists=True, pruner=_pruner(spec)
+            storage=self._storage, study_name=name, directions=self._directions, load_if_exists=True
         )
-        if self.optuna.directions != wanted:
-            raise UserError("search.storage", f"has a study {spec.name} of other objectives", "another storage")
+        wrong = [trial for trial in self.optuna.get_trials(deepcopy=False) if trial.params.keys() != space.keys()]
+        if wrong or [each.name.lower() for each in self.optuna.directions] != self._directions:
+            raise ValueError(f"its study {name} has other keys or objectives")
 
     def trials(self, warm: bool = False) -> list[optuna.trial.FrozenTrial]:
-        """The trials of the search in order, or those that came from earlier runs."""
+        """The trials of the search by index, or those that were taken from earlier runs."""
         return [trial for trial in self.optuna.get_trials(deepcopy=False) if (WARM in trial.user_attrs) == warm]
 
-    def left(self, total: int) -> int:
-        """How many trials of a search of so many have not ended."""
-        trials = self.trials()
-        return sum(not trial.state.is_finished() for trial in trials) + max(0, total - len(trials))
+    def ask(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.trial.FrozenTrial:
+        """Begin a trial. It is drawn in memory, so that no kill leaves a trial with a part of its values in the storage."""
+        copy = optuna.create_study(study_name=_NAME, directions=self._directions, sampler=sampler, pruner=pruner)
+        copy.add_trials(self.optuna.get_trials(deepcopy=False))
+        copy.ask(self._distributions)
+        drawn = copy.get_trials(deepcopy=False)[-1]
+        with using(self._where):
+            self.optuna.add_trial(drawn)
+            if self.optuna.get_trials(deepcopy=False)[-1].number != drawn.number:
+                raise OSError("another program has changed it")
+        return drawn
 
-    def ask(self, index: int, space: dict[str, Range], number: int | None = None) -> tuple[int, dict[str, Any]]:
-        """Begin a trial, or go on with one whose values were not all drawn yet.
+    def add(self, params: dict[str, Any], values: Sequence[float], source: str) -> None:
+        """Add the result of an earlier run; a ValueError if its values are outside of the search space."""
+        given: dict[str, Any] = {"params": params, "distributions": self._distributions, "user_attrs": {WARM: source}}
+        trial = optuna.trial.create_trial(values=list(values), **given)
+        with using(self._where):
+            self.optuna.add_trial(trial)
 
-        Args:
-            index: of the trial among those of the search, from 0.
-            space: what is drawn.
-            number: of the trial to go on with, in the study.
+    def tell(self, number: int, state: State, values: Sequence[float], curve: Sequence[Any]) -> None:
+        """End a trial of a number in the study, with the values of the objectives and the evaluations before."""
+        with using(self._where):
+            study = self._storage.get_study_id_from_name(self._name)
+            trial = self._storage.get_trial_id_from_study_id_trial_number(study, number)
+            for evaluation, value in curve:
+                self._storage.set_trial_intermediate_value(trial, evaluation, value)
+            self.optuna.tell(number, list(values) or None, state=state)
 
-        Returns:
-            The number of the trial in the study, and its values by key.
-        """
-        self._seed(index)
-        trial = self.optuna.ask() if number is None else self.trial(number)
-        _ = trial.relative_params  # drawn together, by the sampler of this moment
-        for position, (key, values) in enumerate(space.items()):
-            # So that a part of the values, drawn before a kill, leaves the others as they are.
-            self._seed(index, position)
-            if values.kind == "choice":
-                trial.suggest_categorical(key, values.choices)
-            else:
-                suggest: Any = trial.suggest_int if values.kind == "int" else trial.suggest_float
-                suggest(key, values.low, values.high, step=values.step, log=values.log)
-        return trial.number, trial.params
+    def importances(self) -> dict[str, float]:
+        """The share of the objective's variance that each key explains; empty if too few trials have ended to say."""
+        states = [trial.state for trial in self.optuna.get_trials(deepcopy=False)]
+        if len(self._distributions) < 2 or states.count(State.COMPLETE) < _FEWEST:
+            return {}
+        with warnings.catch_warnings(), contextlib.suppress(ImportError, RuntimeError, ValueError):
+            warnings.simplefilter("ignore", UserWarning)  # of trials that are all alike
+            return optuna.importance.get_param_importances(self.optuna)
+        return {}
 
-    def trial(self, number: int) -> optuna.trial.Trial:
-        """A running trial by its number in the study."""
-        study = self.storage.get_study_id_from_name(self.spec.name)
-        return optuna.trial.Trial(self.optuna, self.storage.get_trial_id_from_study_id_trial_number(study, number))
 
-    def tell(
-        self, index: int, number: int, values: Sequence[float] | None, pruned: bool = False, why: str = ""
-    ) -> None:
-        """End a trial: with the values of its objectives, as pruned, or without values as failed."""
-        self._seed(index)
-        if why:
-            self.trial(number).set_user_attr(ERROR, why)
-        states = optuna.trial.TrialState
-        state = states.PRUNED if pruned else states.FAIL if values is None else states.COMPLETE
-        self.optuna.tell(number, None if state is not states.COMPLETE else list(values or ()), state=state)
-
-    def add(self, params: dict[str, Any], space: dict[str, Range], values: Sequence[float], source: str) -> bool:
-        """Add the result of an earlier run, unless its values are outside of the search space."""
-        distributions = {key: _distribution(each) for key, each in space.items()}
+def study_of_sweep(folder: Path, named: str | None, say: Callable[[str], None], **others: Any) -> Study:
+    """The study of a sweep: in its own file, which is renamed if it is damaged, or in the storage that the user named."""
+    path = folder / JOURNAL
+    with using(named or str(path)):
+        if named:
+            return Study(named, str(folder.absolute()), **others)
         try:
-            trial = optuna.trial.create_trial(
-                params=params, distributions=distributions, values=list(values), user_attrs={WARM: source}
-            )
-        except ValueError:
-            return False
-        self.optuna.add_trial(trial)
-        return True
-
-    def prunes(self, number: int, evaluation: int, value: float) -> bool:
-        """Report an evaluation of a trial, and decide whether the trial stops there.
-
-        The decision is on the disk before anything that it is based on is changed, so that a run that is killed here and
-        resumed decides the same.
-        """
-        trial, known = self.trial(number), self._frozen(number)
-        decided = known.user_attrs.get(PRUNED_AT)
-        if evaluation not in known.intermediate_values:
-            trial.report(value, evaluation)
-        elif evaluation != known.last_step:
-            return False  # decided before the run was resumed
-        with self._attributes_held() as held:
-            pruned = bool(trial.should_prune()) or decided is not None
-        if pruned and decided is None:
-            trial.set_user_attr(PRUNED_AT, evaluation)
-        for trial_id, key, content in held:
-            self.storage.set_trial_system_attr(trial_id, key, content)
-        return pruned
-
-    def pruned_at(self, number: int) -> int | None:
-        """The evaluation that a trial was stopped at, from 1; None for a trial that goes on."""
-        found: int | None = self._frozen(number).user_attrs.get(PRUNED_AT)
-        return found
-
-    def stops_again(self, number: int, evaluation: int) -> int | None:
-        """The same for a run that was resumed after an evaluation; None if it was stopped at a later one."""
-        at = self.pruned_at(number)
-        if at is None or at > evaluation:
-            return None
-        self.prunes(number, at, 0.0)  # which completes what a kill left incomplete
-        return at
-
-    @contextlib.contextmanager
-    def _attributes_held(self) -> Iterator[list[tuple[int, str, Any]]]:
-        """Collect what a pruner notes with a trial, instead of writing it."""
-        held: list[tuple[int, str, Any]] = []
-        self.storage.set_trial_system_attr = lambda *given: held.append(given)
-        try:
-            yield held
-        finally:
-            del self.storage.set_trial_system_attr  # that of its class is back
-
-    def _frozen(self, number: int) -> optuna.trial.FrozenTrial:
-        return self.optuna.get_trials(deepcopy=False)[number]
-
-    def _seed(self, index: int, position: int = 0) -> None:
-        self.optuna.sampler = _sampler(self.spec, zlib.crc32(f"{self.spec.seed} {index} {position}".encode()))
+            return Study(str(path), _NAME, **others)
+        except ValueError as error:
+            aside = path.with_name(f"{JOURNAL}.damaged{len(list(folder.glob(f'{JOURNAL}.damaged*'))) or ''}")
+            path.rename(aside)
+            say(f"{path} is damaged ({error}) and was renamed to {aside.name}; finished jobs keep their results")
+            return Study(str(path), _NAME, **others)
 
 
-def check_storage(where: str | None) -> None:
-    """Refuse an SQLite file in a folder that does not exist, of which Optuna says something else.
+@contextlib.contextmanager
+def using(where: str) -> Iterator[None]:
+    """Turn what Optuna and the drivers of databases raise into a `UserError` about a storage."""
+    try:
+        yield
+    except Exception as error:  # of any kind
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        allowed = (
+            "the same command once that is mended, or another file or sqlite:///FILE; finished jobs keep their results"
+        )
+        raise UserError("search.storage", f"{mask_text(where)} cannot be used: {reason}", allowed) from error
 
-    Raises:
-        UserError: if it is one.
-    """
-    scheme, _, file = (where or "").partition(":///")
-    if scheme == "sqlite" and not (folder := Path(file).parent).is_dir():
-        raise UserError("search.storage", f"cannot be {where}: there is no folder {folder}", f"mkdir -p {folder}")
 
-
-def _storage(where: str) -> Any:
-    """The storage of a file or URL."""
-    if "://" in where:
-        try:
-            return optuna.storages.get_storage(where)
-        except Exception as error:  # of the database's driver
-            reason = str(error).partition("\n")[0]
-            raise UserError("search.storage", f"cannot be opened: {reason}", "a file, or sqlite:///FILE") from error
-    path = Path(where)
-    lock: Any = _Lock(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def storage_of(where: str) -> Any:
+    """The storage of a file or URL, once Optuna has read it; a ValueError if it is damaged, others if it cannot be used."""
+    is_url, file = "://" in where, Path(where.partition(":///")[2].partition("?")[0] or where)
+    if not is_url or where.startswith("sqlite"):
+        if not file.parent.is_dir():
+            raise OSError(f"there is no folder {file.parent}")
+        if os.path.lexists(file) and not file.is_file():
+            raise ValueError("it is not a regular file")
+    if is_url:
+        optuna.get_all_study_summaries(storage := optuna.storages.get_storage(where))
+        return storage
+    lock = JournalFileOpenLock(str(file), grace_period=_STALE_S)
+    backend = JournalFileBackend(str(file), lock_obj=lock)
     lock.acquire()
     try:
-        _complete(path)
+        # The next line would become a part of one that a crash left incomplete.
+        if (content := file.read_bytes()) and not content.endswith(b"\n"):
+            os.truncate(file, content.rfind(b"\n") + 1)
     finally:
         lock.release()
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    try:
+        return JournalStorage(backend)
+    except Exception as error:  # of any kind
+        raise ValueError("a line is not Optuna's") from error
 
 
-def _complete(path: Path) -> None:
-    """Remove a last line that a crash left incomplete, which would make the next one unreadable."""
-    if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+def sampler_of(name: str, seed: str, parallel: bool) -> optuna.samplers.BaseSampler:
+    """The sampler of one trial: what it draws depends on the seed and the trials before, and not on the process."""
+    number = zlib.crc32(seed.encode())
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed=number)
+    if name == "tpe":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.TPESampler(seed=number, constant_liar=parallel)
+    try:
+        return optuna.samplers.CmaEsSampler(seed=number, warn_independent_sampling=False)
+    except ImportError:
+        raise UserError("search.sampler", "is cmaes, which is not installed", "pip install cmaes") from None
 
 
-def _sampler(spec: StudySpec, seed: int) -> optuna.samplers.BaseSampler:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        if spec.sampler == "random":
-            return optuna.samplers.RandomSampler(seed=seed)
-        if spec.sampler == "tpe":
-            return optuna.samplers.TPESampler(seed=seed, constant_liar=spec.parallel)
-        try:
-            return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
-        except ImportError:
-            raise UserError("search.sampler", "is cmaes, which is not installed", "pip install cmaes") from None
+def pruner_of(pruner: str, warmup: int, reduction: int) -> optuna.pruners.BasePruner:
+    """The pruner of a search."""
+    stages: dict[str, Any] = {"min_resource": max(1, warmup), "reduction_factor": reduction}
+    if pruner == "median":
+        return optuna.pruners.MedianPruner(n_warmup_steps=warmup)
+    if pruner == "halving":
+        return optuna.pruners.SuccessiveHalvingPruner(**stages)
+    return optuna.pruners.HyperbandPruner(**stages) if pruner == "hyperband" else optuna.pruners.NopPruner()
 
 
-def _pruner(spec: StudySpec) -> optuna.pruners.BasePruner:
-    first = max(1, spec.warmup)
-    if spec.pruner == "median":
-        return optuna.pruners.MedianPruner(n_warmup_steps=spec.warmup)
-    if spec.pruner == "halving":
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=spec.reduction)
-    if spec.pruner == "hyperband":
-        most = "auto" if spec.evaluations is None else max(first, spec.evaluations)
-        return optuna.pruners.HyperbandPruner(min_resource=first, max_resource=most, reduction_factor=spec.reduction)
-    return optuna.pruners.NopPruner()
+def decision(trial: Mapping[str, Any], own: Mapping[str, Any], sweep: Path) -> tuple[bool, dict[str, float]]:
+    """Whether the pruner stops a trial after its last evaluation, and what it notes about the trial.
+
+    Args:
+        trial: see `runner.sweeps.pruning.Pruning`.
+        own: the content of its file so far.
+        sweep: the folder of all trials.
+    """
+    known = dict[int, tuple[dict[int, float], dict[str, float], bool]]()
+    # Of a trial that ran again in another folder, the newer run counts.
+    for path in sorted(sweep.glob(f"*/{FILE}"), key=lambda each: (len(each.parent.name), each)):
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # of someone else's file
+            found = read_json(path)
+            curve = {int(evaluation): float(value) for evaluation, value in found["curve"]}
+            notes = {str(name): float(value) for name, value in found["notes"].items()}
+            known[int(found["number"])] = curve, notes, outcome(path.parent).status == "finished"
+    known[trial["number"]] = dict(own["curve"]), own["notes"], False
+    directions: Any = [f"{trial['mode']}imize"]
+    study = optuna.create_study(study_name=_NAME, directions=directions)
+    for number in range(min(max(known), max(_MOST, trial["number"])) + 1):
+        curve, notes, finished = known.get(number, ({}, {}, False))
+        state, value = (State.COMPLETE, 0.0) if finished else (State.RUNNING, None)
+        given: dict[str, Any] = {"intermediate_values": curve, "system_attrs": notes}
+        study.add_trial(optuna.trial.create_trial(state=state, value=value, **given))
+    stops = pruner_of(**trial["pruner"]).prune(study, study.get_trials(deepcopy=False)[trial["number"]])
+    return stops, study.get_trials(deepcopy=False)[trial["number"]].system_attrs
 
 
 def _distribution(values: Range) -> optuna.distributions.BaseDistribution:
     if values.kind == "choice":
         return optuna.distributions.CategoricalDistribution(values.choices)
-    kinds: Any = optuna.distributions
-    kind = kinds.IntDistribution if values.kind == "int" else kinds.FloatDistribution
+    kind: Any = getattr(optuna.distributions, f"{values.kind.capitalize()}Distribution")
     found: optuna.distributions.BaseDistribution = kind(values.low, values.high, values.log, values.step)
     return found

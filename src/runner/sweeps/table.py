@@ -1,26 +1,29 @@
-"""The results of a sweep: one row per job, the best marked, failures with their reason."""
+"""The results of a sweep: one row per job, the best marked, failures with their reason; and `sweep.json`, `.csv`, `.md`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
 from runner.config.keys import key_of
-from runner.config.reading import read_regular
-from runner.sweeps.rows import JobRow, rows_in
+from runner.config.reading import read_regular, start_time
+from runner.sweeps.rows import STATES, JobRow, comparable, rows_in
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, write_json
-from runner.tracking.formats import csv_text, duration, markdown_table, markdown_text, number
+from runner.tracking.formats import clean, csv_text, duration, markdown_table, markdown_text, metric, number
 
 REPEATS = ("seed", "data.split.seed", "data.split.fold")
 """Keys that distinguish repetitions of the same experiment."""
 BEST = "best.yaml"
 """File that a search writes: its best trial as a preset, with a sentence and a command in the comments."""
-_NOT_STORED = ("folder", "summary")
+_SILENT_S = 60.0
+_BAR = 8
+_NOT_STORED = ("folder", "summary", "progress")
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,16 @@ class Spread:
 def summarise(folder: Path, write: bool = True) -> list[JobRow]:
     """Read the jobs of a sweep from its ledger and their folders; of a folder without a ledger, the runs below it.
 
-    A job that is still marked as running while its process is gone, or has no summary, counts as died.
-
     Args:
         folder: of the sweep.
-        write: whether to write `sweep.json`, `sweep.csv` and `sweep.md` there.
+        write: write the table there, with all digits as `sweep.json` and `sweep.csv`, and for people as `sweep.md`.
 
     Raises:
         UserError: a file cannot be written.
     """
     rows = rows_in(folder)
-    if write and folder.is_dir():
-        _write(folder, rows)
-    return rows
-
-
-def _write(sweep_dir: Path, rows: list[JobRow]) -> None:
-    """Write the table as JSON, CSV and Markdown."""
+    if not write or not folder.is_dir():
+        return rows
     head, lines = _table(rows)
     content = {
         "best": [row.job for row in rows if row.best],
@@ -64,68 +60,101 @@ def _write(sweep_dir: Path, rows: list[JobRow]) -> None:
         "jobs": [{key: value for key, value in vars(row).items() if key not in _NOT_STORED} for row in rows],
         "table": [dict(zip(head, line, strict=True)) for line in lines],
     }
-    page = [f"# {sweep_dir.name}", "", *markdown_table(head, lines)]
+    cells = [[number(cell) if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
+    page = [f"# {markdown_text(folder.name)}", "", *markdown_table(head, cells)]
     for row in rows:
+        page += ["", markdown_text(f"Job {row.job} runs again: {row.why}")] if row.why else []
         if row.failed:
-            told = markdown_text(f"Job {row.job} {row.status}: {row.error}")
-            page += ["", told, f"- log: `{row.log}`", f"- again: `{row.repeat}`"]
-    write_json(sweep_dir / "sweep.json", content)
-    write_atomically(sweep_dir / "sweep.csv", csv_text(head, lines).encode())
-    write_atomically(sweep_dir / "sweep.md", ("\n".join(page) + "\n").encode())
+            page += ["", markdown_text(f"Job {row.job} {row.status}: {row.error}"), ""]
+            # Markdown shows an indented line as it is, whatever an override contains.
+            page += ["    " + " ".join(clean(text).split("\n")) for text in (f"log: {row.log}", f"again: {row.repeat}")]
+    write_json(folder / "sweep.json", content)
+    for name, text in (("sweep.csv", csv_text(head, lines)), ("sweep.md", "\n".join(page) + "\n")):
+        write_atomically(folder / name, text.encode(errors="backslashreplace"))
+    return rows
 
 
-def _table(rows: list[JobRow]) -> tuple[list[str], list[list[str]]]:
+def _table(rows: list[JobRow]) -> tuple[list[str], list[list[str | float]]]:
     """Head and lines: a column for each key that differs, repetitions folded, the best first, those without a result last."""
     keys = list(dict.fromkeys(key_of(word) for row in rows for word in row.varied if key_of(word) not in REPEATS))
-    lines = []
+    lines: list[list[str | float]] = []
     for jobs, spread in _folded(rows):
         values = {key_of(word): word.partition("=")[2] for row in jobs for word in row.varied}
-        cells = ["-"] * 6
+        cells: list[str | float] = ["-"] * 6
         if spread is not None:
-            cells = [spread.metric, str(spread.jobs), *_numbers(spread, "-")]
+            deviation = "-" if spread.deviation is None else spread.deviation
+            cells = [spread.metric, spread.jobs, spread.mean, deviation, spread.low, spread.high]
         lines.append([*(values.get(key, "-") for key in keys), *cells, " ".join(row.job for row in jobs)])
     return [*keys, "metric", "finished", "mean", "std", "min", "max", "jobs"], lines
 
 
-def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
-    """Show the jobs, then the errors; return whether any job failed or died. `asked` is the number of jobs, if known."""
-    metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
-    cells, base = [], "base" if any(row.varied for row in rows) else ""
-    for row in rows:
-        value = number(row.value) if row.metric else "-"
-        if len(metrics) > 1 and row.metric:
-            value = f"{row.metric} {value}"
-        mark = "<- best" if row.best and len(rows) > 1 else ""
-        time = duration(row.wall_s) if row.wall_s is not None else "-"
-        cells.append([row.job, " ".join(row.varied) or base, row.status, value, time, mark])
-    title = finished_of([row.status for row in rows], "job", asked)
-    head = metrics[0] if len(metrics) == 1 else "metric"
-    console.table(title, ["job", "varied", "status", head, "time", ""], cells)
+def print_table(rows: list[JobRow], console: Console, planned: int = 0) -> bool:
+    """Show the jobs, then the errors; return True if a job failed or died. `planned` is the number of jobs, if known."""
+    head, cells = columns_of(rows)
+    console.table(finished_of([row.status for row in rows], "job", planned), head, cells)
     spreads, alike = spreads_of(rows), "base" if any(map(_settings, rows)) else "all"
-    for metric in dict.fromkeys(spread.metric for spread in spreads):
+    for name in dict.fromkeys(spread.metric for spread in spreads):
         cells = [
-            [spread.settings or alike, spread.over, str(spread.jobs), *_numbers(spread, "nan")]
-            for spread in spreads
-            if spread.metric == metric
+            [each.settings or alike, each.over, str(each.jobs)]
+            + [number(value) for value in (each.mean, each.deviation, each.low, each.high)]
+            for each in spreads
+            if each.metric == name
         ]
-        console.table(f"spread of {metric}", ["settings", "over", "jobs", "mean", "std", "min", "max"], cells)
+        console.table(f"spread of {name}", ["settings", "over", "jobs", "mean", "std", "min", "max"], cells)
+    failed = [row for row in rows if row.failed]
+    for row in failed:
+        print_failure(console, f"job {row.job} {row.status}", row.error, row.log, row.repeat)
+    return bool(failed)
+
+
+def columns_of(rows: list[JobRow]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells of a table of jobs; columns about progress are there if a job is running."""
+    metrics = list(dict.fromkeys(name for name, _ in map(result_of, rows) if name))
+    base = "base" if any(row.varied for row in rows) else ""
+    lines = []
     for row in rows:
-        if row.failed:
-            print_failure(console, f"job {row.job}", row.status, row.error, row.log, row.repeat)
-    return any(row.failed for row in rows)
+        bar = device = left = ""
+        if (now := row.progress) is not None:
+            device = now.device
+            filled = round(max(0.0, now.share) * _BAR)
+            bar = f"{'━' * filled}{'─' * (_BAR - filled)} {now.share:.0%}" if now.total_steps else ""
+            silent = time.time() - now.time
+            left = f"silent for {duration(silent)}" if silent > _SILENT_S else duration(now.seconds_left)
+        name, value = result_of(row)
+        result = "-" if not name else number(value) if len(metrics) == 1 else metric(name, value)
+        seconds = row.wall_s
+        if row.status == "running" and (started := start_time(row.folder)) is not None:
+            seconds = time.time() - started.timestamp()
+        passed = "-" if seconds is None else duration(seconds)
+        marks = ["<- best"] if row.best and len(rows) > 1 else []
+        marks += [f"runs again: {row.why}"] if row.why else []
+        words, mark = " ".join(row.varied) or base, ", ".join(marks)
+        lines.append([row.job, words, row.status, bar, result, device, passed, left, mark])
+    metric_head = metrics[0] if len(metrics) == 1 else "metric"
+    head = ["job", "varied", "status", "progress", metric_head, "device", "time", "left", ""]
+    shown = [at for at, _ in enumerate(head) if at not in (3, 5, 7) or any(line[at] for line in lines)]
+    return [head[at] for at in shown], [[line[at] for at in shown] for line in lines]
 
 
-def finished_of(states: Sequence[str], noun: str, asked: int = 0) -> str:
-    """How many have finished, of those there are or that were asked for."""
-    pruned = f", {states.count('pruned')} pruned" if "pruned" in states else ""
-    return f"{states.count('finished')} of {max(asked, len(states))} {noun}s finished{pruned}"
+def result_of(row: JobRow) -> tuple[str, float | None]:
+    """The name of the monitored metric, or of the training loss before the first evaluation, and the best value so far."""
+    now = row.progress
+    if now is not None and now.best is not None:
+        return comparable(now.metric) or "", now.best
+    if now is not None and "loss" in now.train:
+        return "train loss", now.train["loss"]
+    return row.metric or "", row.value
 
 
-def print_failure(
-    console: Console, name: str, status: str, error: str | None, log: str | None, again: str | None
-) -> None:
-    """Show why a run failed, its log, and the command that repeats it."""
-    console.error(f"{name} {status}: {error or 'no reason given'}")
+def finished_of(states: Sequence[str], noun: str, planned: int = 0) -> str:
+    """The number of jobs or runs that have finished, of those that are there or planned, and of those in other states."""
+    others = [f", {states.count(state)} {state}" for state in STATES if state != "finished" and state in states]
+    return f"{states.count('finished')} of {max(planned, len(states))} {noun}s finished{''.join(others)}"
+
+
+def print_failure(console: Console, title: str, error: str | None, log: str | None, again: str | None) -> None:
+    """Show why a run failed, its log, and the command that repeats it, below a title such as `job 3 failed`."""
+    console.error(f"{title}: {error or 'no reason given'}")
     console.line(f"    log: {log}\n    again: {again}")
 
 
@@ -165,11 +194,6 @@ def _folded(rows: list[JobRow]) -> list[tuple[list[JobRow], Spread | None]]:
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and sample standard deviation; None for the deviation of one value."""
     return fmean(values), stdev(values) if len(values) > 1 else None
-
-
-def _numbers(spread: Spread, missing: str) -> list[str]:
-    numbers = (spread.mean, spread.deviation, spread.low, spread.high)
-    return [missing if value is None else number(value) for value in numbers]
 
 
 def _settings(row: JobRow) -> str:

@@ -80,7 +80,8 @@ def write_json(path: Path, obj: Any) -> None:
         TypeError: `obj` contains something that JSON cannot represent.
     """
     text = json.dumps(finite(obj), indent=2, ensure_ascii=False, allow_nan=False)
-    write_atomically(path, (text + "\n").encode())
+    # The name of a file may have bytes that are not UTF-8: escaped as `\udc80`, a reader of the JSON gets them back.
+    write_atomically(path, (text + "\n").encode(errors="backslashreplace"))
 
 
 def finite(obj: Any) -> Any:

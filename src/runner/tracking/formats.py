@@ -31,7 +31,9 @@ _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
 _UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {9: "    "}
+# Those of bidirectional text show what follows them in another order: a command would read as a different one.
+_BIDIRECTIONAL = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160), *_BIDIRECTIONAL) if code != 10} | {9: "    "}
 
 
 def number(value: float | None) -> str:
@@ -134,7 +136,7 @@ def label(name: str) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` without colour codes and control characters except line ends; tabs become spaces."""
+    """`text` without colour codes, control and bidirectional characters, except line ends; tabs become spaces."""
     return _ESCAPES.sub("", text).translate(_CONTROLS)
 
 

@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig
 
 from runner.build.dry_run import dry_run
 from runner.build.ranks import Job, check_one_process, count_ranks, device_of_rank
 from runner.build.run_record import RunRecord
 from runner.build.setup import Setup, resolve, why_occupied
 from runner.checkpoint import find
-from runner.config.app import Composition, current
+from runner.config.composition import Composition
 from runner.config.durations import seconds
 from runner.config.errors import PREEMPTED, USAGE
 from runner.config.reading import read_summary
-from runner.data.kept_source import kept_source
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
 from runner.launch.ranks import run_ranks
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
-from runner.sweeps.pool import PATIENT
 from runner.sweeps.pruning import pruning
 from runner.train import build_run, train
 from runner.verbs._ranks import follow_rank_0, lead
 
 
-def run(cfg: DictConfig | Composition) -> float | None:
-    """Run one job: the entry point that Hydra calls, or a sweep with the composition that its ledger decided on.
-
-    Returns:
-        The best value of the monitored metric, for sweepers; None if there is none.
+def run(composition: Composition) -> float | None:
+    """Run one job; returns the best value of the monitored metric, or None if there is none.
 
     Raises:
         SystemExit: with the exit code, unless the job finished or is one of a sweep.
     """
-    composition = cfg if isinstance(cfg, Composition) else current(cfg)
-    kept_source.in_sweep = composition.job_dir is not None
     if mistake := why_occupied(composition):
         RunRecord(composition).complain(str(mistake))
         raise SystemExit(USAGE)
@@ -53,7 +43,7 @@ def run(cfg: DictConfig | Composition) -> float | None:
 
 def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
     """Run one job; returns its record, which tells how it ended, and the best value of the monitored metric."""
-    patient = started_by_launcher() or composition.elsewhere or PATIENT in os.environ
+    patient = started_by_launcher() or composition.supervised
     record, signals, value = RunRecord(composition), StopSignals(patient), None
     try:
         with signals, operations_named(lambda text: record.console.warn(text)):
@@ -80,13 +70,12 @@ def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
 
 def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:
     """Train here, or with other ranks."""
-    size = count_ranks(setup.config)
+    size, directory = count_ranks(setup.config), record.directory.path
     if started_by_launcher():
-        job = Job.of(record.composition, setup, record.directory.path)
-        return lead(job.to_plain(), setup.config, lambda: train(setup, record, signals, pruning(world().decide)))
+        plain = Job.of(record.composition, setup, directory).to_plain()
+        return lead(plain, setup.config, lambda: train(setup, record, signals, pruning(directory, world().decide)))
     if size == 1:
-        return train(setup, record, signals, pruning(world().decide))
-    directory = record.directory.path
+        return train(setup, record, signals, pruning(directory, world().decide))
     record.begin()
     job = Job.of(record.composition, setup, directory)
     try:
@@ -122,4 +111,4 @@ def train_as_rank(job: Job, store: Any = None) -> float | None:
         ending.enter_context(operations_named(lambda text: record.console.warn(text)))
         if job.config.max_time is not None:
             signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        return train(setup, record, signals, pruning(world.decide))
+        return train(setup, record, signals, pruning(job.directory, world.decide))

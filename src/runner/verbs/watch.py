@@ -1,16 +1,16 @@
-"""`watch`: follow a run, a sweep or a folder of runs from its files."""
+"""`watch`: a run, a sweep or a folder of runs from its files, live; `sweep` shows the same once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from runner.config.errors import OK, UserError
+from runner.config.output_folders import holds_sweep
 from runner.verbs._folders import the_folder
 
 _MEANT = "the folder of a run, of a sweep, or of several"
-
 _MOST_ROWS = 20
+_LISTED = 5  # sweeps in an error, the newest
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,28 +19,37 @@ def main(argv: Sequence[str]) -> int:
     On a terminal this is a live table, elsewhere lines. Ctrl-C ends it, and leaves the runs alone. Everything comes from the
     files, so that the runs may be those of another terminal or of another machine whose folder is mounted here.
     """
-    return watch(the_folder("watch", argv, _MEANT))
+    return show("watch", argv, live=True)
 
 
-def watch(folder: Path) -> int:
-    """Follow a folder, and show at the end what is there.
+def show(verb: str, argv: Sequence[str], live: bool) -> int:
+    """Show the table of a folder, of `sweep` only that of one sweep; if it is `live`, follow first what runs there.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, or no sweep.
     """
-    from runner.sweeps.follow import follow
-    from runner.sweeps.table import print_table
-    from runner.sweeps.view import look, progress_line
+    folder = the_folder(verb, argv, _MEANT, ["--follow"] if verb == "sweep" else [])
+    from runner.sweeps.table import print_best, print_table
+    from runner.sweeps.view import follow, look, progress_line
     from runner.tracking.console import Console
 
-    if not (found := look(folder)).jobs:
+    view, console = look(folder), Console(None)
+    several = view.folder not in view.sweeps
+    if verb == "sweep" and several and (view.sweeps or not holds_sweep(folder)):
+        newest = ", ".join(map(str, [*reversed(view.sweeps)][:_LISTED]))
+        others = newest or f"its folder, or python -m runner report {folder}, for runs at any depth"
+        raise UserError("sweep", f"{folder} is not the folder of one sweep", others)
+    if verb == "watch" and not view.rows:
         raise UserError("watch", f"there is no run in {folder}", _MEANT)
-    console = Console(None)
-    if not found.done:
+    if live and not view.done:
         follow(folder, console)
-    view = look(folder)
-    if view.is_sweep or len(view.jobs) <= _MOST_ROWS:
-        print_table([seen.row for seen in view.jobs], console)
-    else:
+        view = look(folder)
+    for note in view.notes:
+        console.warn(note)
+    listed = len(view.rows) <= _MOST_ROWS or not several
+    if not view.done or not listed:
         console.line(progress_line(view))
+    if listed:
+        print_table(view.rows, console)
+        print_best(view.folder, console)
     return OK

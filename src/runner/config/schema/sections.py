@@ -233,6 +233,18 @@ class Dist(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sweep(Section):
+    """What a sweep does as a whole; its jobs do not depend on it."""
+
+    dir: str | None = None
+    new: bool = False
+    retry: Literal["failed", "never", "all"] = "failed"
+    retries: Annotated[int, Ge(0)] = 0
+    fail_fast: bool = False
+    ablate: Literal["all"] | list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Search(Section):
     """How `sweep=optuna` chooses the jobs of a sweep; any other key, such as `search.optimizer.lr`, is one of `space`."""
 
@@ -258,4 +270,3 @@ class Slurm(Section):
 
     signal: Warning_ | list[Warning_] | None = field(default_factory=lambda: ["TERM", "USR1", "USR2"])
     requeue: bool = True
-    script: bool = False

@@ -26,6 +26,7 @@ from runner.config.schema.sections import (
     Search,
     Section,
     Slurm,
+    Sweep,
     Transform,
     Watch,
 )
@@ -45,12 +46,6 @@ class Train(Section):
     ckpt_path: str | None = None
     lr: Literal["auto"] | Annotated[float, Gt(0)] | None = None
     resume: Literal["auto"] | None = None
-    sweep_dir: str | None = None
-    retry: Literal["failed", "never", "all"] = "failed"
-    retries: Annotated[int, Ge(0)] = 0
-    fail_fast: bool = False
-    new_sweep: bool = False
-    ablate: Literal["all"] | list[str] | None = None
     init: Init | list[Init] | None = None
     init_from: str | None = None
     init_mismatch: Literal["head", "skip", "raise"] = "head"
@@ -98,6 +93,7 @@ class Train(Section):
     watch: Watch = field(default_factory=Watch)
     dist: Dist = field(default_factory=Dist)
     fsdp: Fsdp = field(default_factory=Fsdp)
+    sweep: Sweep = field(default_factory=Sweep)
     search: Search = field(default_factory=Search)
     slurm: Slurm = field(default_factory=Slurm)
     data: Data

@@ -1,0 +1,159 @@
+"""A command line of a verb that takes a config: its flags, overrides and sources, and its first job composed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from runner.config import overrides
+from runner.config.app import Composition, application, compose, files_checked, main, sources_of
+from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.flags import parse
+from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
+from runner.config.merged_once import merged_once
+from runner.config.sources import Sources, text_of
+
+ProblemsOf = Callable[[Composition, bool], list[Problem]]
+"""Finds the problems of a composition, with or without importing torch."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, and its first job composed.
+
+    Attributes:
+        verb: of the command line.
+        primary: name of the primary config.
+        schema: dataclass that the overrides are checked against.
+        flags: those of Hydra among the words after the verb.
+        checked: the overrides among them.
+        sources: folders of configs.
+        problems_of: see `ProblemsOf`.
+        app: Hydra's object for the application.
+        composition: the config of the first job.
+        cfg: the same as Hydra composed it, with `hydra`.
+    """
+
+    verb: str
+    primary: str
+    schema: type
+    flags: argparse.Namespace
+    checked: overrides.CheckedOverrides
+    sources: Sources
+    problems_of: ProblemsOf
+    app: Any
+    composition: Composition
+    cfg: DictConfig
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether there are several jobs: by the flag, or by a selected preset."""
+        return bool(self.flags.multirun) or str(self.cfg.hydra.mode or "").endswith("MULTIRUN")
+
+    def composed(self, words: Sequence[str]) -> Composition:
+        """The composition of a job with other overrides."""
+        checked, known = dataclasses.replace(self.checked, accepted=list(words)), list(flatten(self.composition.values))
+        return compose(self.app, self.primary, checked, self.schema, self.sources, self.problems_of, known)[0]
+
+    def chosen(self, group: str) -> str:
+        """The option of a group of Hydra's own."""
+        return str(self.cfg.hydra.runtime.choices.get(group))
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides without those about the sweep as a whole."""
+        return [word for word in self.checked.accepted if not is_about_sweep(word)]
+
+    @property
+    def place(self) -> Path | None:
+        """The folder of the sweep, if `sweep.dir` or `hydra.sweep.dir` names one."""
+        named = [word for word in self.checked.accepted if word.startswith("hydra.sweep.dir=")]
+        given = named[-1].split("=", 1)[1].strip("'\"") if named else self.composition.values["sweep"]["dir"]
+        return Path(str(given)) if given is not None else None
+
+    @property
+    def flags_of_jobs(self) -> list[str]:
+        """The flags, as far as one job alone needs them."""
+        named = {"--config-dir": self.flags.config_dir, "--config-name": self.flags.config_name}
+        return [f"{flag}={value}" for flag, value in named.items() if value]
+
+    def refuse_keys_of_sweeps(self, why: str, allowed: str) -> None:
+        """Refuse keys about a sweep as a whole.
+
+        Raises:
+            UserError: for the first one.
+        """
+        for word in filter(is_about_sweep, self.checked.accepted):
+            key = key_of(word)
+            raise UserError(key, why, "sweep=optuna too" if key.startswith("search.") else allowed)
+
+
+def is_about_sweep(word: str) -> bool:
+    """Whether an override sets a key about a sweep as a whole; `sweep=PRESET` selects a preset, and is not one."""
+    return within(key := key_of(word), OF_THE_SWEEP) and key != "sweep"
+
+
+@contextlib.contextmanager
+def opened(
+    verb: str, argv: Sequence[str], schema: type, problems_of: ProblemsOf = lambda *_: []
+) -> Iterator[Command | int]:
+    """Parse, check and compose a command line, with Hydra set up to compose further jobs.
+
+    Yields the exit status instead if the command line asks Hydra to show something.
+
+    Raises:
+        ConfigError: with every problem found in the overrides and the composition.
+        UserError: for a flag that Hydra does not have, or one that is refused.
+    """
+    flags = parse(argv, [*all_keys(schema), *Sources().groups()])
+    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
+    if flags.resolve and not shows:
+        raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
+    sources = sources_of(flags)
+    for path in sources.hidden():
+        print(f"warning: {path} is not read: a shipped file takes precedence; rename it", file=sys.stderr)
+    several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
+    checked = overrides.check_overrides(flags.overrides, schema, sources, several)
+    if shows:
+        unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in checked.unknown]
+        if checked.problems or unknown:
+            raise ConfigError([*checked.problems, *unknown])
+        others = [word for word in argv if word not in flags.overrides]
+        with files_checked(sources, schema):
+            yield main(verb, [*others, *checked.accepted])
+        return
+    primary = (flags.config_name or verb).removesuffix(".yaml")
+    with application(verb, sources, schema) as app, merged_once() if several else contextlib.nullcontext():
+        composition, cfg = compose(app, primary, checked, schema, sources, problems_of)
+        yield Command(
+            verb=verb,
+            primary=primary,
+            schema=schema,
+            flags=flags,
+            checked=checked,
+            sources=sources,
+            problems_of=problems_of,
+            app=app,
+            composition=composition,
+            cfg=cfg,
+        )
+
+
+def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
+    """Whether a selected preset turns a plain call into a sweep."""
+    plain = [word.replace(" ", "") for word in words]
+    if "hydra.mode=RUN" in plain:
+        return False
+    return "hydra.mode=MULTIRUN" in plain or any(
+        (option := sources.option("sweep", word.split("=", 1)[1])) is not None and "MULTIRUN" in text_of(option.path)
+        for word in words
+        if word.lstrip("+").startswith("sweep=")
+    )

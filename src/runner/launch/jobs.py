@@ -1,0 +1,155 @@
+"""Jobs, the interface of what starts them, and the loop that keeps its slots full until a signal asks it to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from runner.config.signals import STOPPING, early, heard
+
+_LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")  # by nohup and shells
+_SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its group
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of a sweep, as a function for processes of this machine and as a command for others.
+
+    Attributes:
+        number: of the job in its sweep, from 0.
+        call: runs the job in a process that ends after it; pickled.
+        command: what a user would type to run the same job.
+        log: the file that gets what the job prints.
+        environment: variables for it alone.
+        place: what `Launcher.start` returned for this job when an earlier process started it; empty if it is new.
+    """
+
+    number: int
+    call: Callable[[], Any]
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job whose process is gone.
+
+    Attributes:
+        number: of the job.
+        sentence: why the process could not report how the run ended; empty if it could.
+    """
+
+    number: int
+    sentence: str = ""
+
+
+class Launcher(Protocol):
+    """Starts jobs somewhere, each in a process of its own. A YAML under `hydra/launcher` names the class as `_target_`.
+
+    Attributes:
+        slots: how many jobs run at a time; None if something else decides that.
+        survives: whether jobs continue after the process of the sweep has ended.
+    """
+
+    slots: int | None
+    survives: bool
+
+    def start(self, jobs: Sequence[Job]) -> list[str]:
+        """Start jobs, and return for each where it runs. If a job still runs at `Job.place`, return that instead."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[Ended]:
+        """The jobs that have ended; waits at most so long for the first one."""
+        ...
+
+    def stop(self, kill: bool) -> None:
+        """Ask all jobs to save and to end, or kill them. Called from a signal handler."""
+        ...
+
+    def close(self) -> None:
+        """Release what the launcher holds once its jobs have ended, or continue without it."""
+        ...
+
+
+class Stop:
+    """While entered, a signal of `STOPPING` asks the jobs of a launcher to stop; another one after a second kills them."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.name = ""  # of the signal
+        self._launcher = launcher
+        self._insists_from = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self.name = early.pop() if early else ""
+            for number in STOPPING:
+                if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        heard.append(signal.Signals(number).name)
+        again = bool(self.name) and time.monotonic() > self._insists_from
+        if not self.name:
+            self.name, self._insists_from = heard[-1], time.monotonic() + _SAME_S
+        if not self._launcher.survives or again:
+            self._launcher.stop(kill=again)
+
+
+def run(
+    launcher: Launcher,
+    next_job: Callable[[], Job | None],
+    on_start: Callable[[Job, str], None],
+    on_end: Callable[[Ended, str], None],
+    on_time: Callable[[], bool],
+    period_s: float = 0.25,
+) -> str:
+    """Run jobs until there are no more, or a signal asks to stop; returns the name of the signal, or an empty string.
+
+    Args:
+        launcher: what starts them.
+        next_job: the next job; None if there is none now.
+        on_start: called with a job and where it runs, before it can end.
+        on_end: called with a job that has ended, and the name of the signal that asked to stop.
+        on_time: called every `period_s` seconds; whether `next_job` may give a job later, although no job runs.
+    """
+    running = 0
+    with contextlib.closing(launcher), Stop(launcher) as stop:
+        while True:
+            started = list(_startable(launcher, next_job, running, stop))
+            if started:
+                for job, place in zip(started, launcher.start(started), strict=True):
+                    on_start(job, place)
+                running += len(started)
+                if stop.name and not launcher.survives:  # a signal that came before there was anything to stop
+                    launcher.stop(kill=False)
+            more = on_time()
+            if stop.name and launcher.survives:
+                return stop.name
+            if not running and (stop.name or not more):
+                return stop.name
+            for ended in launcher.wait(period_s):
+                running -= 1
+                on_end(ended, stop.name)
+
+
+def _startable(launcher: Launcher, next_job: Callable[[], Job | None], running: int, stop: Stop) -> Iterator[Job]:
+    """The jobs that may start now."""
+    free = None if launcher.slots is None else launcher.slots - running
+    while not stop.name and (free is None or free > 0) and (job := next_job()) is not None:
+        free = None if free is None else free - 1
+        yield job

@@ -1,0 +1,221 @@
+"""Jobs as processes of this machine, each forked from a server that has imported torch; one after the other with one slot."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from runner.config.cores import cores
+from runner.config.errors import PREEMPTED, UserError
+from runner.config.signals import STOPPING
+from runner.launch.jobs import Ended, Job
+from runner.launch.processes import end_with_parent, start_fork_server
+
+_MOST = 1024  # slots on a device, threads
+_UNWRITTEN = 120  # status of a Python that could not write what it printed
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one job, such as `GPU 1`, and the variables that a job there gets."""
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Local:
+    """A launcher for this machine; `conf/hydra/launcher/pool.yaml` explains its keys. Its jobs save and end when it does.
+
+    Args:
+        devices: `auto`, `cpu`, a number of GPUs, or a list of their numbers.
+        per_device: jobs at a time on each device; None for the usual number.
+        threads: CPU threads of a job.
+        values: the composed config of the first job.
+        most: the most jobs at a time; 1 gives the only job at a time all devices.
+
+    Raises:
+        UserError: for a key that cannot be used, or one of the job that does not fit.
+    """
+
+    survives = False
+
+    def __init__(
+        self,
+        devices: Any = "auto",
+        per_device: int | None = None,
+        threads: int | None = None,
+        *,
+        values: Mapping[str, Any],
+        most: int | None = None,
+    ) -> None:
+        for key, number in {"per_device": per_device, "threads": threads}.items():
+            if number is not None and not (type(number) is int and 1 <= number <= _MOST):
+                allowed = f"a whole number from 1 to {_MOST}, or null"
+                raise UserError(f"hydra.launcher.{key}", f"cannot be {number}", allowed)
+        self._environment = {"OMP_NUM_THREADS": str(threads)} if threads is not None else {}
+        self._running: dict[int, tuple[BaseProcess, Slot]] = {}
+        self._free = [Slot("")]
+        if most != 1:
+            self._free = self._slots(devices, per_device, threads, values)[:most]
+        self.slots: int | None = len(self._free)
+
+    def _slots(self, given: Any, per_device: int | None, threads: int | None, values: Mapping[str, Any]) -> list[Slot]:
+        devices = _devices(given, str(values.get("device")))
+        if devices != ["cpu"]:
+            _require_one_device(values)
+        # Jobs keep the number of threads that they have one after the other, as their bits depend on it.
+        text = str(values.get("threads") or threads or os.environ.get("OMP_NUM_THREADS"))
+        each = int(text) if text.isdecimal() else cores()
+        usual = 1 if devices != ["cpu"] else max(1, cores() // each) if text.isdecimal() else 2
+        visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+        slots = list[Slot]()
+        for _ in range(per_device or usual):  # neighbours on a device are filled last
+            for device in devices:
+                own = "" if device == "cpu" else visible[int(device)] if visible else device
+                name = f"CPU {len(slots)}" if device == "cpu" else f"GPU {device}"
+                slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
+        if len(slots) * each > cores():
+            self._environment.setdefault(
+                "OMP_WAIT_POLICY", "passive"
+            )  # threads that wait leave the cores to the others
+            if devices == ["cpu"]:
+                text = f"{len(slots)} jobs at a time with {each} threads each, on {cores()} CPU cores"
+                print(f"{text}: threads=1 may be faster", flush=True)
+        return slots
+
+    def prepare(self, preload: Sequence[str]) -> None:
+        """Start the server that jobs are forked from; it imports modules while this process does other things."""
+        if _context().get_start_method() != "forkserver":
+            return
+        before = dict(os.environ)
+        try:
+            os.environ.update(self._environment)
+            start_fork_server(preload)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+    def start(self, jobs: Sequence[Job]) -> list[str]:
+        """See `Launcher.start`."""
+        places = []
+        for job in jobs:
+            slot = self._free.pop(0)
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+            environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
+            process: BaseProcess = _context().Process(
+                target=_work, args=(job.call, str(job.log.absolute()), environment), name=f"job {job.number}"
+            )
+            process.start()
+            self._running[job.number] = process, slot
+            places.append(slot.name)
+        return places
+
+    def wait(self, timeout_s: float) -> list[Ended]:
+        """See `Launcher.wait`."""
+        if not self._running:
+            time.sleep(timeout_s)
+            return []
+        connection.wait([process.sentinel for process, _ in self._running.values()], timeout_s)
+        ended = []
+        for number, (process, slot) in list(self._running.items()):
+            if process.exitcode is None:
+                continue
+            del self._running[number]
+            self._free.append(slot)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(
+                    process.pid or 0, signal.SIGKILL
+                )  # data workers notice after seconds that their parent is gone
+            ended.append(Ended(number, _sentence(process.exitcode)))
+            process.close()
+        return ended
+
+    def stop(self, kill: bool) -> None:
+        """See `Launcher.stop`."""
+        for process, _ in list(self._running.values()):
+            if process.exitcode is None and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL if kill else signal.SIGTERM)
+
+    def close(self) -> None:
+        """See `Launcher.close`."""
+        self.stop(kill=False)  # none runs, unless an error ends the sweep
+        for process, _ in self._running.values():
+            process.join()
+
+
+def _devices(given: Any, device: str) -> list[str]:
+    """The GPUs that jobs get, by number, or `cpu` alone."""
+    key, allowed = "hydra.launcher.devices", "auto, cpu, a number of GPUs, or a list of them such as [0, 1]"
+    if given == "cpu" or (given == "auto" and device in ("cpu", "mps")):
+        return ["cpu"]
+    import torch
+
+    there = torch.cuda.device_count()
+    if given == "auto":
+        return [str(number) for number in range(there)] or ["cpu"]
+    listed = list(range(given)) if type(given) is int else list(given) if isinstance(given, list | tuple) else []
+    if not listed or len(set(listed)) < len(listed) or not all(type(each) is int and each >= 0 for each in listed):
+        raise UserError(key, f"cannot be {given}", allowed)
+    if max(listed) >= there:
+        raise UserError(key, f"is {given}, and this machine has {there} GPUs that can be seen", allowed)
+    return [str(each) for each in listed]
+
+
+def _require_one_device(values: Mapping[str, Any]) -> None:
+    """Refuse settings of a job that needs other GPUs than that of its slot."""
+    pool = "and each of several jobs at a time gets one GPU"
+    if str(values.get("device")).startswith("cuda:"):
+        allowed = "cuda, and hydra.launcher.devices=[...] to choose GPUs"
+        raise UserError("device", f"is {values['device']}, {pool}, which it sees as the first", allowed)
+    if values.get("devices") not in (1, None):
+        raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")
+
+
+def _context() -> Any:
+    methods = multiprocessing.get_all_start_methods()
+    context: BaseContext = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    return context
+
+
+def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
+    """Run a job in its process: in a session and with a log of its own, until it ends or the sweep's process is gone."""
+    os.setsid()  # the signals of a terminal are for the sweep's process, which passes them on
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()  # the server may be older than what is set now
+    os.environ.update(environment)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")  # a system short of memory ends a job, and not the sweep
+    faulthandler.enable()
+    end_with_parent()
+    call()
+
+
+def _sentence(status: int) -> str:
+    """Why a process could not report how its job ended."""
+    if status in (0, PREEMPTED):
+        return ""
+    if status > 0:
+        unwritten = ": its log cannot be written: perhaps the disk is full" if status == _UNWRITTEN else ""
+        return f"its process ended with status {status}{unwritten}"
+    name = signal.Signals(-status).name
+    reason = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}.get(name, "")
+    return f"killed by {name}{reason}"

@@ -1,0 +1,192 @@
+"""The jobs of a sweep: split from the words of a command, composed, validated, and known by what changes their result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.config import overrides
+from runner.config.changes import changes_result
+from runner.config.command import Command
+from runner.config.composition import Composition
+from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.keys import at, flatten, key_of, walk, within
+from runner.config.secrets import mask_values, mask_words
+from runner.config.signatures import source_files
+from runner.sweeps.ablation import ablated, toggles_off
+
+# A run may be resumed with other values of these, but they decide what a job of a sweep is.
+_COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
+_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job before it starts.
+
+    Attributes:
+        number: among the jobs of the command, from 0.
+        identity: see `identity`.
+        composition: the config of the job.
+        varied: the overrides that not all jobs have, for people.
+        environment: variables for the job.
+    """
+
+    number: int
+    identity: str
+    composition: Composition
+    varied: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep before its first job.
+
+    Attributes:
+        command: what was called.
+        swept: keys and groups that have several values.
+        base: the values that all jobs have in common and that change a result.
+        jobs: all jobs; None for a search, which chooses them later.
+    """
+
+    command: Command
+    swept: Sequence[str]
+    base: dict[str, Any]
+    jobs: Sequence[Planned] | None = None
+
+
+def plan_of(command: Command, before_imports: Callable[[], object] = lambda: None) -> Plan:
+    """Split, compose and validate the jobs of a command.
+
+    Args:
+        command: what was called.
+        before_imports: called once the jobs have no mistake that is found without torch, before torch is imported.
+
+    Raises:
+        ConfigError: with every problem of every job.
+        UserError: for keys in which jobs cannot differ.
+    """
+    values, words = command.composition.values, command.words
+    params = dict(command.cfg.hydra.sweeper.get("params") or {})
+    swept, off = sorted({*overrides.swept(words), *params}), dict[str, str]()
+    if same_for_all := [key for key in ("name", "output_root") if key in swept]:
+        why = "names the folder of a sweep, so that its jobs cannot differ in it"
+        raise UserError(same_for_all[0], why, f"one {same_for_all[0]}, and job numbers; or one command for each")
+    jobs = split([*(f"{key}={value}" for key, value in params.items()), *words])
+    if values["sweep"]["ablate"] is not None:
+        off = toggles_off(values, command.schema)
+        jobs, swept = ablated(jobs, off), sorted({*swept, *off})
+    planned = dict[str, Planned]()  # a value may be given twice
+    varied = varied_words(jobs)
+    for number, composition in enumerate(composed(command, jobs, before_imports)):
+        known = identity(composition.values, composition.overrides, swept)
+        planned.setdefault(known, Planned(number, known, composition, varied[number]))
+    plain = [word for word in words if key_of(word) not in swept]
+    base: dict[str, Any] = {"overrides": sorted(mask_words(plain))}  # if they are not a config by themselves
+    with contextlib.suppress(ConfigError):
+        on = {f"ablate.{key}": at(values, key) for key in off}
+        base = counted(command.composed(plain).values) | on
+    return Plan(command, swept, json.loads(json.dumps(base, default=str)), list(planned.values()))
+
+
+def split(words: Sequence[str]) -> list[list[str]]:
+    """The overrides of every job: each combination of the values that they list, the last ones of each key."""
+    lists = dict[str, list[str]]()
+    for override in overrides.parsed(words):
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            lists[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            lists[key] = [str(override.input_line)]
+    return [list(job) for job in itertools.product(*lists.values())]
+
+
+def composed(
+    command: Command, jobs: Sequence[Sequence[str]], before_imports: Callable[[], object] = lambda: None
+) -> list[Composition]:
+    """Compose and validate jobs, first without importing torch, and with it if no problem was found.
+
+    Args:
+        command: what was called.
+        jobs: the overrides of each.
+        before_imports: see `plan_of`.
+
+    Raises:
+        ConfigError: with each problem once, and the first job that has it with the overrides that not all jobs have, unless
+            all jobs have it.
+    """
+    known = dict[int, Composition]()
+    for imports in (False, True):
+        if imports:
+            before_imports()
+        found: list[list[Problem]] = []
+        for number, words in enumerate(jobs):
+            try:
+                job = known[number] = known.get(number) or command.composed(words)
+                resumes = job.values.get("ckpt_path") is not None  # its other values come from there
+                found.append([] if resumes else command.problems_of(job, imports))
+            except ConfigError as error:
+                found.append(list(error.problems))
+        if wrong := [number for number, problems in enumerate(found) if problems]:
+            break
+    else:
+        return list(known.values())
+    kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
+    everywhere = set.intersection(*kinds)
+    listed = [problem for problem in found[wrong[0]] if (problem.key, problem.message) in everywhere]
+    varied, seen = varied_words(jobs), everywhere
+    for number in wrong:
+        for problem in found[number]:
+            if (problem.key, problem.message) not in seen:
+                seen.add((problem.key, problem.message))
+                others = sum((problem.key, problem.message) in kind for kind in kinds) - 1
+                name = f"job {number + 1} of {len(jobs)}: {varied[number]}" + (f", and {others} more" if others else "")
+                listed.append(dataclasses.replace(problem, origin=name))
+    raise ConfigError(listed)
+
+
+def varied_words(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """For each job, the overrides that not all jobs have, as one text, with secrets masked."""
+    jobs = [mask_words(job) for job in jobs]
+    common = set.intersection(*(set(job) for job in jobs)) if len(jobs) > 1 else set()
+    return [" ".join(word.lstrip("+") for word in job if word not in common and "hydra." not in word) for job in jobs]
+
+
+def counted(values: dict[str, Any], swept: Sequence[str] = ()) -> dict[str, Any]:
+    """The values by dotted key that make a job what it is: those that change its result, and all of the swept keys."""
+    count_too = (*_COUNT_TOO, *swept)
+    leaves = flatten(mask_values(values)).items()
+    return {key: value for key, value in leaves if changes_result(key) or within(key, count_too)}
+
+
+def identity(values: dict[str, Any], words: Sequence[str], swept: Sequence[str]) -> str:
+    """A digest that tells a job from the others of its sweep, whatever its number. The user's code is compared apart.
+
+    Args:
+        values: the resolved config.
+        words: the overrides of the job; those of swept presets count, as a preset may set keys that do not.
+        swept: keys and groups that have several values in the sweep.
+    """
+    keys = [key.replace("/", ".") for key in swept]
+    presets = [word for word in mask_words(words) if key_of(word) in swept and key_of(word).split("/")[0] not in values]
+    content = [counted(values, keys), sorted(word.lstrip("+") for word in presets if "." not in key_of(word))]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def code_of(values: dict[str, Any]) -> dict[str, str]:
+    """Digests of the files that `_target_` leads to, by module, unless they are of installed packages or of this one."""
+    targets = [str(value) for key, value in walk(values) if key.rpartition(".")[2] == "_target_"]
+    files = dict[str, Path]()
+    for target in targets:
+        files |= {} if within(target, ["runner"]) else source_files(target)
+    own = {module: path for module, path in files.items() if not any(map(path.is_relative_to, _INSTALLED))}
+    return {module: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for module, path in own.items()}

@@ -1,0 +1,364 @@
+"""A sweep from its folder to its table: the jobs that are left, started by a launcher and recorded in the ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from runner.config.composition import Composition
+from runner.config.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
+from runner.config.frozen import to_plain
+from runner.config.keys import key_of, within
+from runner.config.merge import settings_changed
+from runner.config.output_folders import holds_run
+from runner.config.reading import read_overrides, read_regular
+from runner.config.resolve import resolve_config
+from runner.config.schema.train import Train
+from runner.config.secrets import mask_text, mask_words
+from runner.config.truth import is_true
+from runner.launch.jobs import Ended, Job, Launcher, run
+from runner.sweeps.folder import base_changed
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome, outcome_of
+from runner.sweeps.plan import Plan, Planned, code_of
+from runner.sweeps.rows import command_alone
+from runner.sweeps.view import Display, headline_of
+from runner.tracking.formats import number
+from runner.tracking.run_directory import works
+
+LOGS = "logs"
+"""Folder of the sweep with what each job prints, `<number>.log`."""
+_LOOKED_S = 0.5  # between two looks at a job that another process still runs
+
+
+def quoted(path: Path) -> str:
+    """A path as a value of an override."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+class Jobs(Protocol):
+    """The jobs of a sweep, one after the other."""
+
+    count: int
+
+    def next(self) -> Planned | None:
+        """The next job; None if there is none now."""
+        ...
+
+    def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
+        """A job has ended, or had before."""
+        ...
+
+
+class Listed:
+    """Jobs that are known beforehand."""
+
+    def __init__(self, jobs: Sequence[Planned]) -> None:
+        self.count = 1 + max((job.number for job in jobs), default=-1)
+        self._left = list(jobs)
+
+    def next(self) -> Planned | None:
+        """See `Jobs.next`."""
+        return self._left.pop(0) if self._left else None
+
+    def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
+        """See `Jobs.ended`."""
+
+
+class Sweep:
+    """A sweep whose folder this process holds.
+
+    Args:
+        folder: of the sweep.
+        plan: what to do in it.
+        call: runs a job in a process that is forked for it; importable by name.
+        display: shows what happens.
+    """
+
+    def __init__(
+        self, folder: Path, plan: Plan, call: Callable[[Composition], Any], display: Display | None = None
+    ) -> None:
+        self.folder, self.plan, self.ledger = folder, plan, Ledger(folder)
+        self.records = Records()
+        self.status = OK
+        self._call, self._display = call, display
+        values = plan.command.composition.values["sweep"]
+        self._retry, self._retries = str(values["retry"]), int(values["retries"])
+        self._fail_fast = is_true(values["fail_fast"])
+        self._running: dict[int, Planned] = {}
+        self._again: list[Planned] = []  # to be started before all others
+        self._occupied: list[Planned] = []  # that another process still runs
+        self._looked = 0.0
+
+    # The folder
+
+    def begin(self) -> None:
+        """Read the ledger, and record the launch.
+
+        Raises:
+            UserError: the folder is not a sweep's, or cannot be written.
+            ConfigError: it is a sweep of another base config, with the differences.
+        """
+        self.ledger.require_file()
+        self.records, plan = self.ledger.read(), self.plan
+        known = self.records.jobs
+        if self.records.launches:
+            if found := base_changed(self.records, plan):
+                message = "is a sweep with another base config: "
+                message += ", ".join(f"{key} was {before}, now {after}" for key, before, after in found)
+                raise ConfigError([Problem("sweep.dir", message, "its values, or another folder")])
+        elif plan.jobs is not None:
+            self._adopt(plan.jobs)
+        if known and plan.jobs is not None:
+            self._say_what_is_left(plan.jobs)
+        jobs = None
+        if plan.jobs is not None:
+            jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs}
+        self.ledger.append(
+            "launch",
+            self.records,
+            swept=list(plan.swept),
+            base=plan.base,
+            jobs=jobs,
+            flags=plan.command.flags_of_jobs,
+            retry=self._retry,
+            retries=self._retries,
+            fail_fast=self._fail_fast,
+        )
+
+    def _adopt(self, jobs: Sequence[Planned]) -> None:
+        """Find the jobs of a sweep whose ledger is gone by the words and settings of the runs in its folder.
+
+        Raises:
+            UserError: the runs there are not those of this command.
+        """
+        runs = [path for path in self.folder.glob("*/") if not path.is_symlink() and holds_run(path)]
+        if not runs:
+            return
+        by_words = {tuple(sorted(mask_words(job.composition.overrides))): job for job in jobs}
+        found = 0
+        for path in runs:
+            with contextlib.suppress(OSError, ValueError, UserError):  # a run that cannot be read is none of them
+                job = by_words.get(tuple(sorted(read_overrides(path))))
+                if job is None:
+                    continue
+                if (path / "config.yaml").is_file():
+                    text, now = read_regular(path / "config.yaml").decode(), resolve_config(job.composition, Train)
+                    if settings_changed(text, str(path), to_plain(now), job.composition):
+                        continue
+                entry = Entry(path, job.composition.overrides, "started", -1, code=code_of(job.composition.values))
+                self.ledger.append_job(self.records, job.identity, entry)
+                found += 1
+        if not found:
+            problem = f"cannot be {self.folder}: it holds runs of other settings, and no {NAME}"
+            raise UserError("sweep.dir", problem, "another folder")
+        self.say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
+
+    def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
+        known = self.records.jobs
+        done = [job for job in jobs if job.identity in known and self._settled(job, known[job.identity], "failed")]
+        left = "sweep.new=true starts another sweep" if len(done) == len(jobs) else "the others follow"
+        if self._retry == "all":
+            left = "sweep.retry=all starts all of them again, in other folders"
+        gone = {job.identity: known[job.identity] for job in jobs if job.identity in known and self._is_gone(job)}
+        for job, entry in gone.items():
+            self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
+        names = ", ".join(entry.folder.name for entry in gone.values())
+        left += f"; missing folders: {names}, and their jobs start again" if gone else ""
+        self.say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
+
+    def _is_gone(self, job: Planned) -> bool:
+        entry = self.records.jobs[job.identity]
+        return not entry.folder.is_dir() and entry.status not in ("started", "submitted")
+
+    # The jobs
+
+    def run(self, jobs: Jobs, launcher: Launcher) -> None:
+        """Run the jobs that are left until all have ended or a signal asks to stop; sets the exit status."""
+        self._jobs, self._launcher = jobs, launcher
+        before = len(self.records.launches) - 1
+        signal = run(launcher, self._next, self._started, self._ended, self._on_time)
+        if signal and launcher.survives:
+            self.say(f"{signal}: the jobs continue; the same command continues this sweep")
+        last = [entry for entry in self.records.jobs.values() if entry.launch == before]
+        if signal or any(entry.status == "preempted" for entry in last):
+            self.status = PREEMPTED
+        elif any(entry.status == "failed" for entry in last):
+            self.status = FAILED
+
+    def _next(self) -> Job | None:
+        if self._fail_fast and self.records.failed_now:
+            return None
+        while (planned := self._candidate()) is not None:
+            known = self.records.jobs.get(planned.identity)
+            folder, why, place = self._free(planned), None, ""
+            code = code_of(planned.composition.values)
+            if known is not None and self._is_gone(planned):
+                known = None
+            if known is not None:
+                if self._settled(planned, known, self._retry):
+                    self._skip(planned, known)
+                    continue
+                changed = sorted(name for name, digest in code.items() if known.code.get(name, digest) != digest)
+                again = self._retry == "all" and known.launch < len(self.records.launches) - 1
+                if changed:
+                    why = f"{', '.join(changed)} changed since job {known.folder.name} ran"
+                elif not again:
+                    folder, place = known.folder, known.place
+                    if not place and works(folder):
+                        self._wait_for(planned, folder)
+                        continue
+            return self._begin(
+                planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why), place
+            )
+        return None
+
+    def _candidate(self) -> Planned | None:
+        busy = {job.identity for job in self._running.values()}
+        if self._again:
+            return self._again.pop(0)
+        if self._occupied and time.monotonic() > self._looked + _LOOKED_S:
+            self._looked = time.monotonic()
+            for waiting in self._occupied:
+                entry = self.records.jobs.get(waiting.identity)
+                if waiting.identity not in busy and (entry is None or not works(entry.folder)):
+                    self._occupied.remove(waiting)
+                    return waiting
+        planned = self._jobs.next()
+        if (
+            planned is not None and planned.identity in busy
+        ):  # another trial with the same values: its result is this one's
+            self._occupied.append(planned)
+            return None
+        return planned
+
+    def _wait_for(self, planned: Planned, folder: Path) -> None:
+        self._occupied.append(planned)
+        self.say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
+
+    def _begin(self, planned: Planned, entry: Entry, place: str) -> Job:
+        """Prepare the job of a folder that is free or its own."""
+        composition = planned.composition
+        continues = holds_run(entry.folder)
+        if not place:
+            self.ledger.append_job(self.records, planned.identity, entry)
+        self._running[planned.number] = planned
+        words = [word for word in composition.overrides if not within(key_of(word), ("resume",))]
+        command = [sys.executable, "-m", "runner", "train", *self.plan.command.flags_of_jobs, *words]
+        supervised = dataclasses.replace(composition.in_folder(entry.folder), continues=continues, supervised=True)
+        return Job(
+            number=planned.number,
+            call=functools.partial(self._call, supervised),
+            command=[*command, "hydra.mode=RUN", f"hydra.run.dir={quoted(entry.folder.absolute())}", "resume=auto"],
+            log=self._log(planned),
+            environment=planned.environment,
+            place=place,
+        )
+
+    def _free(self, planned: Planned) -> Path:
+        """A folder for a job: its number, or the next one that nothing has."""
+        names = {*self.records.folders, *(path.name for path in self.folder.iterdir())}
+        if str(planned.number) not in names:
+            return self.folder / str(planned.number)
+        return self.folder / str(1 + max(int(name) for name in names if name.isdecimal()))
+
+    def _settled(self, planned: Planned, known: Entry, retry: str) -> bool:
+        """Whether a job has a result that counts."""
+        if retry == "all" and known.launch < len(self.records.launches) - 1:
+            return False
+        found, code = outcome_of(known).status, code_of(planned.composition.values)
+        if any(known.code.get(name, digest) != digest for name, digest in code.items()):
+            return False
+        return found in ("finished", "pruned") or (found == "failed" and retry == "never")
+
+    def _skip(self, planned: Planned, known: Entry) -> None:
+        found = outcome_of(known)
+        if known.status != found.status:  # the process of the sweep was killed before it could record it
+            self._record(planned.identity, known, found)
+        result = f", {found.metric} {number(found.value)}" if found.metric else ""
+        self._tell(planned, "skipped", f", {known.folder} has {found.status} already{result}")
+        self._jobs.ended(planned, found, known.folder)
+
+    def _started(self, job: Job, place: str) -> None:
+        planned, entry = self._running[job.number], self.records.jobs[self._running[job.number].identity]
+        if self._launcher.survives and place != entry.place:
+            self.ledger.append_job(
+                self.records, planned.identity, dataclasses.replace(entry, status="submitted", place=place)
+            )
+        text = f": {place}" if place else ""
+        text += f", again, as {entry.why}" if entry.why else ""
+        told = headline_of(self.records)
+        self._tell(planned, "started", f"{text}{f'; {told}' if told else ''}")
+
+    def _ended(self, ended: Ended, signal: str) -> None:
+        planned = self._running.pop(ended.number)
+        known = self.records.jobs[planned.identity]
+        found = outcome(known.folder)
+        if found.status not in ENDED:
+            sentence = ended.sentence or "its process ended and left no result"
+            found = Outcome("failed", sentence=_last_error(self._log(planned)) or sentence)
+            if signal:
+                found = Outcome("preempted", sentence=f"{signal}, before it had saved")
+        again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
+        self._record(planned.identity, known, dataclasses.replace(found, status="retried") if again else found)
+        if again:
+            self._again.append(planned)
+            self._tell(planned, "retried", f": {found.sentence}")
+            return
+        if found.status == "finished":
+            text = f", {found.metric} {number(found.value)}" if found.metric else ""
+            self._tell(planned, "finished", text)
+        else:
+            self._tell(planned, found.status, f": {found.sentence}" if found.sentence else "")
+        self._jobs.ended(planned, found, known.folder)
+
+    def _log(self, planned: Planned) -> Path:
+        return self.folder / LOGS / f"{planned.number}.log"
+
+    def _record(self, job: str, known: Entry, found: Outcome) -> None:
+        self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found), place=""))
+
+    def _on_time(self) -> bool:
+        if self._display is not None:
+            self._display.refresh()
+        stopped = self._fail_fast and self.records.failed_now is not None
+        return not stopped and bool(self._occupied or self._again)
+
+    # What is shown
+
+    def say(self, text: str) -> None:
+        """Show a sentence."""
+        if self._display is None:
+            print(text, flush=True)
+        else:
+            self._display.line(text)
+
+    def _tell(self, planned: Planned, event: str, text: str) -> None:
+        """Show what happened to a job; on a terminal the live table says most of it."""
+        line = f"job {planned.number + 1} of {self._jobs.count}: {mask_text(planned.varied) or 'as all others'}: "
+        line += event + mask_text(text)
+        failed = event == "failed"
+        if event in ("failed", "retried"):
+            folder = self.records.jobs[planned.identity].folder
+            line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(planned)}"
+            again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
+            line += f"\n    again: {again}" if failed else ""
+        if self._display is None:
+            print(line, flush=True)
+        elif not self._display.live or event in ("failed", "retried", "preempted"):
+            self._display.line(line, error=failed)
+
+
+def _last_error(log: Path) -> str:
+    """What a job that could not begin printed last: an error message, or an empty string for something else."""
+    try:
+        lines = log.read_text(errors="replace")[-2000:].strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].removeprefix("error: ") if lines and lines[-1].startswith("error: ") else ""

@@ -1,0 +1,298 @@
+"""A search: what is checked before its first trial, and its jobs, whose values Optuna chooses.
+
+A trial is a job for each seed, one after the other. The storage of the study has the values of the trials that began, and the
+ledger of the sweep the results of their jobs, so that the same command continues after any end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from runner.config import overrides
+from runner.config.command import Command
+from runner.config.composition import Composition
+from runner.config.errors import FAILED, OK, ConfigError, Problem, UserError, nearest
+from runner.config.keys import OF_THE_SWEEP, at, key_of, within
+from runner.config.reading import is_number, read_json, read_overrides, read_regular, read_summary
+from runner.config.secrets import mask_words
+from runner.config.space import Range, ranges_of, text_of, word_of
+from runner.config.truth import is_true
+from runner.launch.jobs import Launcher
+from runner.sweeps.ledger import NAME, Entry, Ledger, Outcome, outcome, outcome_of
+from runner.sweeps.plan import Plan, Planned, composed, counted, identity
+from runner.sweeps.pruning import FILE, VARIABLE
+from runner.sweeps.run import Sweep
+from runner.sweeps.study import WARM, State, pruner_of, sampler_of, storage_of, study_of_sweep, using
+from runner.sweeps.table import BEST
+from runner.tracking.files import write_atomically
+from runner.tracking.formats import number as shown
+
+_SAME = ("sampler", "pruner", "warmup", "reduction", "seeds", "objectives", "space")
+"""Settings that make a study what it is; the others may change when it continues."""
+_NO_RANGE = ("hydra", "name", "output_root", "ckpt_path", "resume", *OF_THE_SWEEP)
+_AT_A_TIME = 8  # trials, where the launcher has no limit
+
+
+@dataclass
+class _Trial:
+    index: int  # among the trials of the search
+    number: int  # in the study
+    params: dict[str, Any]
+    values: list[list[float]] = field(default_factory=list)  # of the seeds that have ended
+    curve: Sequence[Any] = ()  # the evaluations of the first seed
+
+
+class Search:
+    """The jobs of a search, see `runner.sweeps.run.Jobs`.
+
+    Args:
+        command: what was called.
+        launcher: makes what will start the jobs, before torch is imported.
+        monitor: the metric that a run of a composition watches, and its direction.
+
+    Raises:
+        ConfigError: with every problem of the search space, and of the values at its ends.
+        UserError: for settings that do not fit together.
+    """
+
+    def __init__(
+        self, command: Command, launcher: Callable[[], Launcher], monitor: Callable[[Composition], tuple[str, str]]
+    ) -> None:
+        self._command, self._settings = command, command.composition.values["search"]
+        settings, self._space = self._settings, _checked_space(command)
+        self._words = [word for word in command.words if key_of(word).replace("/", ".") not in self._space]
+        if several := overrides.swept(self._words):
+            allowed = f"search.{several[0]}={{choice: [...]}}, or search.seeds=[0,1,2] for several seeds of each trial"
+            raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
+        if settings["pruner"] != "none" and len(settings["objectives"]) > 1:
+            problem = f"is {settings['pruner']}, and decides by one objective"
+            raise UserError("search.pruner", problem, "search.pruner=none")
+        _check_ends(command, self._words, self._space, launcher)
+        self._goals = dict(settings["objectives"]) or dict([monitor(command.composition)])
+        swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
+        base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
+        self.plan = Plan(command, swept, json.loads(json.dumps(base, default=str)))
+        if (named := settings["storage"]) is not None:
+            with using(named):
+                storage_of(named)
+        jobs, slots = settings["jobs"], launcher().slots
+        self._most = min(jobs or slots or _AT_A_TIME, slots or math.inf)
+        if (jobs or 0) > self._most or (slots is None and jobs is None):
+            why = f"hydra/launcher={command.chosen('hydra/launcher')} has {slots or 'any number of'} slots"
+            print(f"search.jobs is {jobs or 'null'} and {why}: {self._most} trials at a time", flush=True)
+        self._seeds = len(settings["seeds"]) or 1
+        self._pruner = {key: settings[key] for key in ("pruner", "warmup", "reduction")}
+        self._running = dict[int, _Trial]()  # by the number of the job
+        self._failed = False
+
+    def run(self, sweep: Sweep, launcher: Launcher) -> None:
+        """Run until there are as many trials as are asked for, all of them ended; sets the exit status of the sweep."""
+        self._sweep, named, directions = sweep, self._settings["storage"], list(self._goals.values())
+        self._study = study_of_sweep(sweep.folder, named, sweep.say, directions=directions, space=self._space)
+        self._warm_start()
+        trials = list(enumerate(self._study.trials()))
+        total = max(len(trials), self._settings["trials"])
+        begun = [(index, trial) for index, trial in trials if not trial.state.is_finished()]
+        if done := len(trials) - len(begun):
+            more = "search.trials= asks for more" if done == total else f"{total - done} are left"
+            sweep.say(f"{sweep.folder}: {done} of {total} trials have ended already; {more}")
+        self._waiting = [_Trial(index, trial.number, trial.params) for index, trial in begun]  # for their next job
+        self.count = total * self._seeds
+        try:
+            sweep.run(self, launcher)
+        finally:
+            self._write_best()
+        states = [trial.state for trial in self._study.trials()]
+        if left := total - sum(state.is_finished() for state in states):
+            sweep.say(f"{left} of {total} trials have not ended; the same command continues")
+        if sweep.status == OK and (left or State.FAIL in states):
+            sweep.status = FAILED
+
+    def next(self) -> Planned | None:
+        """See `Jobs.next`: the next job of a trial that has begun, or the first one of a new trial."""
+        values, settings = self._command.composition.values, self._settings
+        if len(self._running) >= self._most or (self._failed and is_true(values["sweep"]["fail_fast"])):
+            return None
+        if not self._waiting:
+            if (index := len(self._study.trials())) >= settings["trials"]:
+                return None
+            sampler = sampler_of(settings["sampler"], f"{values['seed']} {index}", self._most > 1)
+            drawn = self._study.ask(sampler, pruner_of(**self._pruner))
+            self._waiting.append(_Trial(index, drawn.number, drawn.params))
+        trial = self._waiting.pop(0)
+        ended, environment = len(trial.values), dict[str, str]()
+        words = [*self._varied(trial.params), *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1])]
+        if settings["pruner"] != "none" and not ended:
+            [mode] = self._goals.values()
+            environment[VARIABLE] = json.dumps({"number": trial.number, "mode": mode, "pruner": self._pruner})
+        checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
+        composition = self._command.composed([*self._words, *checked.accepted])
+        known = identity(composition.values, composition.overrides, self.plan.swept)
+        planned = Planned(trial.index * self._seeds + ended, known, composition, " ".join(words), environment)
+        self._running[planned.number] = trial
+        return planned
+
+    def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
+        """See `Jobs.ended`: the trial ends, or goes on with its next seed; it stays as it is if its process was killed."""
+        trial = self._running.pop(planned.number)
+        reports = read_json(folder / FILE)
+        trial.curve = trial.curve or reports.get("curve", ())
+        if found.status == "pruned":
+            self._end(trial, State.PRUNED, f"pruned after evaluation {reports.get('stopped_at')}")
+        elif found.status == "failed" and outcome(folder).status == "failed":
+            self._end(trial, State.FAIL)
+        elif found.status == "finished":
+            numbers = _at_best(folder, found)
+            if missing := [goal for goal in self._goals if goal not in numbers]:
+                problem, close = f"names {missing[0]}, which no run has", nearest(missing[0], numbers)
+                raise UserError("search.objectives", problem, ", ".join(numbers), close)
+            trial.values.append([numbers[goal] for goal in self._goals])
+            if not all(map(is_number, trial.values[-1])):
+                self._end(trial, State.FAIL, "failed: an objective is not finite")
+            elif len(trial.values) < self._seeds:
+                self._waiting.insert(0, trial)
+            else:
+                means = [statistics.fmean(each) for each in zip(*trial.values, strict=True)]
+                text = ", ".join(f"{goal} {shown(mean)}" for goal, mean in zip(self._goals, means, strict=True))
+                self._end(trial, State.COMPLETE, text if len(means) * self._seeds > 1 else "", means)
+
+    def _end(self, trial: _Trial, state: State, text: str = "", values: Sequence[float] = ()) -> None:
+        self._failed |= state == State.FAIL
+        self._study.tell(trial.number, state, values, trial.curve)
+        if text:
+            self._sweep.say(f"trial {trial.index + 1}: {text}")
+
+    def _varied(self, params: Mapping[str, Any]) -> list[str]:
+        return [word_of(key, params[key]) for key in self._space]
+
+    def _warm_start(self) -> None:
+        """Add the results of earlier sweeps, as far as they are within the search space."""
+        known = [trial.user_attrs[WARM] for trial in self._study.trials(warm=True)]
+        for source in _listed(self._settings["warm_start"]):
+            entries = list(Ledger(Path(source)).read().jobs.values())
+            added = sum(str(entry.folder) in known or self._add(entry) for entry in entries)
+            self._sweep.say(f"warm start: {added} of {len(entries)} jobs of {source} are within the search space")
+
+    def _add(self, entry: Entry) -> bool:
+        """Add the result of an earlier run; returns whether it fits."""
+        found = outcome_of(entry)
+        numbers = _at_best(entry.folder, found)
+        values = [number for goal in self._goals if is_number(number := numbers.get(goal))]
+        if found.status != "finished" or len(values) < len(self._goals):
+            return False
+        try:
+            config = yaml.safe_load(read_regular(entry.folder / "config.yaml"))
+            words = {key_of(word): word.partition("=")[2] for word in read_overrides(entry.folder)}
+            params = {key: _value_of(key, each, config, words) for key, each in self._space.items()}
+            self._study.add(params, values, str(entry.folder))
+        except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError):
+            return False
+        return True
+
+    def _write_best(self) -> None:
+        """Write the best trial as a preset, with the command that repeats it."""
+        ended = [trial for trial in self._study.optuna.get_trials(deepcopy=False) if trial.state == State.COMPLETE]
+        if len(self._goals) > 1 or not ended:
+            return
+        [(name, direction)], groups = self._goals.items(), self._command.sources.groups()
+        best = (max if direction == "max" else min)(ended, key=lambda trial: trial.values[0])
+        numbers = [trial.number for trial in self._study.trials()]
+        source = best.user_attrs.get(WARM) or f"trial {numbers.index(best.number) + 1}"
+        words = [word for word in self._words if not word.startswith("hydra") and key_of(word) != "sweep"]
+        words = mask_words([*words, *self._varied(best.params)])
+        command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
+        lines = [f"{name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._sweep.folder}", command]
+        if shares := self._study.importances():
+            lines.append("importance: " + ", ".join(f"{key} {shown(share)}" for key, share in shares.items()))
+        options = [{f"override /{key}": value} for key, value in best.params.items() if key in groups]
+        words = [word_of(key, value) for key, value in best.params.items() if key not in groups]
+        keys: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+        content = ({"defaults": options} if options else {}) | keys
+        head = "".join(f"# {line}\n" for line in ["@package _global_", *lines])
+        text = head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        write_atomically(self._sweep.folder / BEST, text.encode())
+
+
+def _at_best(folder: Path, ended: Outcome) -> dict[str, Any]:
+    """What objectives can name: the metrics of the validation split at the best evaluation, and the numbers of the summary."""
+    summary = read_summary(folder) or {}
+    found, step = {name: value for name, value in summary.items() if is_number(value)}, at(summary, "best.global_step")
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        for record in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+            if record.pop("split") == "val" and record.pop("global_step") == step:
+                found |= {f"val/{name}": value for name, value in record.items() if name != "epoch"}
+    return found | ({ended.metric: ended.value} if ended.metric else {})
+
+
+def _value_of(key: str, values: Range, config: Any, words: Mapping[str, str]) -> Any:
+    """The value that an earlier run had for a key; an exception if it is none of the range."""
+    value = words.get(key, at(config, key))  # the option of a group is only in the overrides
+    if values.kind == "choice":
+        by_word = {word_of(key, each): each for each in values.choices}
+        return by_word[f"{key}={value if key in words else text_of(value)}"]
+    return int(value) if values.kind == "int" else float(value)
+
+
+def _listed(given: str | list[str] | None) -> list[str]:
+    return [given] if isinstance(given, str) else given or []
+
+
+def _checked_space(command: Command) -> dict[str, Range]:
+    """The search space, whose keys may exist or not.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    values = command.composition.values["search"]
+    if not values["space"]:
+        raise UserError("search", "names no key to vary", "keys such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'")
+    space, problems = ranges_of(values["space"])
+    for key, each in space.items():
+        if within(key, _NO_RANGE):
+            problems.append(Problem(f"search.{key}", "cannot vary in a search", "a key that trials may differ in"))
+        elif each.kind != "choice" and (options := command.sources.options(key)):
+            names = ", ".join(option.name for option in options)
+            problems.append(Problem(f"search.{key}", "is a group of options", f"{{choice: [{names}]}}"))
+    for source in _listed(values["warm_start"]):
+        if not (Path(source) / NAME).is_file():
+            problems.append(Problem("search.warm_start", f"{source} is not a sweep's folder", f"one that has {NAME}"))
+    if problems:
+        raise ConfigError(command.composition.with_origins(problems))
+    return space
+
+
+def _check_ends(
+    command: Command, words: Sequence[str], space: Mapping[str, Range], before_imports: Callable[[], object]
+) -> None:
+    """Validate the values at the ends of each range, and each choice, with the first values of the others.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    ends = [(key, word_of(key, end)) for key, each in space.items() for end in each.ends]
+    checked = overrides.check_overrides([word for _, word in ends], command.schema, command.sources, False)
+    groups = command.sources.groups()
+    unknown = [overrides.unknown_key(key, word, command.schema, groups, []) for key, word in checked.unknown]
+    try:
+        if problems := [*checked.problems, *unknown]:
+            raise ConfigError(list({(each.key, each.message): each for each in problems}.values()))
+        accepted = [(key, word) for (key, _), word in zip(ends, checked.accepted, strict=True)]
+        first = dict(reversed(accepted))
+        others = [first, *(first | {key: word} for key, word in accepted if word != first[key])]
+        composed(command, [[*words, *each.values()] for each in others], before_imports)
+    except ConfigError as error:
+        own = {key: {"key": f"search.{key}", "origin": ""} for key in space}
+        problems = [dataclasses.replace(each, **own.get(each.key, {})) for each in error.problems]
+        raise ConfigError(command.composition.with_origins(problems)) from None

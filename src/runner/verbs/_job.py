@@ -1,0 +1,65 @@
+"""One job of a verb in this process, and how its errors are reported."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from runner.config.errors import OK, UserError, called_exit, explain
+from runner.verbs._errors import print_error
+from runner.verbs._table import VERBS
+
+if TYPE_CHECKING:
+    from runner.config.composition import Composition
+
+
+def status_of(run: Callable[[], object]) -> int:
+    """The exit status of a function that may call `sys.exit`."""
+    try:
+        run()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return OK
+
+
+def run_job(name: str, composition: Composition) -> None:
+    """Run one job of a verb in this process.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    verb = VERBS[name]
+    for variable, value in verb.environment.items():
+        os.environ.setdefault(variable, value)
+    run: Callable[[Composition], float | None] = importlib.import_module(verb.module).run
+    gc.freeze()  # no collection during a run looks at what was imported
+    gc.enable()
+    if verb.keeps_runs:
+        run(composition)
+        return
+    from runner.verbs._ranks import on_ranks
+
+    _report_errors(functools.partial(on_ranks, verb, run), composition)
+
+
+def _report_errors(run: Callable[[Composition], float | None], composition: Composition) -> None:
+    """Call `run`; an error becomes an exit status and a sentence, or a traceback if it is unexpected."""
+    from runner.runtime.determinism import operations_named
+
+    try:
+        with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
+            run(composition)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not called_exit(error):
+            raise
+        if isinstance(error, UserError) and os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        status, _, text = explain(error)
+        print_error(text)
+        raise SystemExit(status) from None

@@ -1,0 +1,116 @@
+"""`train` with several jobs: the plan, the launcher, the folder, and the table at the end."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from runner.build.metrics import expected_monitor
+from runner.config.command import Command
+from runner.config.composition import Composition
+from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
+from runner.config.keys import within
+from runner.config.output_folders import holds_run
+from runner.config.resolve import resolve_config
+from runner.config.schema.train import Train
+from runner.launch.jobs import Launcher
+from runner.launch.local import Local
+from runner.sweeps.folder import opened_folder
+from runner.sweeps.plan import Plan, plan_of
+from runner.sweeps.run import Listed, Sweep
+from runner.sweeps.table import print_best, print_table, summarise
+from runner.sweeps.view import Display
+from runner.tracking.console import Console
+from runner.verbs._errors import print_error
+from runner.verbs._job import run_job
+from runner.verbs._table import Verb
+
+_PRELOAD = ("runner.verbs._preloaded",)
+
+
+def run_sweep(verb: Verb, command: Command) -> int:
+    """Run the jobs that are left of a sweep or a search; returns the exit status.
+
+    Raises:
+        ConfigError: with every problem, before the first job.
+        UserError: for what makes a sweep impossible.
+    """
+    _check(command)
+    values, launcher = command.composition.values, functools.cache(lambda: _launcher(command))
+    search: Any = None
+    if values["search"]["sampler"] is not None:
+        from runner.sweeps.search import Search  # needs Optuna, and says what to install
+
+        search = Search(command, launcher, _monitor)
+    plan: Plan = search.plan if search else plan_of(command, launcher)
+    console = Console(None)
+    with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
+        sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
+        sweep.begin()
+        try:
+            if search:
+                search.run(sweep, launcher())
+            else:
+                sweep.run(Listed(plan.jobs or ()), launcher())
+        except KeyboardInterrupt:  # before the launcher listened to signals, or after
+            sweep.status = PREEMPTED
+        except UserError as error:  # such as a full disk
+            print_error(str(error))
+            sweep.status = error.exit_code
+        finally:
+            console.stop()
+        status = sweep.status
+        try:
+            rows = summarise(folder)
+        except UserError as error:
+            print_error(str(error))
+            status, rows = max(status, error.exit_code), summarise(folder, write=False)
+        failed = print_table(rows, console, len(plan.jobs or ()))
+        print_best(folder, console)
+        if status == PREEMPTED:
+            print("stopped: the same command continues it")
+        print(folder)
+        return max(status, int(failed))
+
+
+def _check(command: Command) -> None:
+    """Refuse what is wrong with a sweep as a whole."""
+    wrong = [each for each in command.problems_of(command.composition, False) if within(each.key, ("sweep", "search"))]
+    if (chosen := command.chosen("hydra/sweeper")) != "basic":
+        message = f"is {chosen}, and runner makes the jobs of a sweep itself"
+        wrong.append(Problem("hydra/sweeper", message, "basic, or sweep=optuna for a search"))
+    if wrong:
+        raise ConfigError(wrong)
+    if (place := command.place) is not None and holds_run(place):
+        raise UserError("sweep.dir", f"cannot be {place}: it holds a run", "another folder")
+    search = command.composition.values["search"]
+    if search["space"] and search["sampler"] is None:
+        raise UserError("search", "has keys to vary, and this sweep is not a search", "sweep=optuna too")
+
+
+def _monitor(composition: Composition) -> tuple[str, str]:
+    """The metric that runs of a composition watch, and whether the `min` or the `max` of it is best."""
+    return expected_monitor(resolve_config(composition, Train))
+
+
+def _launcher(command: Command) -> Launcher:
+    """The launcher that `hydra/launcher` names; one of this machine begins to import torch for its jobs."""
+    jobs = command.composition.values["search"]["jobs"]
+    chosen = command.chosen("hydra/launcher")
+    if chosen == "basic":
+        local = Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
+        local.prepare(_PRELOAD)
+        return local
+    settings: Any = OmegaConf.to_container(command.cfg.hydra.launcher, resolve=True)
+    kind: Any = get_class(settings.pop("_target_"))
+    if not hasattr(kind, "survives"):
+        problem = f"is {chosen}, a plugin of Hydra's, and runner starts its jobs itself"
+        raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray")
+    launcher: Launcher = kind(**settings, values=command.composition.values)
+    if isinstance(launcher, Local):
+        launcher.prepare(_PRELOAD)
+    return launcher

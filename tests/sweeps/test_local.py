@@ -1,0 +1,215 @@
+"""Jobs as processes of this machine: slots, signals, deaths, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import forked
+import pytest
+from forked import ForkedProgram
+
+from runner.config.errors import UserError
+from runner.launch import local
+from runner.launch.jobs import Job
+from runner.launch.local import Local
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sweep_pool.py"
+POOL = ("--multirun", "hydra/launcher=pool", "hydra.launcher.per_device=2")
+ENDLESS = ("seed=0,1,2", "epochs=100000", "checkpoint.every_epochs=1000")
+
+
+def events(folder: Path) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
+    return [(line["event"], line.get("folder", "")) for line in lines]
+
+
+def until(condition, program: ForkedProgram | None = None):
+    """Wait until something is true, and return it."""
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert program is None or program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def jobs_of(workdir: Path) -> dict[str, int]:
+    """Processes of the jobs that have logged an evaluation, by folder."""
+    found = [path.parent for path in workdir.rglob("metrics.jsonl") if '"val"' in path.read_text()]
+    return {folder.name: int((folder / ".lock").read_text().split()[1]) for folder in found}
+
+
+@pytest.mark.slow
+def test_jobs_side_by_side_give_the_bits_of_one_after_the_other_and_hurt_no_other(workdir):
+    done = forked.run(["--jobs", "4"], script=str(SCRIPT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 of 4 with the same SHA-256" in done.stdout
+    assert "1 skipped, 4 with the same SHA-256" in done.stdout
+
+
+@pytest.mark.parametrize("words", [("--multirun",), POOL], ids=["serial", "pool"])
+def test_a_signal_goes_on_to_the_jobs_and_a_killed_sweep_leaves_none(workdir, tiny, words):
+    slots = 2 if words is POOL else 1
+    program = ForkedProgram(["train", *tiny, *words, *ENDLESS])
+    jobs = until(lambda: len(found := jobs_of(workdir)) == slots and found, program)
+    program.send_signal(signal.SIGTERM)
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 75, err + out
+    assert all(map(gone, jobs.values()))
+    [folder] = workdir.glob("outputs/*/sweeps/*")
+    ended = [(event, job) for event in ("preempted", "started") for job in "012"[:slots]]
+    assert sorted(events(folder)[1:]) == ended
+    assert "job 1 of 3: seed=0: preempted: stopped by SIGTERM" in out
+    assert not (folder / "2").exists()
+
+    program = ForkedProgram(["train", *tiny, *words, *ENDLESS])
+    number = until(
+        lambda: (found := jobs_of(workdir)) and set(found.values()).isdisjoint(jobs.values()) and found, program
+    )
+    program.kill()
+    again = ForkedProgram(["train", *tiny, *words, *ENDLESS, "epochs=2"])
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err + out
+    until(lambda: all(map(gone, number.values())))
+
+
+def test_a_job_that_a_killed_sweep_left_is_waited_for_and_continued(workdir, tiny):
+    words = ("train", *tiny, "--multirun", "seed=0,1", "epochs=300", "checkpoint.min_seconds=0")
+    program = ForkedProgram(words)
+    [job] = until(lambda: jobs_of(workdir), program).values()
+    os.kill(job, signal.SIGSTOP)  # it does not end with the sweep
+    program.kill()
+    program.wait(60)
+    again = ForkedProgram(words)
+    shown = again._paths[0]
+    until(lambda: shown.exists() and "is still being written by an earlier process" in shown.read_text(), again)
+    os.kill(job, signal.SIGCONT)
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err + out
+    [folder] = workdir.glob("outputs/*/sweeps/*")
+    assert sorted(path.name for path in folder.glob("[0-9]*")) == ["0", "1"]
+
+
+def test_a_job_of_several_ranks_leaves_none_when_its_sweep_is_killed(workdir, tiny):
+    program = ForkedProgram(["train", *tiny, "--multirun", *ENDLESS, "devices=2"])
+    until(lambda: jobs_of(workdir), program)
+    session = [path.parent.name for path in Path("/proc").glob("[0-9]*/cwd") if _is_in(path, workdir)]
+    assert len(session) >= 4  # the sweep, the job, and its ranks
+    program.kill()
+    until(lambda: not [path for path in Path("/proc").glob("[0-9]*/cwd") if _is_in(path, workdir)])
+
+
+def _is_in(path: Path, workdir: Path) -> bool:
+    try:
+        return path.resolve() == workdir.resolve() and int(path.parent.name) != os.getpid()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        (("hydra.launcher.per_device=0",), "hydra.launcher.per_device", "cannot be 0"),
+        (("hydra.launcher.threads=some",), "hydra.launcher.threads", "cannot be some"),
+        (("hydra.launcher.devices=gpu",), "hydra.launcher.devices", "cannot be gpu"),
+        (("hydra.launcher.devices=[0,0]",), "hydra.launcher.devices", "cannot be [0, 0]"),
+        (("hydra.launcher.devices=[1000]",), "hydra.launcher.devices", "GPUs that can be seen"),
+        (("hydra.launcher.threeds=1",), "hydra.launcher.threeds", "did you mean 'hydra.launcher.threads'"),
+        (("sweep.retries=-1",), "sweep.retries", "cannot be -1"),
+    ],
+)
+def test_mistakes_in_the_keys_are_told_before_the_first_job(run, tiny, workdir, words, key, reason):
+    result = run("train", *tiny, *POOL, "seed=0,1", *words)
+    assert result.status == 2
+    assert f"{key}: " in result.err
+    assert reason in result.err
+    assert list(workdir.iterdir()) == []
+
+
+def leases(monkeypatch, devices, values=None, **keys) -> list[tuple[str, str]]:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    launcher = Local(devices, values=values or {"device": "auto"}, **keys)
+    return [(slot.name, slot.environment.get("CUDA_VISIBLE_DEVICES", "")) for slot in launcher._free]
+
+
+def test_slots_have_the_gpus_that_the_process_sees(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    both = [("GPU 0", "0"), ("GPU 2", "2"), ("GPU 0", "0"), ("GPU 2", "2")]
+    assert leases(monkeypatch, [0, 2], per_device=2) == both
+    assert leases(monkeypatch, "cpu", per_device=2) == [("CPU 0", ""), ("CPU 1", "")]
+    assert leases(monkeypatch, "auto", per_device=3, most=9)[7:] == [("GPU 7", "7"), ("GPU 0", "0")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert leases(monkeypatch, [1], per_device=1) == [("GPU 1", "7")]
+
+
+@pytest.mark.parametrize(
+    ("own", "values", "slots", "environment"),
+    [
+        ({}, {"threads": 1}, 4, {}),
+        ({}, {"threads": 2}, 2, {}),
+        ({}, {}, 2, {"OMP_WAIT_POLICY": "passive"}),
+        ({"threads": 2}, {}, 2, {"OMP_NUM_THREADS": "2"}),
+        ({"per_device": 3}, {"threads": 1}, 3, {}),
+        ({"most": 1}, {"threads": 1}, 1, {}),
+    ],
+)
+def test_slots_on_the_cpu_fit_the_threads_of_the_jobs(monkeypatch, own, values, slots, environment):
+    monkeypatch.setattr(local, "cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launcher = Local("cpu", values={"device": "cpu", **values}, **own)
+    assert (launcher.slots, launcher._environment) == (slots, environment)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"), [({"device": "cuda:1"}, "device"), ({"device": "cuda", "devices": 2}, "devices")]
+)
+def test_a_job_on_gpus_gets_one(monkeypatch, values, key):
+    with pytest.raises(UserError, match=f"^{key}: is"):
+        leases(monkeypatch, "auto", {"devices": 1, **values})
+
+
+def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
+    result = run("train", *tiny, "--multirun", "model.width=0,4", "sweep.retries=2")
+    assert result.status == 1
+    folder = Path(result.out.splitlines()[-1])
+    states = [event for event, job in events(folder) if job == "0"]
+    assert [state for state in states if state != "started"] == ["retried", "retried", "failed"]
+    assert "1 of 2 jobs finished" in result.out
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: os._exit(0), ""),
+        (lambda: os._exit(75), ""),
+        (lambda: os._exit(3), "its process ended with status 3"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL: perhaps out of memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "killed by SIGSEGV: a fault in compiled code"),
+    ],
+)
+def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, call, sentence):
+    import multiprocessing
+
+    monkeypatch.setattr(local, "_context", lambda: multiprocessing.get_context("fork"))  # which needs no pickling
+    launcher = Local(values={}, most=1)
+    launcher.start([Job(7, call, (), tmp_path / "logs" / "7.log")])
+    [ended] = until(lambda: launcher.wait(1.0))
+    assert (ended.number, ended.sentence, launcher._running, len(launcher._free)) == (7, sentence, {}, 1)
+
+
+@pytest.mark.slow
+def test_a_sweep_keeps_no_memory_files_and_threads_of_its_jobs(workdir):
+    script = SCRIPT.with_name("sweep_leaks.py")
+    done = forked.run(["--jobs", "12", "--first", "4", "--most", "30"], script=str(script))
+    assert done.returncode == 0, done.stdout + done.stderr
