@@ -30,6 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import optuna
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 WORDS = (
     *("threads=1", "device=cpu", "logger=none", "log.progress=false", "log.curves=false", "evaluate.test=false"),
@@ -57,9 +60,8 @@ class Ended:
 
 def ended(folder: Path) -> Ended:
     """Read what a study came to from its storage and its jobs."""
-    from runner.sweeps.study import JOURNAL, Study, StudySpec
-
-    study = Study(StudySpec(str(folder / JOURNAL), "search", ["max"])).optuna
+    storage = JournalStorage(JournalFileBackend(str(folder / "search.jsonl")))
+    study = optuna.load_study(study_name="search", storage=storage)
     steps = [json.loads(path.read_text())["global_step"] for path in folder.glob("*/summary.json")]
     trials = [(trial.state.name, trial.params, trial.values) for trial in study.get_trials()]
     return Ended(folder, study.best_value, sum(steps), [state for state, *_ in trials].count("PRUNED"), trials)

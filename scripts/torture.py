@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="keep all runs in this folder; without it they are removed")
     parser.add_argument(
         "--launcher",
-        choices=("basic", "pool", "optuna", "optuna_pool", "ranks"),
+        choices=("basic", "pool", "optuna", "optuna_pool", "ranks", "ray", "slurm", "slurm_ranks"),
         help="of the section sweeps, optuna_pool for a search on the pool; without it basic, pool and optuna",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there as well")

@@ -97,9 +97,8 @@ def start(folder: Path = FOLDER, cpus: int = 4) -> None:
     for name in ("state", "spool", "munge"):
         (folder / name).mkdir(parents=True, mode=0o755)
     folder.chmod(0o755)
-    host = os.uname().nodename.split(".")[0]
     port, memory = 20_000 + int.from_bytes(secrets.token_bytes(2)) % 20_000, _memory_mib()
-    text = _CONFIG.format(folder=folder, host=host, port=port, node_port=port + 1, cpus=cpus, memory=memory)
+    text = _CONFIG.format(folder=folder, host=_host(), port=port, node_port=port + 1, cpus=cpus, memory=memory)
     (folder / "slurm.conf").write_text(text)
     (folder / "plugstack.conf").touch()
     key = folder / "munge" / "key"
@@ -108,7 +107,21 @@ def start(folder: Path = FOLDER, cpus: int = 4) -> None:
     _spawn(folder, "munged", "--force", f"--socket={folder}/munge.socket", f"--key-file={key}",
            f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munge/log", f"--seed-file={folder}/munge/seed")  # fmt: skip
     _spawn(folder, "slurmctld", "-c", "-f", str(folder / "slurm.conf"))
-    _spawn(folder, "slurmd", "-f", str(folder / "slurm.conf"), "-N", host)
+    _start_node(folder)
+
+
+def restart_node(folder: Path = FOLDER) -> None:
+    """End the daemon of the node, whose jobs continue, and start it again.
+
+    Raises:
+        RuntimeError: the node does not become ready.
+    """
+    _end(folder, "slurmd")
+    _start_node(folder)
+
+
+def _start_node(folder: Path) -> None:
+    _spawn(folder, "slurmd", "-f", str(folder / "slurm.conf"), "-N", _host())
     deadline = time.monotonic() + _READY_S
     while (state := _state(folder)) != "idle":
         if time.monotonic() > deadline:
@@ -124,17 +137,21 @@ def stop(folder: Path = FOLDER, keep: bool = False) -> None:
             _call(folder, "scancel", "--user=root", "--signal=KILL", "--full")
             _call(folder, "scancel", "--user=root")
     for name in ("slurmd", "slurmctld", "munged"):
-        with contextlib.suppress(OSError, ValueError):
-            process = int((folder / f"{name}.pid").read_text())
-            if name not in Path(f"/proc/{process}/comm").read_text():
-                continue  # another one has the number now
-            os.kill(process, signal.SIGTERM)
-            deadline = time.monotonic() + _ENDED_S
-            while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            os.kill(process, signal.SIGKILL)
+        _end(folder, name)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(folder: Path, name: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        process = int((folder / f"{name}.pid").read_text())
+        if name not in Path(f"/proc/{process}/comm").read_text():
+            return  # another one has the number now
+        os.kill(process, signal.SIGTERM)
+        deadline = time.monotonic() + _ENDED_S
+        while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(process, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -172,6 +189,10 @@ def _call(folder: Path, *command: str) -> str:
 
 def _variables(folder: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | environment(folder)
+
+
+def _host() -> str:
+    return os.uname().nodename.split(".")[0]
 
 
 def _memory_mib() -> int:

@@ -41,7 +41,8 @@ def resolve(composition: Composition) -> Setup:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
     if composition.resumes or restarted():
-        if ckpt_path is not None and composition.values.get("resume") == "auto":
+        # A job of a sweep begins with the checkpoint, and resumes from its own.
+        if ckpt_path is not None and composition.values.get("resume") == "auto" and composition.job_dir is None:
             problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
             raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)
@@ -112,8 +113,8 @@ def _unlike(folder: Path, composition: Composition) -> list[str]:
 def why_occupied(composition: Composition) -> UserError | None:
     """The mistake of resuming in the folder of `hydra.run.dir` while it belongs to another run; None for no mistake."""
     fixed = composition.run_dir
-    # ckpt_path may continue a run there, see `RunRecord.open`.
-    if fixed is None or not composition.resumes or not holds_run(fixed):
+    of_checkpoint = composition.values.get("ckpt_path") is not None  # whose settings are not those of the command
+    if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
         return None
     try:
         if not (unlike := _unlike(fixed, composition)):

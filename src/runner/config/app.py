@@ -31,7 +31,7 @@ from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
 from runner.config.hydra_nodes import unasked, without_effect
 from runner.config.keys import flatten
-from runner.config.output_folders import not_folders
+from runner.config.output_folders import in_sweep, not_folders
 from runner.config.sources import Sources, searchpath_folder, shipped
 from runner.config.space import with_space
 
@@ -152,6 +152,8 @@ def compose(
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
         )
         composition = _with_values(composition, cfg, names)
+        if composition.run_dir is not None and in_sweep(composition.run_dir) and composition.resumes:
+            composition = dataclasses.replace(composition, job_dir=composition.run_dir)
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
             problems += overrides.intervals(checked.accepted)
     except ConfigError as error:

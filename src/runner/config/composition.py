@@ -27,7 +27,7 @@ class Composition:
         sources: folders that were searched.
         primary: name of the primary config.
         job_dir: folder that a sweep gives to this job; None for a single run.
-        run_dir: folder that `hydra.run.dir` names; None if it was left alone.
+        run_dir: folder that `hydra.run.dir` names; None if it was left alone. Both for a job that a cluster starts.
         continues: whether a job of a sweep continues what the same job began in `job_dir`.
         supervised: whether this process is a job of a sweep, whose process decides when it ends.
     """

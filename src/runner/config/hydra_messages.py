@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import yaml
 from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
 from runner.config.errors import Problem, nearest
 from runner.config.keys import ANY_KEY, closest, flatten
+from runner.config.sources import shipped
 
 _KEY = re.compile(r"Interpolation key '(.*)' not found")
 _RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
@@ -19,20 +21,8 @@ _UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
 _CHOICE = re.compile(r"Invalid value '(.*?)', expected one of \[(.*?)\]")
 _VARIABLE = re.compile(r"Environment variable '(.*)' not found")
 
-EXTRAS = {
-    "joblib": "joblib",
-    "submitit_local": "submitit",
-    "submitit_slurm": "submitit",
-    "ray": "ray",
-}
-"""For each launcher of another package, the extra of this one that brings it."""
-
-
-def not_installed(group: str, option: str, others: Sequence[str]) -> Problem:
-    """The problem of a launcher whose package is not there; `others` are there."""
-    extra = f"pip install 'runner[{EXTRAS[option]}]'"
-    rest = [name for name in others if name != option]
-    return Problem(group, f"is {option}, whose package is not installed", f"{extra}, or {', '.join(rest)}")
+REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm"}
+"""Launchers of plugins of Hydra, and the launcher of this program in place of each."""
 
 
 def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
@@ -45,12 +35,10 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
     if group in ("hydra/launcher", "hydra/sweeper"):
         others = getattr(error, "options", None) or []
-        if option in EXTRAS:
-            return not_installed(group, option, others)
         if group == "hydra/sweeper":
             return Problem(group, f"there is no '{option}'", f"sweep=optuna for a search, or {', '.join(others)}")
-        known = [*others, *(name for name in EXTRAS if name not in others)]
-        return Problem(group, f"there is no '{option}'", ", ".join(known), nearest(option, known))
+        close = REPLACED.get(option) or nearest(option, others)
+        return Problem(group, f"there is no '{option}'", ", ".join(others), close)
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None:  # the innermost says what is wrong, the outer ones where
@@ -86,7 +74,8 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
             return Problem(key, "is not a key", ANY_KEY, closest(key, known))
         own = [name for name in flatten(OmegaConf.to_container(OmegaConf.structured(HydraConf))) if name]
         names = [*(f"hydra.{name}" for name in own), "hydra.sweeper.params"]  # of the basic sweeper
-        names += [f"hydra.launcher.{name}" for name in ("devices", "per_device", "threads", "detach")]  # of pool
+        files = (shipped() / "hydra" / "launcher").glob("*.yaml")
+        names += [f"hydra.launcher.{name}" for path in files for name in yaml.safe_load(path.read_text())]
         return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)", nearest(key, names))
     if match := _CHOICE.search(text):
         return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))

@@ -24,6 +24,11 @@ def holds_sweep(folder: Path) -> bool:
     return any(os.path.lexists(path) for path in (*(folder / name for name in _OF_SWEEPS), *jobs))
 
 
+def in_sweep(folder: Path) -> bool:
+    """Whether a folder is that of a job of a sweep, or will be."""
+    return (folder.parent / "sweep.jsonl").is_file()
+
+
 def not_folders(words: Sequence[str]) -> list[Problem]:
     """Folders on the command line that cannot be made; Hydra makes them before any job starts."""
     problems = []

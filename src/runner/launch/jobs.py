@@ -12,9 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from runner.config.errors import PREEMPTED
 from runner.config.signals import STOPPING, early, heard
 
 _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")  # by nohup and shells
+_UNWRITTEN = 120  # status of a Python that could not write what it printed
 _SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its group
 
 
@@ -23,12 +25,11 @@ class Job:
     """A job of a sweep, as a function for processes of this machine and as a command for others.
 
     Attributes:
-        number: of the job in its sweep, from 0.
+        number: among the jobs of this command, from 0.
         call: runs the job in a process that ends after it; pickled.
         command: what a user would type to run the same job.
-        log: the file that gets what the job prints.
+        log: the file that gets what the job prints; the same whenever the job is started again in the same folder.
         environment: variables for it alone.
-        place: what `Launcher.start` returned for this job when an earlier process started it; empty if it is new.
     """
 
     number: int
@@ -36,7 +37,6 @@ class Job:
     command: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Launcher(Protocol):
     survives: bool
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
-        """Start jobs, and return for each where it runs. If a job still runs at `Job.place`, return that instead."""
+        """Start jobs, unless an earlier process started one that still runs, and return for each where it runs."""
         ...
 
     def wait(self, timeout_s: float) -> list[Ended]:
@@ -153,3 +153,15 @@ def _startable(launcher: Launcher, next_job: Callable[[], Job | None], running: 
     while not stop.name and (free is None or free > 0) and (job := next_job()) is not None:
         free = None if free is None else free - 1
         yield job
+
+
+def why_ended(status: int) -> str:
+    """Why the process of a job could not report how the run ended, by its status; empty if it could."""
+    if status in (0, PREEMPTED):
+        return ""
+    if status > 0:
+        unwritten = ": its log cannot be written: perhaps the disk is full" if status == _UNWRITTEN else ""
+        return f"its process ended with status {status}{unwritten}"
+    name = signal.Signals(-status).name
+    reason = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}.get(name, "")
+    return f"killed by {name}{reason}"

@@ -9,22 +9,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.config.cores import cores
-from runner.config.errors import PREEMPTED, UserError
+from runner.config.errors import UserError
 from runner.config.signals import STOPPING
-from runner.launch.jobs import Ended, Job
+from runner.launch.jobs import Ended, Job, why_ended
 from runner.launch.processes import end_with_parent, start_fork_server
 
+T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
-_UNWRITTEN = 120  # status of a Python that could not write what it printed
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,19 @@ class Local:
 
     def prepare(self, preload: Sequence[str]) -> None:
         """Start the server that jobs are forked from; it imports modules while this process does other things."""
-        if _context().get_start_method() != "forkserver":
-            return
         before = dict(os.environ)
         try:
             os.environ.update(self._environment)
-            start_fork_server(preload)
+            if _context().get_start_method() == "forkserver":
+                start_fork_server(preload)
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in a process that is forked for it, and return what it returns; both are pickled."""
+        with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+            return pool.submit(function).result()
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
         """See `Launcher.start`."""
@@ -138,7 +143,7 @@ class Local:
                 os.killpg(
                     process.pid or 0, signal.SIGKILL
                 )  # data workers notice after seconds that their parent is gone
-            ended.append(Ended(number, _sentence(process.exitcode)))
+            ended.append(Ended(number, why_ended(process.exitcode)))
             process.close()
         return ended
 
@@ -207,15 +212,3 @@ def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     faulthandler.enable()
     end_with_parent()
     call()
-
-
-def _sentence(status: int) -> str:
-    """Why a process could not report how its job ended."""
-    if status in (0, PREEMPTED):
-        return ""
-    if status > 0:
-        unwritten = ": its log cannot be written: perhaps the disk is full" if status == _UNWRITTEN else ""
-        return f"its process ended with status {status}{unwritten}"
-    name = signal.Signals(-status).name
-    reason = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}.get(name, "")
-    return f"killed by {name}{reason}"

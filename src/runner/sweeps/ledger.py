@@ -51,12 +51,11 @@ class Entry:
     Attributes:
         folder: its run directory, inside the sweep.
         overrides: of the job, secrets masked.
-        status: one of `ENDED`, `started`, `submitted`, `retried` or `removed`.
+        status: one of `ENDED`, `started`, `retried` or `removed`.
         launch: index of the launch that wrote the line.
         sentence: see `Outcome`.
         metric: see `Outcome`.
         value: see `Outcome`.
-        place: where it was started, see `runner.launch.jobs.Launcher.start`.
         code: digests of the user's modules that it was started with.
         why: why it was started again in another folder.
     """
@@ -68,7 +67,6 @@ class Entry:
     sentence: str | None = None
     metric: str | None = None
     value: float | None = None
-    place: str = ""
     code: dict[str, str] = field(default_factory=dict)
     why: str | None = None
 
@@ -188,7 +186,6 @@ class Ledger:
                 sentence=_text(found.get("sentence")),
                 metric=_text(found.get("metric")),
                 value=number_or_none(found.get("value")),
-                place=str(found.get("place") or ""),
                 code=dict(found.get("code") or {}),
                 why=_text(found.get("why")),
             )

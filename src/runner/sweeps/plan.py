@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -19,6 +20,8 @@ from runner.config.command import Command
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.keys import at, flatten, key_of, walk, within
+from runner.config.resolve import problems_in
+from runner.config.schema.train import Train
 from runner.config.secrets import mask_values, mask_words
 from runner.config.signatures import source_files
 from runner.sweeps.ablation import ablated, toggles_off
@@ -64,12 +67,16 @@ class Plan:
     jobs: Sequence[Planned] | None = None
 
 
-def plan_of(command: Command, before_imports: Callable[[], object] = lambda: None) -> Plan:
+Validate = Callable[[Sequence[Composition]], list[list[Problem]]]
+"""Finds the problems of compositions, with torch."""
+
+
+def plan_of(command: Command, validate: Validate | None = None) -> Plan:
     """Split, compose and validate the jobs of a command.
 
     Args:
         command: what was called.
-        before_imports: called once the jobs have no mistake that is found without torch, before torch is imported.
+        validate: called once the jobs have no mistake that is found without torch; None for this process.
 
     Raises:
         ConfigError: with every problem of every job.
@@ -87,7 +94,7 @@ def plan_of(command: Command, before_imports: Callable[[], object] = lambda: Non
         jobs, swept = ablated(jobs, off), sorted({*swept, *off})
     planned = dict[str, Planned]()  # a value may be given twice
     varied = varied_words(jobs)
-    for number, composition in enumerate(composed(command, jobs, before_imports)):
+    for number, composition in enumerate(composed(command, jobs, validate)):
         known = identity(composition.values, composition.overrides, swept)
         planned.setdefault(known, Planned(number, known, composition, varied[number]))
     plain = [word for word in words if key_of(word) not in swept]
@@ -110,36 +117,36 @@ def split(words: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*lists.values())]
 
 
-def composed(
-    command: Command, jobs: Sequence[Sequence[str]], before_imports: Callable[[], object] = lambda: None
-) -> list[Composition]:
+def problems_of_all(schema: type[Train], compositions: Sequence[Composition]) -> list[list[Problem]]:
+    """The problems of compositions, with torch; of one that resumes, other values come from the checkpoint."""
+    resumed = [each.values.get("ckpt_path") is not None for each in compositions]
+    pairs = zip(compositions, resumed, strict=True)
+    return [[] if resumes else problems_in(each.values, each, schema)[1] for each, resumes in pairs]
+
+
+def composed(command: Command, jobs: Sequence[Sequence[str]], validate: Validate | None = None) -> list[Composition]:
     """Compose and validate jobs, first without importing torch, and with it if no problem was found.
 
     Args:
         command: what was called.
         jobs: the overrides of each.
-        before_imports: see `plan_of`.
+        validate: see `plan_of`.
 
     Raises:
         ConfigError: with each problem once, and the first job that has it with the overrides that not all jobs have, unless
             all jobs have it.
     """
-    known = dict[int, Composition]()
-    for imports in (False, True):
-        if imports:
-            before_imports()
-        found: list[list[Problem]] = []
-        for number, words in enumerate(jobs):
-            try:
-                job = known[number] = known.get(number) or command.composed(words)
-                resumes = job.values.get("ckpt_path") is not None  # its other values come from there
-                found.append([] if resumes else command.problems_of(job, imports))
-            except ConfigError as error:
-                found.append(list(error.problems))
-        if wrong := [number for number, problems in enumerate(found) if problems]:
-            break
-    else:
-        return list(known.values())
+    compositions, found = list[Composition](), list[list[Problem]]()
+    for words in jobs:
+        try:
+            compositions.append(job := command.composed(words))
+            found.append([] if job.values.get("ckpt_path") is not None else command.problems_of(job, False))
+        except ConfigError as error:
+            found.append(list(error.problems))
+    if not any(found):
+        found = (validate or functools.partial(problems_of_all, command.schema))(compositions)
+    if not (wrong := [number for number, problems in enumerate(found) if problems]):
+        return compositions
     kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
     everywhere = set.intersection(*kinds)
     listed = [problem for problem in found[wrong[0]] if (problem.key, problem.message) in everywhere]

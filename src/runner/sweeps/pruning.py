@@ -66,7 +66,7 @@ class Pruning:
             from runner.sweeps.study import decision
 
             own["curve"].append([evaluation, value])
-            stops, own["notes"] = decision(self._trial, own, self._folder.parent)
+            stops, own["notes"] = decision(self._trial, own, self._folder.parent.glob(f"*/{FILE}"))
             own["stopped_at"] = evaluation if stops else None
             write_json(self._folder / FILE, own)
         return bool(own["stopped_at"] == evaluation)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
 from runner.config.frozen import to_plain
-from runner.config.keys import key_of, within
+from runner.config.keys import key_of
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
 from runner.config.reading import read_overrides, read_regular
@@ -32,7 +32,7 @@ from runner.tracking.formats import number
 from runner.tracking.run_directory import works
 
 LOGS = "logs"
-"""Folder of the sweep with what each job prints, `<number>.log`."""
+"""Folder of the sweep with what each job prints, `<folder>.log`."""
 _LOOKED_S = 0.5  # between two looks at a job that another process still runs
 
 
@@ -141,11 +141,11 @@ class Sweep:
         runs = [path for path in self.folder.glob("*/") if not path.is_symlink() and holds_run(path)]
         if not runs:
             return
-        by_words = {tuple(sorted(mask_words(job.composition.overrides))): job for job in jobs}
+        by_words = {_compared(mask_words(job.composition.overrides)): job for job in jobs}
         found = 0
         for path in runs:
             with contextlib.suppress(OSError, ValueError, UserError):  # a run that cannot be read is none of them
-                job = by_words.get(tuple(sorted(read_overrides(path))))
+                job = by_words.get(_compared(read_overrides(path)))
                 if job is None:
                     continue
                 if (path / "config.yaml").is_file():
@@ -175,7 +175,7 @@ class Sweep:
 
     def _is_gone(self, job: Planned) -> bool:
         entry = self.records.jobs[job.identity]
-        return not entry.folder.is_dir() and entry.status not in ("started", "submitted")
+        return not entry.folder.is_dir() and entry.status != "started"
 
     # The jobs
 
@@ -197,7 +197,7 @@ class Sweep:
             return None
         while (planned := self._candidate()) is not None:
             known = self.records.jobs.get(planned.identity)
-            folder, why, place = self._free(planned), None, ""
+            folder, why = self._free(planned), None
             code = code_of(planned.composition.values)
             if known is not None and self._is_gone(planned):
                 known = None
@@ -210,13 +210,13 @@ class Sweep:
                 if changed:
                     why = f"{', '.join(changed)} changed since job {known.folder.name} ran"
                 elif not again:
-                    folder, place = known.folder, known.place
-                    if not place and works(folder):
+                    folder = known.folder
+                    if not self._launcher.survives and _is_written(
+                        known
+                    ):  # other jobs are found again by their launcher
                         self._wait_for(planned, folder)
                         continue
-            return self._begin(
-                planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why), place
-            )
+            return self._begin(planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why))
         return None
 
     def _candidate(self) -> Planned | None:
@@ -227,7 +227,7 @@ class Sweep:
             self._looked = time.monotonic()
             for waiting in self._occupied:
                 entry = self.records.jobs.get(waiting.identity)
-                if waiting.identity not in busy and (entry is None or not works(entry.folder)):
+                if waiting.identity not in busy and (entry is None or not _is_written(entry)):
                     self._occupied.remove(waiting)
                     return waiting
         planned = self._jobs.next()
@@ -242,23 +242,21 @@ class Sweep:
         self._occupied.append(planned)
         self.say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
 
-    def _begin(self, planned: Planned, entry: Entry, place: str) -> Job:
+    def _begin(self, planned: Planned, entry: Entry) -> Job:
         """Prepare the job of a folder that is free or its own."""
         composition = planned.composition
         continues = holds_run(entry.folder)
-        if not place:
-            self.ledger.append_job(self.records, planned.identity, entry)
+        self.ledger.append_job(self.records, planned.identity, entry)
         self._running[planned.number] = planned
-        words = [word for word in composition.overrides if not within(key_of(word), ("resume",))]
+        words = [word for word in composition.overrides if key_of(word) != "resume"]
         command = [sys.executable, "-m", "runner", "train", *self.plan.command.flags_of_jobs, *words]
         supervised = dataclasses.replace(composition.in_folder(entry.folder), continues=continues, supervised=True)
         return Job(
             number=planned.number,
             call=functools.partial(self._call, supervised),
             command=[*command, "hydra.mode=RUN", f"hydra.run.dir={quoted(entry.folder.absolute())}", "resume=auto"],
-            log=self._log(planned),
+            log=self._log(entry.folder),
             environment=planned.environment,
-            place=place,
         )
 
     def _free(self, planned: Planned) -> Path:
@@ -287,10 +285,6 @@ class Sweep:
 
     def _started(self, job: Job, place: str) -> None:
         planned, entry = self._running[job.number], self.records.jobs[self._running[job.number].identity]
-        if self._launcher.survives and place != entry.place:
-            self.ledger.append_job(
-                self.records, planned.identity, dataclasses.replace(entry, status="submitted", place=place)
-            )
         text = f": {place}" if place else ""
         text += f", again, as {entry.why}" if entry.why else ""
         told = headline_of(self.records)
@@ -302,7 +296,7 @@ class Sweep:
         found = outcome(known.folder)
         if found.status not in ENDED:
             sentence = ended.sentence or "its process ended and left no result"
-            found = Outcome("failed", sentence=_last_error(self._log(planned)) or sentence)
+            found = Outcome("failed", sentence=_last_error(self._log(known.folder)) or sentence)
             if signal:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
         again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
@@ -318,11 +312,11 @@ class Sweep:
             self._tell(planned, found.status, f": {found.sentence}" if found.sentence else "")
         self._jobs.ended(planned, found, known.folder)
 
-    def _log(self, planned: Planned) -> Path:
-        return self.folder / LOGS / f"{planned.number}.log"
+    def _log(self, folder: Path) -> Path:
+        return self.folder / LOGS / f"{folder.name}.log"
 
     def _record(self, job: str, known: Entry, found: Outcome) -> None:
-        self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found), place=""))
+        self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found)))
 
     def _on_time(self) -> bool:
         if self._display is not None:
@@ -346,13 +340,23 @@ class Sweep:
         failed = event == "failed"
         if event in ("failed", "retried"):
             folder = self.records.jobs[planned.identity].folder
-            line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(planned)}"
+            line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
             again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
             line += f"\n    again: {again}" if failed else ""
         if self._display is None:
             print(line, flush=True)
         elif not self._display.live or event in ("failed", "retried", "preempted"):
             self._display.line(line, error=failed)
+
+
+def _compared(words: Sequence[str]) -> tuple[str, ...]:
+    """The overrides of a job in a canonical order, without `resume`, which jobs on a cluster have."""
+    return tuple(sorted(word for word in words if key_of(word) != "resume"))
+
+
+def _is_written(entry: Entry) -> bool:
+    """Whether another process writes the run of a job; a killed one of another machine counts until an end is recorded."""
+    return works(entry.folder, elsewhere=outcome_of(entry).status not in ENDED)
 
 
 def _last_error(log: Path) -> str:

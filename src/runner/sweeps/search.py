@@ -31,7 +31,7 @@ from runner.config.space import Range, ranges_of, text_of, word_of
 from runner.config.truth import is_true
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import NAME, Entry, Ledger, Outcome, outcome, outcome_of
-from runner.sweeps.plan import Plan, Planned, composed, counted, identity
+from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
 from runner.sweeps.pruning import FILE, VARIABLE
 from runner.sweeps.run import Sweep
 from runner.sweeps.study import WARM, State, pruner_of, sampler_of, storage_of, study_of_sweep, using
@@ -59,7 +59,8 @@ class Search:
 
     Args:
         command: what was called.
-        launcher: makes what will start the jobs, before torch is imported.
+        launcher: makes what will start the jobs.
+        validate: see `runner.sweeps.plan.plan_of`.
         monitor: the metric that a run of a composition watches, and its direction.
 
     Raises:
@@ -68,7 +69,11 @@ class Search:
     """
 
     def __init__(
-        self, command: Command, launcher: Callable[[], Launcher], monitor: Callable[[Composition], tuple[str, str]]
+        self,
+        command: Command,
+        launcher: Callable[[], Launcher],
+        validate: Validate,
+        monitor: Callable[[Composition], tuple[str, str]],
     ) -> None:
         self._command, self._settings = command, command.composition.values["search"]
         settings, self._space = self._settings, _checked_space(command)
@@ -79,7 +84,7 @@ class Search:
         if settings["pruner"] != "none" and len(settings["objectives"]) > 1:
             problem = f"is {settings['pruner']}, and decides by one objective"
             raise UserError("search.pruner", problem, "search.pruner=none")
-        _check_ends(command, self._words, self._space, launcher)
+        _check_ends(command, self._words, self._space, validate)
         self._goals = dict(settings["objectives"]) or dict([monitor(command.composition)])
         swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
         base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
@@ -273,9 +278,7 @@ def _checked_space(command: Command) -> dict[str, Range]:
     return space
 
 
-def _check_ends(
-    command: Command, words: Sequence[str], space: Mapping[str, Range], before_imports: Callable[[], object]
-) -> None:
+def _check_ends(command: Command, words: Sequence[str], space: Mapping[str, Range], validate: Validate) -> None:
     """Validate the values at the ends of each range, and each choice, with the first values of the others.
 
     Raises:
@@ -291,7 +294,7 @@ def _check_ends(
         accepted = [(key, word) for (key, _), word in zip(ends, checked.accepted, strict=True)]
         first = dict(reversed(accepted))
         others = [first, *(first | {key: word} for key, word in accepted if word != first[key])]
-        composed(command, [[*words, *each.values()] for each in others], before_imports)
+        composed(command, [[*words, *each.values()] for each in others], validate)
     except ConfigError as error:
         own = {key: {"key": f"search.{key}", "origin": ""} for key in space}
         problems = [dataclasses.replace(each, **own.get(each.key, {})) for each in error.problems]

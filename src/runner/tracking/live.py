@@ -14,8 +14,6 @@ _CURVE = 24  # characters
 _MOST_LOSSES = 512
 _EPOCH_BAR = 16
 Line = list[tuple[str, str]]
-heading = ""
-"""What the lines begin with: the number of the job in a sweep."""
 
 
 class LiveLines:
@@ -45,7 +43,7 @@ class LiveLines:
     def lines(self, progress: Progress, encoding: str | None) -> list[Line]:
         """The lines, with their styles; those that have nothing to say are omitted."""
         blocks = encodable(_BLOCKS, encoding) == _BLOCKS
-        first: Line = [(f"  {heading}", "bold")] if heading else []
+        first: Line = []
         if progress.total_epochs > 1 and progress.total_steps > 0:
             steps = max(1, round(progress.total_steps / progress.total_epochs))
             done = progress.global_step - (max(progress.epoch, 1) - 1) * steps

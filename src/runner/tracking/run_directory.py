@@ -139,8 +139,8 @@ def hold(folder: Path) -> int | None:
     return descriptor
 
 
-def works(folder: Path) -> bool:
-    """Whether another process `hold`s a folder, as far as this machine can tell; those of others count as alive."""
+def works(folder: Path, elsewhere: bool = True) -> bool:
+    """Whether another process `hold`s a folder; `elsewhere` is the answer for a process of another machine."""
     path = folder / ".lock"
     try:
         if _is_own(path):
@@ -148,7 +148,7 @@ def works(folder: Path) -> bool:
         with open_regular(path) as file:
             owner = re.fullmatch(r"process \d+ on (.*)", file.read(200).decode().strip())
             if owner is None or owner[1] != socket.gethostname() or sys.platform == "win32":
-                return owner is not None
+                return owner is not None and elsewhere
             with contextlib.suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _SEEN)
                 return False

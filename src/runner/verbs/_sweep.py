@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runner.build.metrics import expected_monitor
 from runner.config.command import Command
 from runner.config.composition import Composition
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
+from runner.config.hydra_messages import REPLACED
 from runner.config.keys import within
 from runner.config.output_folders import holds_run
 from runner.config.resolve import resolve_config
@@ -20,7 +22,7 @@ from runner.config.schema.train import Train
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local
 from runner.sweeps.folder import opened_folder
-from runner.sweeps.plan import Plan, plan_of
+from runner.sweeps.plan import Plan, plan_of, problems_of_all
 from runner.sweeps.run import Listed, Sweep
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.sweeps.view import Display
@@ -41,12 +43,18 @@ def run_sweep(verb: Verb, command: Command) -> int:
     """
     _check(command)
     values, launcher = command.composition.values, functools.cache(lambda: _launcher(command))
+
+    def validate(compositions: Sequence[Composition]) -> list[list[Problem]]:
+        """In a process that has torch, where jobs are forked from one: this process need not import it."""
+        call, local = functools.partial(problems_of_all, command.schema, compositions), launcher()
+        return local.call(call) if isinstance(local, Local) else call()
+
     search: Any = None
     if values["search"]["sampler"] is not None:
         from runner.sweeps.search import Search  # needs Optuna, and says what to install
 
-        search = Search(command, launcher, _monitor)
-    plan: Plan = search.plan if search else plan_of(command, launcher)
+        search = Search(command, launcher, validate, _monitor)
+    plan: Plan = search.plan if search else plan_of(command, validate)
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
@@ -109,8 +117,11 @@ def _launcher(command: Command) -> Launcher:
     kind: Any = get_class(settings.pop("_target_"))
     if not hasattr(kind, "survives"):
         problem = f"is {chosen}, a plugin of Hydra's, and runner starts its jobs itself"
-        raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray")
-    launcher: Launcher = kind(**settings, values=command.composition.values)
+        raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray", REPLACED.get(chosen, ""))
+    try:
+        launcher: Launcher = kind(**settings, values=command.composition.values)
+    except TypeError as error:
+        raise UserError("hydra.launcher", str(error)) from error
     if isinstance(launcher, Local):
         launcher.prepare(_PRELOAD)
     return launcher
