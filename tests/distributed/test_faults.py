@@ -209,23 +209,12 @@ def test_the_first_difference_of_command_lines(
         follow.compare(own)
 
 
-@pytest.mark.parametrize("folder", ["", "sweep"])
-def test_a_sweep_goes_on_in_its_folder_after_a_restart(agent: Agent, here: Path, folder: str) -> None:
-    words = (
-        "train", *WORDS, "output_root=runs", FAULT, "+callbacks.mine.signal=SIGKILL", "--multirun",
-        "callbacks.mine.step=100,2",
-    )  # fmt: skip
-    words = (*words[:-1], f"+{words[-1]}", *([f"hydra.sweep.dir={folder}"] if folder else []))
-    statuses = [status for status, _, _ in agent(words, words)]
-    assert statuses[1] < 0
-    (status, out, err), (other, *_) = agent(words, words)
-    assert (status, other) == (0, 0), err
-    assert "0 has finished already" in out
-    found = sorted(here.glob(f"{folder or 'runs/*/sweeps/*'}/*/summary.json"))
-    assert [path.parent.name for path in found] == ["0", "1"]
-    summaries = [json.loads(path.read_text()) for path in found]
-    assert [summary["status"] for summary in summaries] == ["finished"] * 2
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+def test_a_sweep_of_torchrun_is_refused_with_what_to_do(agent: Agent, here: Path) -> None:
+    words = ("train", *WORDS, "--multirun", "seed=0,1")
+    (status, _, err), _ = agent(words, words)
+    assert status == 2
+    assert "error: --multirun: starts a process for each job, and torchrun or srun started several" in err
+    assert "devices=N without torchrun" in err
 
 
 def test_a_job_is_plain_data(compose: Callable[..., Any], tmp_path: Path) -> None:

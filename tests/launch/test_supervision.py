@@ -27,24 +27,6 @@ WORDS = (
     "threads=1", "logger=none", "log.curves=false", "log.progress=false", "checkpoint.every_steps=1",
     "checkpoint.min_seconds=0", "max_steps=1000000", "epochs=null", "scheduler=constant", "hydra.run.dir=run",
 )  # fmt: skip
-SWEEP = """
-import multiprocessing, os, sys
-from runner.cli import main
-from runner.launch.ranks import end_with_parent
-
-def job(words):
-    multiprocessing.set_start_method(None, force=True)
-    os.setsid()
-    end_with_parent()
-    sys.exit(main(words))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runner.verbs.train"])
-    process = context.Process(target=job, args=(sys.argv[1:],), daemon=False)
-    process.start()
-    process.join()
-"""
 
 
 @pytest.fixture
@@ -168,21 +150,19 @@ def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_ranks_of_a_job_of_a_fork_server_end_once_the_process_of_the_sweep_is_killed(
-    workdir: Path, mark: str, trains: bool
-) -> None:
-    (workdir / "sweep.py").write_text(SWEEP)
-    log = workdir / "log"
-    command = [sys.executable, "sweep.py", "train", *WORDS, "devices=2"]
+def test_ranks_of_a_job_end_once_the_process_of_its_sweep_is_killed(workdir: Path, mark: str, trains: bool) -> None:
+    log, folder = workdir / "log", workdir / "sweep" / "0"
+    words = [*WORDS[:-1], "devices=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep"]
+    command = [sys.executable, "-m", "runner", "train", *words]
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as sweep:
-        until(lambda: (workdir / ("run/checkpoints/last.safetensors" if trains else "run/logs")).exists())
+        until(lambda: (folder / ("checkpoints/last.safetensors" if trains else "logs")).exists())
         sweep.kill()
         sweep.wait()
         until(lambda: not marked(mark), 30)
-    summary = json.loads((workdir / "run/summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "preempted", log.read_text()
     if trains:
-        assert read(workdir / "run/checkpoints/last.safetensors")["position"]["global_step"] == summary["global_step"]
+        assert read(folder / "checkpoints/last.safetensors")["position"]["global_step"] == summary["global_step"]
 
 
 def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(workdir: Path, mark: str) -> None:

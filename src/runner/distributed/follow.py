@@ -17,9 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Dist
-from runner.distributed.store import appear, gather_ranks, open_store, served_by_launcher
-from runner.distributed.store import rank as rank
-from runner.distributed.store import size as size
+from runner.distributed.store import appear, gather_ranks, open_store, rank, served_by_launcher, size
 
 _NEXT_JOB = datetime.timedelta(days=1)  # a launcher ends all ranks when one fails
 _REPORTED_S, _LEAVING_S = 3.0, 5.0
@@ -55,15 +53,6 @@ def compare(words: Sequence[str]) -> None:
                 raise UserError("", problem, "the same command line for every rank")
 
 
-def kept(name: str, make: Callable[[], str]) -> str:
-    """A text that rank 0 makes once, however often the launcher starts the ranks again."""
-    store = _store().underlying_store
-    if not store.check([name]):
-        store.set(name, make())
-    text: str = store.get(name).decode()
-    return text
-
-
 def lead(job: dict[str, Any] | None) -> Store:
     """Hand a job, which JSON can contain, to the other ranks; returns the store by which all ranks of the job meet."""
     key = f"job/{next(_numbers)}"
@@ -96,10 +85,9 @@ def report(outcome: Any) -> None:
         _store().set("failed", json.dumps(asdict(outcome)))
 
 
-def first_failure() -> dict[str, Any] | None:
-    """What the first rank that failed reported; None if none has within a few seconds."""
+def first_failure() -> str:
+    """What the first rank that failed reported, as JSON; empty if none has within a few seconds."""
     with contextlib.suppress(RuntimeError):  # the store is gone
         if appear(_store(), ["failed"], _REPORTED_S):
-            found: dict[str, Any] = json.loads(_store().get("failed"))
-            return found
-    return None
+            return str(_store().get("failed"), "utf-8")
+    return ""

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,8 +21,8 @@ from typing import Any, TypeVar
 from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
-from runner.launch import fork_server
 from runner.launch.jobs import Ended, Job, why_ended
+from runner.launch.processes import end_with_parent, start_fork_server
 
 T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
@@ -103,7 +102,7 @@ class Local:
         try:
             os.environ.update(self._environment)
             if _context().get_start_method() == "forkserver":
-                fork_server.start(*preload)
+                start_fork_server(preload)
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -211,13 +210,5 @@ def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")  # a system short of memory ends a job, and not the sweep
     faulthandler.enable()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    end_with_parent()
     call()
-
-
-def _end_with_parent() -> None:
-    """Ask this process to save and to end once the sweep's process is gone."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)

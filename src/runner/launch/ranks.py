@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,15 +22,13 @@ from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[
 from runner.config.errors import FAILED, PREEMPTED, explain
 from runner.config.signals import STOPPING
 from runner.distributed.store import RanksMissing, of_attempt, open_store
-from runner.distributed.world import world
-from runner.launch import fork_server
+from runner.launch.processes import end_with_parent, start_fork_server
 
 _PATIENCE_S = 120.0  # for ranks that a signal asked to save and end, before they are killed
 _NOTICED_S = 5.0  # for ranks to end by themselves after another one has failed, before SIGTERM
 _TERMINATED_S = 25.0  # from SIGTERM to SIGKILL
 _LOOKED_S = 0.1
 _REPORTED_S = 10.0
-_LEFT_S = 5.0  # from SIGTERM to the end of a rank without a launcher that waits for ranks which will not come
 _FILES, _FILES_OF_RANK = 32, 8  # open files without which the store does not answer the ranks
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -94,7 +90,7 @@ def run_ranks(
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES + _FILES_OF_RANK * size:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     logs.mkdir(parents=True, exist_ok=True)
-    fork_server.start(entry.__module__, "torch._dynamo")  # whose import DistributedDataParallel waits for, a second
+    start_fork_server([entry.__module__, "torch._dynamo"])  # DistributedDataParallel imports that, for a second
     context = multiprocessing.get_context("forkserver")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # ranks meet there, and say how they ended
     environment = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
@@ -200,22 +196,3 @@ def outcome_of(rank: int, error: BaseException) -> Outcome:
     status, sentence, text = explain(error)
     lost = isinstance(error, RanksMissing | DistNetworkError) or any(said in str(error) for said in _LOST_PEER)
     return Outcome(rank, status, sentence=sentence, text=text, lost=lost, ended=time.time())
-
-
-@functools.cache
-def end_with_parent() -> None:
-    """Ask this process to save and stop once the one that started it is gone, and end it if it waits for other ranks."""
-    threading.Thread(target=_outlast, args=(os.getppid(),), daemon=True).start()
-
-
-def _outlast(parent: int) -> None:
-    if (process := multiprocessing.parent_process()) is not None:
-        process.join()
-    else:
-        while os.getppid() == parent:
-            time.sleep(_LOOKED_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-    while True:
-        time.sleep(_LEFT_S)
-        if int(os.environ.get("WORLD_SIZE", "1")) > world().size:  # it has not met the others, or has left them
-            os._exit(FAILED)

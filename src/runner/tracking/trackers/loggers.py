@@ -359,7 +359,7 @@ class WandB(Tracker):
         if status == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if status == "finished" else 1)
-        if not self.live and wandb.run is None:  # a run of user code would end, too
+        if not self.live and wandb.run is None:  # not if the user has a run, which would end too
             wandb.teardown()  # finish() returns before the file is written, which takes seconds on a busy machine
 
 
