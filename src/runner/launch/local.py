@@ -139,10 +139,9 @@ class Local:
                 continue
             del self._running[number]
             self._free.append(slot)
+            assert process.pid is not None
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(
-                    process.pid or 0, signal.SIGKILL
-                )  # data workers notice after seconds that their parent is gone
+                os.killpg(process.pid, signal.SIGKILL)  # its data workers would notice only after seconds
             ended.append(Ended(number, why_ended(process.exitcode)))
             process.close()
         return ended
