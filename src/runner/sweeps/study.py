@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from runner.config.reading import read_json
 from runner.config.secrets import mask_text
 from runner.config.space import Range
 from runner.sweeps.ledger import outcome
-from runner.sweeps.pruning import FILE
 
 try:
     import optuna
@@ -170,17 +169,17 @@ def pruner_of(pruner: str, warmup: int, reduction: int) -> optuna.pruners.BasePr
     return optuna.pruners.HyperbandPruner(**stages) if pruner == "hyperband" else optuna.pruners.NopPruner()
 
 
-def decision(trial: Mapping[str, Any], own: Mapping[str, Any], sweep: Path) -> tuple[bool, dict[str, float]]:
+def decision(trial: Mapping[str, Any], own: Mapping[str, Any], files: Iterable[Path]) -> tuple[bool, dict[str, float]]:
     """Whether the pruner stops a trial after its last evaluation, and what it notes about the trial.
 
     Args:
         trial: see `runner.sweeps.pruning.Pruning`.
         own: the content of its file so far.
-        sweep: the folder of all trials.
+        files: those of all trials.
     """
     known = dict[int, tuple[dict[int, float], dict[str, float], bool]]()
     # Of a trial that ran again in another folder, the newer run counts.
-    for path in sorted(sweep.glob(f"*/{FILE}"), key=lambda each: (len(each.parent.name), each)):
+    for path in sorted(files, key=lambda each: (len(each.parent.name), each)):
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # of someone else's file
             found = read_json(path)
             curve = {int(evaluation): float(value) for evaluation, value in found["curve"]}
