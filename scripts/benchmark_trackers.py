@@ -4,13 +4,13 @@
     python scripts/benchmark_trackers.py call
     python scripts/benchmark_trackers.py kills --server http://localhost:5000
 
-`cost` trains with `logger=mlflow` and reads from the kernel for how long another process had the core that the run was ready to
-use: on one core, which the run must share with its feeder (the process that sends the points), and on two. The case `none` has
-no feeder. Times of steps would show the load of the machine instead. The server is a small one in this process that refuses,
-hangs, answers 500, or dies in the middle; a full disk is a tmpfs of 300 kB, which needs root, that holds the database.
+`cost` trains a small MLP with `logger=mlflow`, whose thread shares Python's lock with the steps of 0.3 ms. In each quarter of a
+second in which that thread computes, the steps that are missing, compared with the quarters in which it does not, are time that
+the run lost. The case `none` has no tracker. The server is a small one in this process that refuses, hangs, answers 500, dies in
+the middle, or is slow; a full disk is a tmpfs of 300 kB, which needs root, that holds the database.
 
-`kills` trains with TensorBoard, MLflow and W&B (offline) together, ends the process with SIGKILL and resumes it five times,
-sometimes with the processes that feed the trackers, and reads everything back with the clients of the three.
+`kills` trains with TensorBoard, MLflow and W&B (offline) together, ends the process with SIGKILL and resumes it five times, and
+reads everything back with the clients of the three.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
@@ -37,76 +38,92 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 import psutil  # noqa: E402
 from fake_mlflow import FakeMLflow, fake_mlflow  # noqa: E402
 
-WORDS = ["model=mlp", "threads=1", "data.batch_size=64", "epochs=null", "log.every_steps=50"]
-QUIET = ["log.progress=false", "log.curves=false", "evaluate.test=false", "evaluate.every_epochs=1000"]
-CASES = ("none", "answers", "refuses", "hangs", "500", "dies", "disk full")
+WORDS = ["model=mlp", "threads=1", "data.batch_size=64", "epochs=null", "max_steps=100_000_000", "log.every_steps=50"]
+QUIET = ["log.progress=false", "log.curves=false", "evaluate.test=false", "evaluate.every_epochs=100000"]
+CASES = ("none", "answers", "refuses", "hangs", "500", "dies", "slow", "disk full", "database")
+WINDOW_S = 0.25
 
 
-def cost(cases: list[str], steps: int) -> None:
+class Probe:
+    """A callback that counts steps, and the CPU time of the tracker's thread, in each quarter of a second.
+
+    Args:
+        seconds: when to stop.
+        path: where to write (seconds, steps, CPU time) of the windows.
+    """
+
+    def __init__(self, seconds: float, path: str) -> None:
+        self.seconds, self.path = seconds, path
+        self.windows: list[tuple[float, int, float]] = []
+        self.began = 0.0
+
+    def on_step(self, loop: Any) -> None:
+        """Count a step."""
+        now = time.perf_counter()
+        if not self.began:
+            self.began, self.since, self.steps, self.used = now, now, 0, self._cpu_time()
+        self.steps += 1
+        if now - self.since >= WINDOW_S:
+            used = self._cpu_time()
+            self.windows.append((now - self.since, self.steps, used - self.used))
+            self.since, self.steps, self.used = time.perf_counter(), 0, used
+            if now - self.began >= self.seconds:
+                Path(self.path).write_text(json.dumps(self.windows))
+                loop.request_stop("measured")
+
+    def _cpu_time(self) -> float:
+        ids = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("runner-")}
+        return sum(each.user_time + each.system_time for each in psutil.Process().threads() if each.id in ids)
+
+
+def cost(cases: list[str], seconds: float, share: float) -> None:
     """Print a Markdown table, a row per case."""
-    print("| server | waited, one core | waited, two cores | CPU of the feeder | warnings | end of the run |")
+    print("| server | CPU time of the thread | training lost | share | warnings | end of the run |")
     print("|---|---|---|---|---|---|")
     for case in cases:
-        one, two = (_measured(case, steps, cores) for cores in ("0", "0,1"))
-        print(
-            f"| {case} | {one.waited:.1%} | {two.waited:.1%} | {two.feeder_cpu:.1f} s of {two.seconds:.0f} s "
-            f"| {max(one.warnings, two.warnings)} | {two.end:.1f} s |",
-            flush=True,
-        )
+        with tempfile.TemporaryDirectory() as name, _server(case, Path(name)) as uri:
+            _measure(case, uri, Path(name), seconds=seconds, share=share)
 
 
-class Cost(NamedTuple):
-    """What was measured in a run."""
-
-    waited: float  # share of the time of training in which another process had the core
-    seconds: float  # from the first line of metrics to the last one
-    feeder_cpu: float  # seconds, until then
-    end: float  # seconds from the last line of metrics to the end of the process
-    warnings: int  # of the tracker
-
-
-def _measured(case: str, steps: int, cores: str) -> Cost:
-    """Run on some cores, with the feeder."""
-    with tempfile.TemporaryDirectory() as name, _server(case, folder := Path(name)) as uri:
-        logger = ["logger=mlflow", f"logger.mlflow.tracking_uri={uri}"] if case != "none" else ["logger=none"]
-        words = ["taskset", "-c", cores, sys.executable, "-m", "runner", "train", *WORDS, *QUIET, *logger]
-        words += [f"max_steps={steps}", f"output_root={folder}/outputs"]
-        environment = os.environ | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-        feeder_cpu, began = 0.0, 0.0
-        with (folder / "out").open("w") as out:
-            process = subprocess.Popen(words, stdout=out, stderr=out, cwd=folder, env=environment)
-            while process.poll() is None:
-                found = _lines(folder)
-                began = began or (time.time() if found else 0.0)
-                if found < steps // 50:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        feeder_cpu = sum(sum(psutil.Process(each).cpu_times()[:2]) for each in _feeders(process.pid))
-                time.sleep(0.2)
-        ended = time.time()
-        text = (folder / "out").read_text()
-        assert process.returncode == 0, text
-        metrics = folder / text.split()[-1] / "metrics.jsonl"
-        waited = json.loads(metrics.with_name("summary.json").read_text())["cpu_wait"]
-        last = metrics.stat().st_mtime
-        return Cost(waited, last - began, feeder_cpu, ended - last, text.count("mlflow: "))
+def _measure(case: str, uri: str, folder: Path, *, seconds: float, share: float) -> None:
+    settings = [f"logger.mlflow.{key}={value}" for key, value in (("tracking_uri", uri), ("max_share", share))]
+    logger = ["logger=none"] if case == "none" else ["logger=mlflow", *settings]
+    probe = {"_target_": "benchmark_trackers.Probe", "seconds": seconds, "path": str(folder / "windows.json")}
+    words = [sys.executable, "-m", "runner", "train", *WORDS, *QUIET, *logger, "trust=[benchmark_trackers]"]
+    words += [f"+callbacks.probe.{key}={value}" for key, value in probe.items()]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": path})
+    ended = time.time()
+    assert done.returncode == 0, done.stdout + done.stderr
+    windows = json.loads((folder / "windows.json").read_text())
+    idle = statistics.median(length / steps for length, steps, used in windows if not used)
+    lost = sum(length - steps * idle for length, steps, used in windows if used)
+    used, trained = sum(used for _, _, used in windows), sum(length for length, _, _ in windows)
+    warnings, end = done.stdout.count("mlflow: "), ended - (folder / "windows.json").stat().st_mtime
+    print(
+        f"| {case} | {used:.2f} s | {lost:.2f} s of {trained:.0f} s | {lost / trained:.2%} | {warnings} | {end:.1f} s |"
+    )
+    sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def _server(case: str, folder: Path) -> Iterator[str]:
+    if case == "database":
+        yield f"sqlite:///{folder}/mlflow.db"
+        return
     if case == "disk full":
         (disk := folder / "disk").mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], check=True)
         try:
             yield f"sqlite:///{disk}/mlflow.db"
         finally:
-            time.sleep(1)
             subprocess.run(["umount", "-l", str(disk)], check=True)
         return
     server: FakeMLflow
     with fake_mlflow(folder / "artifacts") as server:
         if case == "refuses":
             server.stop()
-        server.failure = {"hangs": "hang", "500": "500", "dies": "die"}.get(case, "")
+        server.failure = {"hangs": "hang", "500": "500", "dies": "die", "slow": "slow"}.get(case, "")
         if case == "dies":
             server.script = [""] * 8
         yield server.uri
@@ -114,22 +131,18 @@ def _server(case: str, folder: Path) -> Iterator[str]:
 
 def call(calls: int) -> None:
     """Print what a logged line costs the run's own thread: CPU time of `log` while the server refuses connections."""
-    from runner.tracking.trackers.loggers import MLflow, close_feeders
+    from runner.tracking.trackers.loggers import MLflow
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.yaml").write_text("name: mine\n")
-        logger = MLflow("http://127.0.0.1:9", wait_s=0)
-        began = time.process_time()
-        logger.open(Path(folder), None)
-        opened = time.process_time() - began
+        logger = MLflow(tracking_uri="http://127.0.0.1:9")
+        logger.load(Path(folder))
         samples = []
-        for _ in range(20):
+        for number in range(20):
             began = time.process_time()
             for step in range(calls // 20):
-                logger.log("train", {"loss": 1.0}, step, 1)
+                logger.log("train", {"loss": 1.0}, number * calls + step, 1)
             samples.append((time.process_time() - began) / (calls // 20))
-        print(f"open: {opened * 1e3:.1f} ms; log: {statistics.median(samples) * 1e6:.2f} us a line (median of 20)")
-        close_feeders(30)
+        print(f"log: {statistics.median(samples) * 1e6:.2f} us a line (median of 20)")
 
 
 def kills(server: str, count: int, seed: int) -> None:
@@ -153,6 +166,7 @@ def kills(server: str, count: int, seed: int) -> None:
         ]
         words += ["checkpoint.every_steps=7", "resume=auto", "log.progress=false", "callbacks=none"]
         words += [
+            "logger.mlflow.max_share=1",
             "logger.mlflow.wait_s=60",
             "logger.wandb.wait_s=60",
             f"logger.mlflow.experiment=kills-{time.time():.0f}",
@@ -163,11 +177,9 @@ def kills(server: str, count: int, seed: int) -> None:
             while process.poll() is None and (attempt == count or _lines(Path(folder)) < goal):
                 time.sleep(0.01)
             if attempt < count:
-                feeders = _feeders(process.pid) if draw.random() < 0.5 else []
-                for number in (process.pid, *feeders):
-                    os.kill(number, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
                 process.wait()
-                print(f"killed after {_lines(Path(folder))} lines, and {len(feeders)} feeders", flush=True)
+                print(f"killed after {_lines(Path(folder))} lines", flush=True)
         [run] = Path(folder).glob("outputs/digits/*/metrics.jsonl")
         lines = [json.loads(line) for line in run.read_text().splitlines()]
         for split in ("train", "val", "test"):
@@ -182,11 +194,6 @@ def _lines(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("outputs/digits/*/metrics.jsonl"))
 
 
-def _feeders(pid: int) -> list[int]:
-    children = psutil.Process(pid).children(recursive=True)
-    return [child.pid for child in children]
-
-
 def _read_back(run: Path, server: str, split: str) -> dict[str, list[int]]:
     from mlflow.tracking import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -196,11 +203,13 @@ def _read_back(run: Path, server: str, split: str) -> dict[str, list[int]]:
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     client = MlflowClient(tracking_uri=server)
-    state = json.loads((run / "trackers/mlflow/state.json").read_text())
+    uid = json.loads((run / "trackers/mlflow.json").read_text())["uid"]
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    [found] = client.search_runs(experiments, f"tags.`runner.uid` = '{uid}'")
     rows = [row for row in history(run) if f"{split}/loss" in row]
     return {
         "TensorBoard": [event.step for event in events.Scalars(f"loss/{split}")],
-        "MLflow": sorted(point.step for point in client.get_metric_history(state["id"], f"{split}/loss")),
+        "MLflow": sorted(point.step for point in client.get_metric_history(found.info.run_id, f"{split}/loss")),
         "W&B offline": [row["global_step"] for row in rows],
     }
 
@@ -211,7 +220,8 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("cost")
     one.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
-    one.add_argument("--steps", type=int, default=200_000, help="a step takes 0.2 ms or more")
+    one.add_argument("--seconds", type=float, default=60.0, help="how long to train")
+    one.add_argument("--share", type=float, default=0.005, help="logger.mlflow.max_share")
     three = verbs.add_parser("call")
     three.add_argument("--calls", type=int, default=100_000)
     two = verbs.add_parser("kills")
@@ -220,7 +230,7 @@ def main() -> None:
     two.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.verb == "cost":
-        cost(given.cases, given.steps)
+        cost(given.cases, given.seconds, given.share)
     elif given.verb == "call":
         call(given.calls)
     else:

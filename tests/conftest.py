@@ -116,7 +116,9 @@ def imported_once() -> Iterator[None]:
     start = forkserver.ensure_running
 
     def start_elsewhere() -> None:
-        with contextlib.chdir(REPOSITORY):  # it imports torch for seconds, and the folder of a short test is gone by then
+        with contextlib.chdir(
+            REPOSITORY
+        ):  # it imports torch for seconds, and the folder of a short test is gone by then
             start()
 
     with pytest.MonkeyPatch.context() as patch:

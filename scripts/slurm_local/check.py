@@ -17,6 +17,8 @@ import os
 import random
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,7 @@ LONG = (
     "epochs=60",
     "checkpoint.min_seconds=0",
 )
+LAUNCHER = ("hydra/launcher=slurm", "hydra.launcher.cpus_per_task=1")
 _PATIENCE_S = 600.0
 
 
@@ -64,6 +67,18 @@ class Check:
         return subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
         )
+
+    def begin(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command in the folder."""
+        with (self.folder / "begun.out").open("a") as output:
+            return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=output, stderr=output)
+
+    def wait(self, until: Callable[[], bool], what: str) -> None:
+        """Wait for something."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not until():
+            assert time.monotonic() < deadline, f"{what}: waited in vain"
+            time.sleep(0.1)
 
     def submit(self, name: str, *commands: str, options: tuple[str, ...] = ()) -> Job:
         """Submit a script of these commands."""
@@ -131,32 +146,73 @@ def train(*words: str, root: Path, by: tuple[str, ...] = ("srun",)) -> str:
     return shlex.join([*by, *RUNNER, *words, f"output_root={root}"])
 
 
+def hashes(check: Check, root: str) -> list[str]:
+    """The SHA-256 of the jobs of the only sweep below a folder."""
+    paths = sorted(check.folder.glob(f"{root}/*/sweeps/*/*/summary.json"))
+    return [str(json.loads(path.read_text()).get("weights_sha256")) for path in paths]
+
+
+def events(check: Check, root: str) -> dict[str, int]:
+    """How often each event is in the ledger of the only sweep below a folder."""
+    [ledger] = check.folder.glob(f"{root}/*/sweeps/*/sweep.jsonl")
+    return dict(Counter(json.loads(line)["event"] for line in ledger.read_text().splitlines()))
+
+
+def elements(check: Check) -> list[str]:
+    """All elements of arrays that the cluster knows, such as 7_0."""
+    shown = check.call("squeue", "--noheader", "--array", "--states=all", "--format=%F_%K").stdout.split()
+    return sorted(name for name in shown if not name.endswith("N/A"))
+
+
 def array(check: Check) -> None:
-    """A sweep of four jobs as an array."""
-    words = (
-        *SWEEP,
-        "hydra/launcher=submitit_slurm",
-        "hydra.launcher.cpus_per_task=1",
-        "seed=1,2,3,4",
-        "output_root=array",
-    )
-    script = check.call(*RUNNER, *words, "slurm.script=true")
-    check.promise("slurm.script=true prints the script of the array", "#SBATCH --array=0-3%4" in script.stdout)
-    check.promise("and makes no folder", not (check.folder / "array").exists())
+    """A sweep of four jobs as an array, two of which fail."""
+    words = (*SWEEP, *LAUNCHER, "model.width=4,0", "seed=1,2", "sweep.retry=never", "output_root=array")
+    before = elements(check)
     first = check.call(*RUNNER, *words)
-    [folder] = (check.folder / "array").glob("*/sweeps/*")
-    shown = check.call("scontrol", "show", "jobs").stdout
-    elements = set(re.findall(r"ArrayTaskId=(\d+)", shown))
-    check.promise(f"a sweep of 4 ends with status {first.returncode}", first.returncode == 0)
-    check.promise(f"its jobs were elements {', '.join(sorted(elements))} of one array", elements == {*"0123"})
+    new = [name for name in elements(check) if name not in before]
+    one = len({name.partition("_")[0] for name in new}) == 1
+    check.promise(f"4 jobs were the elements {', '.join(new)} of one array", one and len(new) == 4)
+    told = "model.width=0 seed=1: failed: model.width: " in first.stdout + first.stderr
+    check.promise(f"2 of them fail, and the reason is shown: status {first.returncode}", first.returncode == 1 and told)
     again = check.call(*RUNNER, *words)
-    started = (folder / "sweep.jsonl").read_text().count('"event": "started"')
-    kept = again.returncode == 0 and started == 4
-    check.promise(f"the same command again skips 4, {started} jobs were started in all", kept)
-    alone = check.call(*RUNNER, *(word for word in SWEEP if word != "--multirun"), "seed=3", "output_root=alone")
-    found = [json.loads(path.read_text())["weights_sha256"] for path in
-             (*check.folder.glob("alone/*/*/summary.json"), folder / "2" / "summary.json")]  # fmt: skip
-    check.promise("a job has the bits of the same run alone", alone.returncode == 0 and len({*found}) == 1)
+    found = events(check, "array")
+    kept = again.returncode == 1 and (found["started"], found["finished"], found["failed"]) == (4, 2, 2)
+    check.promise(f"the same command again starts none of them: {found}", kept)
+    check.call(*RUNNER, *(word for word in SWEEP if word != "--multirun"), "seed=2", "output_root=alone")
+    [alone] = [json.loads(path.read_text())["weights_sha256"] for path in check.folder.glob("alone/*/*/summary.json")]
+    check.promise("a job has the bits of the same run alone", hashes(check, "array")[1] == alone)
+
+
+def sweep_killed(check: Check) -> None:
+    """A sweep whose process is killed between the submission of its jobs and its next line, and stopped by Ctrl-C."""
+    alone = (*LONG, "epochs=30", "--multirun", "seed=1,2")
+    words = (*alone, *LAUNCHER)
+    tools, environment = check.folder / "tools", check.environment
+    tools.mkdir()
+    (tools / "sbatch").write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@"\nsleep 60\n')
+    (tools / "sbatch").chmod(0o755)
+    plain = check.call(*RUNNER, *alone, "output_root=calm")
+    before = elements(check)
+    check.environment = {**environment, "PATH": f"{tools}:{environment['PATH']}"}
+    process = check.begin(*RUNNER, *words, "output_root=killed")
+    check.wait(lambda: len(elements(check)) == len(before) + 2, "the jobs")
+    process.kill()
+    process.wait()
+    check.environment = environment
+    process = check.begin(*RUNNER, *words, "output_root=killed")
+    check.wait(lambda: len([*check.folder.glob("killed/*/sweeps/*/*/metrics.jsonl")]) == 2, "progress")
+    process.send_signal(signal.SIGINT)
+    status = process.wait(timeout=_PATIENCE_S)
+    check.promise(f"Ctrl-C ends the sweep with status {status}", status == 75)
+    states = check.call("squeue", "--noheader", "--array", "--format=%T").stdout.split()
+    check.promise(f"and its jobs are {' and '.join(states)}", states == ["RUNNING"] * 2)
+    last = check.call(*RUNNER, *words, "output_root=killed")
+    new = [name for name in elements(check) if name not in before]
+    check.promise(f"3 launches of the sweep submitted 2 jobs: {', '.join(new)}", len(new) == 2)
+    kept = (plain.returncode, last.returncode) == (0, 0) and hashes(check, "killed") == hashes(check, "calm")
+    check.promise(f"status {last.returncode}, and the SHA-256 of the sweep without SLURM", kept)
+    found = events(check, "killed")
+    check.promise(f"each job finished once: {found}", found["finished"] == 2)
 
 
 def preempted(check: Check, times: int = 20) -> None:
@@ -257,69 +313,50 @@ def ranks(check: Check) -> None:
 def sweep_of_ranks(check: Check) -> None:
     """An array whose jobs are two tasks each."""
     words = (*LONG, "epochs=3", "data.num_workers=0", "--multirun", "seed=1,2")
-    launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=1")
     plain = check.call(*RUNNER, *words, "devices=2", "output_root=devices")
-    array = check.call(*RUNNER, *words, *launcher, "hydra.launcher.tasks_per_node=2", "output_root=tasks")
-    again = check.call(*RUNNER, *words, *launcher, "hydra.launcher.tasks_per_node=2", "output_root=tasks")
-    check.promise(f"2 jobs of 2 tasks: status {array.returncode}", (array.returncode, plain.returncode) == (0, 0))
-    found = {}
-    for root in ("devices", "tasks"):
-        paths = sorted(check.folder.glob(f"{root}/*/sweeps/*/*/summary.json"))
-        found[root] = [json.loads(path.read_text()).get("weights_sha256") for path in paths]
-    check.promise("the same SHA-256 as with devices=2", found["tasks"] == found["devices"] and len(found["tasks"]) == 2)
-    [ledger] = check.folder.glob("tasks/*/sweeps/*/sweep.jsonl")
-    counts = Counter(json.loads(line)["event"] for line in ledger.read_text().splitlines())
-    kept = again.returncode == 0 and (counts["started"], counts["finished"]) == (2, 2)
-    check.promise(f"each job started once, also after the same command again: {dict(counts)}", kept)
+    tasks = (*words, *LAUNCHER, "hydra.launcher.tasks_per_node=2", "output_root=tasks")
+    first, again = check.call(*RUNNER, *tasks), check.call(*RUNNER, *tasks)
+    check.promise(f"2 jobs of 2 tasks: status {first.returncode}", (first.returncode, plain.returncode) == (0, 0))
+    same = hashes(check, "tasks") == hashes(check, "devices")
+    check.promise("the same SHA-256 as with devices=2", same and len(hashes(check, "tasks")) == 2)
+    found = events(check, "tasks")
+    kept = again.returncode == 0 and (found["started"], found["finished"]) == (2, 2)
+    check.promise(f"each job started once, also after the same command again: {found}", kept)
 
 
-def sweep_preempted(check: Check, tasks: int = 1) -> None:
-    """An array whose jobs are warned: submitit requeues them, and they continue."""
-    words = (
-        *LONG,
-        "epochs=20",
-        "--multirun",
-        "hydra/launcher=submitit_slurm",
-        "hydra.launcher.cpus_per_task=1",
-        f"hydra.launcher.tasks_per_node={tasks}",
-        "seed=1,2",
-    )
+def sweep_warned(check: Check, tasks: int = 1) -> None:
+    """An array whose jobs are warned: each saves, has itself requeued, and continues."""
+    words = (*LONG, "epochs=20", "--multirun", "seed=1,2", *LAUNCHER, f"hydra.launcher.tasks_per_node={tasks}")
     plain = check.call(*RUNNER, *words, "output_root=calm")
-    command = [*RUNNER, *words, "output_root=warned"]
-    with (check.folder / "warned.out").open("w") as output:
-        process = subprocess.Popen(command, cwd=check.folder, env=check.environment, stdout=output, stderr=output)
-    deadline = time.monotonic() + _PATIENCE_S
-    while len([*check.folder.glob("warned/*/sweeps/*/*/metrics.jsonl")]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    queue = check.call("squeue", "--noheader", "--format=%i", "--array").stdout.split()
-    for job in queue:
-        check.call("scancel", "--signal=USR2", job)
+    process = check.begin(*RUNNER, *words, "output_root=warned")
+    check.wait(lambda: len([*check.folder.glob("warned/*/sweeps/*/*/metrics.jsonl")]) == 2, "progress")
+    for name in check.call("squeue", "--noheader", "--format=%i", "--array").stdout.split():
+        check.call("scancel", "--signal=USR2", name)
     status = process.wait(timeout=_PATIENCE_S)
-    found = {}
-    for root in ("calm", "warned"):
-        paths = sorted(check.folder.glob(f"{root}/*/sweeps/*/*/summary.json"))
-        found[root] = [json.loads(path.read_text()).get("weights_sha256") for path in paths]
-    [ledger] = check.folder.glob("warned/*/sweeps/*/sweep.jsonl")
-    events = [json.loads(line)["event"] for line in ledger.read_text().splitlines()]
-    counts = {kind: events.count(kind) for kind in ("preempted", "started", "finished")}
-    kept = (status, plain.returncode, *counts.values()) == (0, 0, 2, 4, 2)
-    check.promise(f"an array of 2, {tasks} tasks each, warned by USR2: status {status}, {counts}", kept)
-    check.promise("the same SHA-256 as without", found["calm"] == found["warned"] and len(found["calm"]) == 2)
+    asked = sum("is requeued" in path.read_text() for path in check.folder.glob("warned/*/sweeps/*/logs/*.log"))
+    check.promise(
+        f"2 jobs of {tasks} tasks, warned by USR2: status {status}, {asked} requeued", (status, asked) == (0, 2)
+    )
+    same = hashes(check, "calm") == hashes(check, "warned") and len(hashes(check, "calm")) == 2
+    check.promise("the same SHA-256 as without", same and plain.returncode == 0)
+    found = events(check, "warned")
+    check.promise(f"each job started and finished once: {found}", (found["started"], found["finished"]) == (2, 2))
 
 
-def ranks_preempted(check: Check) -> None:
+def ranks_warned(check: Check) -> None:
     """The same with two tasks for each job."""
-    sweep_preempted(check, tasks=2)
+    sweep_warned(check, tasks=2)
 
 
 PARTS = {
     "array": array,
+    "sweep_killed": sweep_killed,
     "preempted": preempted,
     "other_ends": other_ends,
     "ranks": ranks,
     "sweep_of_ranks": sweep_of_ranks,
-    "sweep_preempted": sweep_preempted,
-    "ranks_preempted": ranks_preempted,
+    "sweep_warned": sweep_warned,
+    "ranks_warned": ranks_warned,
 }
 
 

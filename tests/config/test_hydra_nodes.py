@@ -46,12 +46,6 @@ def test_a_folder_of_configs_has_hydra_build_nothing(
     assert not (workdir / "hacked").exists()
 
 
-def test_what_the_command_line_names_is_built(run: Callable[..., Any]) -> None:
-    target = "hydra.experimental.callbacks.LogJobReturnCallback"
-    result = run("train", f"+hydra.callbacks.x._target_={target}", *SMALL)
-    assert result.status == 0, result.err
-
-
 def test_plain_settings_of_hydra_in_a_folder_count(run: Callable[..., Any]) -> None:
     result = run("train", folder("job: {env_set: {MINE: '1'}}"), "experiment=nice", *SMALL)
     assert result.status == 0, result.err

@@ -121,7 +121,8 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
     here: Path, train: Callable[..., Any], number: signal.Signals, size: int
 ) -> None:
     slow = "+callbacks.slow._target_=mine.Slow"
-    program = ForkedProgram(["train", *WORDS, f"devices={size}", slow, "hydra.run.dir=run"])
+    soon = "checkpoint.min_seconds=0"
+    program = ForkedProgram(["train", *WORDS, f"devices={size}", slow, soon, "hydra.run.dir=run"])
     deadline = time.monotonic() + 120
     while not list((here / "run").glob("checkpoints/step_*")):
         assert program.poll() is None, program.communicate()

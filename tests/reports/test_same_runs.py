@@ -211,7 +211,7 @@ def test_the_job_that_nothing_is_switched_off_in_has_a_name(tmp_path: Path) -> N
 
 
 def test_the_command_that_repeats_a_job_is_the_same_everywhere(tmp_path: Path) -> None:
-    words = [RATES[0], "search.trials=4", "sweep.retry=all"]
+    words = [RATES[0], "sweep.retry=all", "sweep=optuna", "search.trials=4"]
     make_run(tmp_path / "0", words, "failed")
     make_ledger(tmp_path, None, [{"event": "failed", "overrides": words}], flags=["--config-dir=mine"])
     expected = f"python -m runner train --config-dir=mine {RATES[0]}"

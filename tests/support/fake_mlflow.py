@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ class FakeMLflow:
 
     Attributes:
         failure: how requests are answered: "" as they should be, "hang" after `hang_s`, "500", "die" without an answer
-            after the request was obeyed, "full" as a server whose disk is full answers.
+            after the request was obeyed, "slow" obeyed and answered after `slow_s`, "full" as a server whose disk is full
+            answers.
     """
 
     def __init__(self, artifacts: Path) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
         self.experiments: list[str] = []
-        self.failure, self.hang_s, self.requests = "", 60.0, 0
+        self.failure, self.hang_s, self.slow_s, self.requests = "", 60.0, 1.5, 0
         self.script: list[str] = []  # failures of the next requests, which come first
         self.port = 0
         self._artifacts = artifacts
@@ -74,6 +76,8 @@ class FakeMLflow:
         if failure == "hang":
             self._free.wait(self.hang_s)
             return None
+        if failure == "slow":
+            time.sleep(self.slow_s)
         status, answer = self._obey(name.replace("/", "_").replace("-", "_"), given)
         if failure == "die":
             request.close_connection = True

@@ -1,30 +1,71 @@
-"""Sweeps whose jobs run elsewhere: joblib, submitit and Ray."""
+"""Launchers that start the command of a job: Ray, those of others, and the names of those that are gone."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
+import psutil
 import pytest
 from extras import needs
 from forked import ForkedProgram
 
 from runner.config.hydra_messages import as_problem
-from runner.sweeps.ledger import Ledger
 
-FOUR = ("--multirun", "model.width=4,0", "seed=0,1")
-LONG = ("--multirun", "seed=0,1", "epochs=40", "data.dataset.samples=512", "checkpoint.min_seconds=0")
-MORE = {"joblib": ("hydra.launcher.n_jobs=2",)}
+T = TypeVar("T")
+LONG = ("--multirun", "seed=0,1", "epochs=60", "data.dataset.samples=512", "checkpoint.min_seconds=0")
+RAY = ("hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2")
+MINE = """
+import subprocess
+import time
+
+from runner.launch.jobs import Ended
 
 
-def asked(launcher: str) -> tuple[str, ...]:
-    """The words that choose a launcher."""
-    return (f"hydra/launcher={launcher}", *MORE.get(launcher, ()))
+class Commands:
+    slots, survives = 2, False
+
+    def __init__(self, values, words=()):
+        self.words, self.running = list(words), {}
+
+    def start(self, jobs):
+        for job in jobs:
+            job.log.parent.mkdir(exist_ok=True)
+            with job.log.open("ab") as log:
+                process = subprocess.Popen([*self.words, *job.command], stdout=log, stderr=subprocess.STDOUT)
+            self.running[job.number] = process
+        return ["here"] * len(jobs)
+
+    def wait(self, timeout_s):
+        time.sleep(timeout_s)
+        ended = [number for number, process in self.running.items() if process.poll() is not None]
+        return [Ended(number, f"status {self.running.pop(number).returncode}") for number in ended]
+
+    def stop(self, kill):
+        for process in self.running.values():
+            process.terminate()
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture
+def mine(workdir: Path) -> tuple[str, ...]:
+    """The words that choose a launcher of the user's, which runs the commands of jobs."""
+    Path("mine.py").write_text(MINE)
+    launcher = Path("my_conf/hydra/launcher/commands.yaml")
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text("_target_: mine.Commands\nwords: [nice]\n")
+    return ("--config-dir=my_conf", "hydra/launcher=commands")
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -35,123 +76,181 @@ def hashes(folder: Path) -> dict[str, str]:
     return found
 
 
-def events(folder: Path) -> Counter[tuple[str, str]]:
-    lines = map(json.loads, (folder / "sweep.jsonl").read_text().splitlines())
-    return Counter((line["event"], line["folder"]) for line in lines if "folder" in line)
+def events(folder: Path) -> Counter[str]:
+    return Counter(json.loads(line)["event"] for line in (folder / "sweep.jsonl").read_text().splitlines())
 
 
-def wait_for_steps(workdir: Path, program: ForkedProgram, jobs: int) -> Path:
-    """The folder of a sweep once so many jobs have been evaluated."""
+def until(condition: Callable[[], T], program: ForkedProgram | None = None) -> T:
+    """Wait until something is true, and return it."""
     deadline = time.monotonic() + 120
-    while True:
-        found = [path for path in workdir.glob("outputs/*/sweeps/*/*/metrics.jsonl") if '"val"' in path.read_text()]
-        if len(found) >= jobs:
-            return found[0].parents[1]
-        assert program.poll() is None, program.communicate()
+    while not (found := condition()):
+        assert program is None or program.poll() is None, program.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return found
+
+
+def jobs_of(workdir: Path) -> dict[str, int]:
+    """Processes of the jobs that have logged an evaluation, by folder."""
+    found = [path.parent for path in workdir.rglob("metrics.jsonl") if '"val"' in path.read_text()]
+    return {folder.name: int((folder / ".lock").read_text().split()[1]) for folder in found}
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Commands of the processes that work in a folder, apart from this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and Path(process.cwd()) == folder and process.status() != "zombie":
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher",
-    [pytest.param("joblib", marks=needs("joblib")), pytest.param("submitit_local", marks=needs("submitit"))],
-)
-def test_jobs_elsewhere_have_the_same_bits_and_a_failed_one_stops_no_other(launcher, made_once, spawn, tiny, workdir):
+def test_the_command_of_a_job_has_the_same_bits_and_a_job_that_fails_early_keeps_its_folder(
+    made_once, spawn, tiny, workdir, mine
+):
     _, alone = made_once("--multirun", "seed=0,1")
-    words = (*tiny, *FOUR, *asked(launcher))
+    words = (*tiny, *mine, "--multirun", "model.width=4,0", "seed=0,1", "sweep.retry=never")
     first = spawn("train", *words)
     assert first.returncode == 1, first.stdout + first.stderr
     [folder] = workdir.glob("outputs/*/sweeps/*")
     assert hashes(folder) == hashes(alone)
     assert "2 of 4 jobs finished" in first.stdout
-    assert "error: job 2 failed: model.width: " in first.stdout + first.stderr
-    again = spawn("train", *words, "retry=never")
+    assert "job 3 of 4: model.width=0 seed=0: failed: model.width: " in first.stdout + first.stderr
+    assert "width must be at least 1" in (folder / "logs" / "2.log").read_text()
+    again = spawn("train", *words)
     assert again.returncode == 1
     assert "2 of 4 jobs have finished already" in again.stdout
-    assert Counter(kind for kind, _ in events(folder).elements()) == {"started": 4, "finished": 2, "failed": 2}
+    assert events(folder) == {"launch": 2, "started": 4, "finished": 2, "failed": 2}
 
 
-@needs("joblib")
 @pytest.mark.slow
-def test_a_job_of_joblib_that_is_killed_resumes_and_costs_no_other(tiny, workdir, made_once):
-    _, alone = made_once(*LONG)
-    program = ForkedProgram(["train", *tiny, *LONG, *asked("joblib")])
-    folder = wait_for_steps(workdir, program, 1)
-    [job] = [path for path in folder.glob("*/metrics.jsonl") if path.stat().st_size][:1]
-    os.kill(int((job.parent / ".lock").read_text().split()[1]), signal.SIGKILL)
-    out, err = program.communicate(timeout=120)
-    assert program.returncode == 0, out + err
-    assert hashes(folder) == hashes(alone)
-    assert {count for (kind, _), count in events(folder).items() if kind == "finished"} == {1}
-
-
-@needs("submitit")
-@pytest.mark.slow
-def test_a_signal_lets_jobs_elsewhere_save_and_the_same_command_goes_on(tiny, workdir, made_once):
-    _, alone = made_once(*LONG)
-    words = ["train", *tiny, *LONG, *asked("submitit_local")]
+def test_a_killed_command_of_a_sweep_that_begins_with_a_checkpoint_continues_with_its_own(
+    trained, spawn, tiny, workdir, mine
+):
+    sweep = ("--multirun", f"ckpt_path={trained}", "epochs=40,400", "checkpoint.min_seconds=0")
+    whole = spawn("train", *sweep, "output_root=whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    words = ["train", *mine, *sweep]
     program = ForkedProgram(words)
-    folder = wait_for_steps(workdir, program, 2)
-    program.send_signal(signal.SIGTERM)
+    until(lambda: [*workdir.glob("outputs/*/sweeps/*/1/checkpoints/last*")], program)
+    os.kill(jobs_of(workdir / "outputs")["1"], signal.SIGKILL)
+    out, err = program.communicate(timeout=120)
+    assert program.returncode == 1, out + err
+    [folder] = workdir.glob("outputs/*/sweeps/*")
+    assert "failed: status -9" in out + err
+    done = spawn(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [expected] = workdir.glob("whole/*/sweeps/*")
+    assert hashes(folder) == hashes(expected)
+    assert len(hashes(folder)) == 2
+    assert str(trained) in (folder / "0" / "run.log").read_text()
+    assert f"{folder.name}/1/checkpoints" in json.loads((folder / "1" / "summary.json").read_text())["resumed_from"]
+
+
+def test_runs_on_a_cluster_are_found_again_without_the_ledger(spawn, tiny, workdir, mine):
+    words = (*tiny, *mine, "--multirun", "seed=0,1")
+    assert spawn("train", *words).returncode == 0
+    [folder] = workdir.glob("outputs/*/sweeps/*")
+    (folder / "sweep.jsonl").unlink()
+    again = spawn("train", *words, f"sweep.dir={folder}")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "2 of its jobs were found by their folders" in again.stdout
+    assert "skipped" in again.stdout
+
+
+@needs("ray")
+@pytest.mark.slow
+def test_jobs_of_ray_save_on_a_signal_and_the_same_command_gives_the_bits_of_the_sweep_without(
+    made_once, tiny, workdir
+):
+    _, alone = made_once(*LONG)
+    words = ["train", *tiny, *LONG, *RAY]
+    program = ForkedProgram(words)
+    until(lambda: len(jobs_of(workdir)) == 2, program)
+    program.send_signal(signal.SIGINT)
     out, err = program.communicate(timeout=120)
     assert program.returncode == 75, out + err
-    assert {kind for kind, _ in events(folder)} == {"started", "preempted"}
-    assert Ledger(folder).read().stopped
+    [folder] = workdir.glob("outputs/*/sweeps/*")
+    assert events(folder) == {"launch": 1, "started": 2, "preempted": 2}
     program = ForkedProgram(words)
+    until(lambda: events(folder)["started"] == 4, program)
     out, err = program.communicate(timeout=120)
     assert program.returncode == 0, out + err
     assert hashes(folder) == hashes(alone)
-    assert {count for (kind, _), count in events(folder).items() if kind == "finished"} == {1}
+    assert events(folder)["finished"] == 2
+    until(lambda: not processes_in(workdir))
 
 
-def test_a_stopped_launch_starts_no_more_jobs_until_the_next_one(tmp_path):
-    ledger = Ledger(tmp_path)
-    launch = {"swept": [], "retry": "failed", "fail_fast": False, "base": {}, "jobs": None, "flags": []}
-    ledger.append("launch", **launch)
-    ledger.append("stop")
-    assert ledger.start("a", [], tmp_path / "0").pending
-    ledger.append("launch", **launch)
-    assert not ledger.start("a", [], tmp_path / "0").pending
+@needs("ray")
+@pytest.mark.slow
+def test_jobs_of_ray_save_when_their_worker_or_the_sweep_is_killed_and_a_second_signal_kills_them(tiny, workdir):
+    words = ["train", *tiny, *LONG, *RAY, "epochs=100000"]
+
+    def status(job: str) -> str:
+        [path] = workdir.glob(f"outputs/*/sweeps/*/{job}/summary.json")
+        return str(json.loads(path.read_text())["status"])
+
+    program = ForkedProgram(words)
+    jobs = until(lambda: len(found := jobs_of(workdir)) == 2 and found, program)
+    worker = psutil.Process(jobs["0"]).parent().parent()
+    assert worker.cmdline()[0].startswith("ray::")
+    worker.kill()
+    until(lambda: status("0") == "preempted", program)
+    assert status("1") == "running"
+    program.kill()
+    program.wait(60)
+    until(lambda: status("1") == "preempted")
+
+    program = ForkedProgram(words)
+    began = until(lambda: len(found := jobs_of(workdir)) == 2 and not {*found.values()} & {*jobs.values()} and found)
+    for job in began.values():
+        os.kill(job, signal.SIGSTOP)  # it does not save
+    program.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert program.poll() is None
+    program.send_signal(signal.SIGTERM)
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 75, out + err
+    assert "preempted: SIGTERM, before it had saved" in out
+    until(lambda: not processes_in(workdir))
 
 
-@pytest.mark.parametrize("name", ["joblib", "submitit_slurm", "submitit_local"])
-def test_a_plugin_that_is_not_installed_is_named_with_its_command(name):
-    error = SimpleNamespace(missing_cfg_file=f"hydra/launcher/{name}", options=["basic"])
-    problem = as_problem(error)  # type: ignore[arg-type]
-    assert (problem.key, name in problem.message) == ("hydra/launcher", True)
-    assert f"pip install 'runner[{name.partition('_')[0]}]'" in problem.allowed
+@needs("ray")
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("hydra.launcher.address=auto", "ray.init fails: Could not find any running Ray instance"),
+        ("+hydra.launcher.remote.frobs=1", "Invalid option keyword frobs"),
+        ("+hydra.launcher.frobs=1", "unexpected keyword argument 'frobs'"),
+    ],
+)
+def test_wrong_keys_of_ray_are_named(run, tiny, word, reason):
+    result = run("train", *tiny, "--multirun", "hydra/launcher=ray", "seed=0,1", word)
+    assert result.status == 2
+    assert f"hydra.launcher: {reason}" in result.err.replace("Ray.__init__() got an ", "")
 
 
 def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(run, tiny, workdir, monkeypatch):
-    monkeypatch.setattr("runner.sweeps.launchers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     result = run("train", *tiny, "--multirun", "hydra/launcher=ray", "seed=0,1")
     assert result.status == 2
-    assert "hydra/launcher: is ray" in result.err
+    assert "hydra/launcher: is ray, whose package is not installed" in result.err
     assert "pip install 'runner[ray]'" in result.err
     assert list(workdir.iterdir()) == []
 
 
-@needs("submitit")
-def test_a_killed_job_of_submitit_gives_no_result_and_no_error(capsys):
-    from runner.sweeps.launchers import _of_submitit
-    from submitit.core.core import Job
-
-    class Killed(Job):
-        def __init__(self):
-            self._job_id, self._tasks = "7", [0]
-            self._paths = SimpleNamespace(stderr="7.err")
-
-        job_id = property(lambda self: "7")
-        paths = property(lambda self: self._paths)
-
-        def wait(self):
-            raise RuntimeError("it was killed")
-
-        def __del__(self):
-            pass
-
-    with _of_submitit():
-        [result] = Killed().results()
-    assert result.return_value is None
-    assert "job 7 ended without a result" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "instead"), [("joblib", "pool"), ("submitit_local", "pool"), ("submitit_slurm", "slurm")]
+)
+def test_launchers_that_are_gone_are_named_with_what_replaces_them(run, tiny, workdir, name, instead):
+    result = run("train", *tiny, "--multirun", f"hydra/launcher={name}", "seed=0,1")
+    assert result.status == 2
+    assert f"did you mean '{instead}'?" in result.err
+    assert list(workdir.iterdir()) == []
+    others = SimpleNamespace(missing_cfg_file=f"hydra/launcher/{name}", options=["basic", "pool", "ray", "slurm"])
+    problem = as_problem(others)  # type: ignore[arg-type]
+    assert (problem.key, problem.nearest) == ("hydra/launcher", instead)

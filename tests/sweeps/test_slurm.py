@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from extras import needs
 from forked import ForkedProgram
+
+from runner.launch.jobs import Job
+from runner.launch.slurm import Slurm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEARCH = ("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}")
@@ -125,41 +127,132 @@ def test_a_warning_before_the_run_listens_is_not_lost(slurm, tiny):
     assert slurm()[-1] == "requeue 77"
 
 
+STAND_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >> calls
+case "$(basename "$0")" in
+sbatch) cat > script; echo 7 ;;
+squeue) if [ -e silent ]; then rm silent; echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; fi
+        [ -e queue ] && cat queue ;;
+esac
+exit 0
+"""
+
+
+@pytest.fixture
+def commands(workdir, monkeypatch):
+    """Stand-ins for the commands of SLURM, which note how they are called, and jobs that nothing runs."""
+    tools = workdir / "tools"
+    tools.mkdir()
+    for name in ("sbatch", "squeue"):
+        (tools / name).write_text(STAND_IN)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setattr("runner.launch.slurm._PERIOD_S", 0.0)
+    return workdir
+
+
+def test_the_keys_of_the_launcher_are_options_of_sbatch_by_the_names_of_submitit(run, tiny, commands):
+    words = {
+        "timeout_min": 90,
+        "mem_gb": 4,
+        "nodes": 2,
+        "tasks_per_node": 3,
+        "cpus_per_task": 5,
+        "gpus_per_node": "a100:1",
+        "partition": "gpu",
+        "array_parallelism": 2,
+        "signal_delay_s": 60,
+        "setup": '["module load cuda"]',
+        "srun_args": '["--cpu-bind=none"]',
+        "additional_parameters": "{mail-type: FAIL, exclusive: true}",
+    }
+    given = [f"hydra.launcher.{key}={value}" for key, value in words.items()]
+    result = run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1,2", *given)
+    [submitted] = [line for line in (commands / "calls").read_text().splitlines() if line.startswith("sbatch")]
+    found = submitted.split()[1:]
+    expected = ["--parsable", "--array=0,1,2%2", "--open-mode=append", "--nodes=2", "--ntasks-per-node=3"]
+    expected += ["--cpus-per-task=5", "--gpus-per-node=a100:1", "--time=90", "--mem=4G", "--partition=gpu"]
+    expected += ["--signal=USR2@60", "--requeue", "--mail-type=FAIL", "--exclusive"]
+    [name] = [word for word in found if word.startswith("--job-name=synthetic-")]
+    [output] = [word for word in found if word.startswith("--output=")]
+    assert sorted(found) == sorted([*expected, name, output])
+    [folder] = commands.glob("outputs/*/sweeps/*")
+    assert output == f"--output={folder}/logs/%a.log"
+    script = (commands / "script").read_text().splitlines()
+    assert script[:3] == ["#!/bin/bash", "module load cuda", 'case "$SLURM_ARRAY_TASK_ID" in']
+    assert script[-1] == 'srun --cpus-per-task=5 --cpu-bind=none "${job[@]}"'
+    assert [line.split(")")[0] for line in script[3:6]] == ["0", "1", "2"]
+    assert "seed=2 hydra.mode=RUN" in script[5]
+    assert result.status == 1
+    assert "job 1 of 3: seed=0: failed: SLURM job 7_0 is not in the queue any more" in result.out + result.err
+
+
+def test_a_controller_that_does_not_answer_ends_no_job_and_a_state_says_why_one_ended(run, tiny, commands):
+    slurm_job = "7_0 OUT_OF_MEMORY synthetic"
+    (commands / "queue").write_text(slurm_job + "\n")
+
+    def calls(text):
+        return [line.split()[0] for line in (commands / "calls").read_text().splitlines() if text in line]
+
+    sbatch = commands / "tools" / "sbatch"
+    sbatch.write_text(sbatch.read_text().replace("echo 7", "touch silent; echo 7"))
+    result = run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0")
+    assert calls("") == ["squeue", "sbatch", "squeue", "squeue", "squeue"]
+    assert "seed=0" not in (commands / "calls").read_text()
+    assert "failed: SLURM job 7_0 is OUT_OF_MEMORY" in result.out + result.err
+
+
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "expected", "absent"),
     [
-        ((), ["#SBATCH --requeue", "#SBATCH --signal=USR1@120", "#SBATCH --job-name=synthetic"]),
-        (("slurm.signal=TERM",), ["#SBATCH --signal=TERM@120"]),
-        (("--multirun", "seed=0,1"), ["#SBATCH --requeue", "--multirun seed=0,1"]),
-        (SEARCH, ["#SBATCH --requeue", "sweep=optuna 'search.optimizer.lr={log: [1e-4, 1e-1]}'"]),
+        (("slurm.signal=TERM",), "--signal=TERM@120", "--signal=USR"),
+        (("slurm.signal=null",), "--requeue", "--signal"),
+        (('slurm.requeue="false"',), "--no-requeue", " --requeue"),
+        (("name=a b",), "--job-name=a_b-", "--job-name=a b"),
+        (("hydra.launcher.name=mine",), "--job-name=mine-", "--job-name=synthetic"),
     ],
-    ids=["run", "signal", "sweep", "search"],
-)  # fmt: skip
-def test_the_job_script_is_printed_and_nothing_runs(run, tiny, workdir, words, expected):
-    result = run("train", *tiny, *words, "slurm.script=true")
-    assert result.status == 0, result.err
-    assert result.out.startswith("#!/bin/bash\n")
-    assert "slurm.script" not in result.out
-    assert result.out.splitlines()[-1].startswith("srun ")
-    for text in expected:
-        assert text in result.out
-    assert list(workdir.iterdir()) == []
+)
+def test_an_array_is_warned_and_requeued_as_the_config_of_its_runs_says(run, tiny, commands, words, expected, absent):
+    run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1", *words)
+    calls = (commands / "calls").read_text()
+    assert expected in calls
+    assert absent not in calls
 
 
-def test_the_script_without_warnings_asks_for_none(run, tiny):
-    result = run("train", *tiny, "slurm.script=true", "slurm.signal=null", 'slurm.requeue="false"')
-    assert "--signal" not in result.out
-    assert "--requeue" not in result.out
+def test_jobs_beyond_the_limit_of_an_array_are_another_array(commands):
+    values = {"name": "x", "slurm": {"signal": None, "requeue": True}}
+    launcher = Slurm(values=values)
+    jobs = [Job(number, print, ["train"], commands / "logs" / f"{number}.log") for number in (999, 1000, 1007)]
+    assert launcher.start(jobs) == ["SLURM 7_999", "SLURM 7_0", "SLURM 7_7"]
+    first, second = [line for line in (commands / "calls").read_text().splitlines() if line.startswith("sbatch")]
+    assert "--array=999 " in first
+    assert "/logs/%a.log" in first
+    assert "--array=0,7 " in second
+    assert "/logs/1%3a.log" in second
 
 
-@needs("submitit")
-def test_the_script_of_an_array_is_that_of_submitit(run, tiny, workdir):
-    words = ("--multirun", "seed=0,1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb=4")
-    result = run("train", *tiny, *words, "slurm.script=true")
-    assert result.status == 0, result.err
-    for line in ("#SBATCH --array=0-2%3", "#SBATCH --mem=4GB", "#SBATCH --signal=USR2@120"):
-        assert line in result.out.splitlines()
-    assert list(workdir.iterdir()) == []
+def test_a_machine_without_slurm_and_a_cluster_that_refuses_are_named(run, tiny, commands, monkeypatch):
+    sbatch = commands / "tools" / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2\nexit 1\n")
+    words = ("--multirun", "hydra/launcher=slurm", "seed=0,1")
+    result = run("train", *tiny, *words)
+    assert result.status == 2
+    assert "sbatch failed: sbatch: error: invalid partition specified: gpu" in result.err
+    monkeypatch.setenv("PATH", str(commands))
+    result = run("train", *tiny, *words)
+    assert result.status == 2
+    assert "hydra/launcher: is slurm, and there is no sbatch on this machine" in result.err
+
+
+def test_a_sweep_inside_a_job_of_slurm_passes_none_of_its_variables_on(run, tiny, commands, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURM_CPU_BIND", "verbose")
+    monkeypatch.setenv("SLURM_CONF", "/mine")
+    for name in ("sbatch", "squeue"):
+        tool = commands / "tools" / name
+        tool.write_text(tool.read_text().replace("#!/bin/sh", "#!/bin/sh\nenv | grep SLURM_ >> variables"))
+    run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1")
+    assert {*(commands / "variables").read_text().splitlines()} == {"SLURM_CONF=/mine"}
 
 
 @pytest.mark.parametrize("word", ["slurm.signal=HUP", "slurm.requeue=maybe"])
@@ -176,19 +269,13 @@ def _script(name):
 
 
 @pytest.mark.slow
-def test_on_a_real_cluster_an_array_runs_and_a_preempted_run_continues(tmp_path):
+def test_on_a_real_cluster_sweeps_continue_and_a_preempted_run_too():
     cluster = _script("cluster")
     if why := cluster.missing():
         pytest.skip(why)
-    command = [
-        sys.executable,
-        "scripts/slurm_local/check.py",
-        "array",
-        "sweep_of_ranks",
-        "preempted",
-        "--preemptions=2",
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=600)
+    parts = ("array", "sweep_killed", "sweep_of_ranks", "preempted", "--preemptions=2")
+    command = [sys.executable, "scripts/slurm_local/check.py", *parts]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok  ") >= 10
+    assert done.stdout.count("ok  ") >= 15
     assert "BROKEN" not in done.stdout

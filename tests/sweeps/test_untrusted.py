@@ -93,9 +93,8 @@ def test_a_job_that_a_ledger_has_elsewhere_is_ignored_with_a_note(tmp_path: Path
     other = tmp_path / "other"
     make_job(other / "0", ["seed=1"], error="not to be seen")
     (other / "0" / "progress.json").write_text("{}")
-    sweep = make_sweep(
-        tmp_path / "sweep", LAUNCH, ENTRY, ENTRY | {"job": "b", "folder": place.replace("/elsewhere", str(other / "0"))}
-    )
+    elsewhere = ENTRY | {"job": "b", "folder": place.replace("/elsewhere", str(other / "0"))}
+    sweep = make_sweep(tmp_path / "sweep", LAUNCH, ENTRY, elsewhere | {"event": "started"}, elsewhere)
     (sweep / "link").symlink_to(other / "0" if place == "link" else other)
     for verb in ("sweep", "watch"):
         text = shown(verb, sweep)

@@ -48,7 +48,7 @@ def job(
     summary = {"status": status, "error": "it broke" if status == "failed" else None, "best": best, "wall_s": 61}
     (folder / "summary.json").write_text(json.dumps(summary | {"started": "2026-11-20T10:00:00+00:00"}))
     if progress is not None:
-        (folder / ".lock").write_text(f"process {os.getppid()} on {socket.gethostname()}")  # a process that lives
+        (folder / ".lock").write_text("process 1 on elsewhere")  # counts as alive
         (folder / NAME).write_text(json.dumps(dataclasses.asdict(progress)))
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
+from runner.launch import fork_server
 from runner.launch.jobs import Ended, Job, why_ended
 
 T = TypeVar("T")
@@ -98,18 +99,12 @@ class Local:
 
     def prepare(self, preload: Sequence[str]) -> None:
         """Start the server that jobs are forked from; it imports modules while this process does other things."""
-        if (context := _context()).get_start_method() != "forkserver":
-            return
-        context.set_forkserver_preload(list(preload))
         before = dict(os.environ)
-        # The server and its children inherit what is blocked, so that no signal of a terminal ends a job before it listens.
-        resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         try:
             os.environ.update(self._environment)
-            forkserver.ensure_running()
+            if _context().get_start_method() == "forkserver":
+                fork_server.start(*preload)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.environ.clear()
             os.environ.update(before)
 

@@ -90,21 +90,21 @@ class Scan:
             self.sweeps[folder] = records
         inside = set[Path]()
         try:
-            inside = {
-                path for path in folder.iterdir() if path.name[0] != "." and path.is_dir() and not path.is_symlink()
-            }
+            folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+            inside = {path for path in folders if not path.name.startswith(".")}
         except OSError as error:
             self.notes += [] if isinstance(error, FileNotFoundError) else [f"{folder}: {error.strerror}"]
         # The folder of a job that started again in another one does not count.
         self._visited |= {place / path.name for path in inside - entries.keys() if path.name in records.folders}
-        for path in sorted({*inside, *entries}, key=_by_number):
-            # A search keeps the result of a trial whose folder is gone; any other job starts again.
-            if path in entries and (path.is_dir() or (not records.planned and entries[path].status in ENDED)):
+        # A search keeps the result of a trial whose folder is gone; any other job starts again.
+        gone = {path for path, entry in entries.items() if not records.planned and entry.status in ENDED}
+        for path in sorted(inside | gone, key=_by_number):
+            if path in entries:
                 self._add_run(path, entries[path], records)
-            elif path not in entries:
+            else:
                 self.add(path)
-        known = records.jobs
-        left = [words for job, words in records.planned.items() if job not in known or not known[job].folder.is_dir()]
+        started = {job for job, entry in records.jobs.items() if entry.folder in inside}
+        left = [words for job, words in records.planned.items() if job not in started]
         self.rows += [JobRow("-", (), tuple(words), "pending", folder=folder) for words in left]
 
     def _add_run(self, folder: Path, entry: Entry | None, around: Records) -> None:
@@ -115,7 +115,7 @@ class Scan:
     def _read(self, folder: Path) -> Records:
         """The ledger in a folder, with a note on what it has elsewhere."""
         records = Ledger(folder).read()
-        if outside := records.outside:
+        if outside := list(dict.fromkeys(records.outside)):  # a job has several lines
             ignored = f"ignored {amount(len(outside), 'job')} of {NAME} whose folder is a link or not in the sweep"
             self.notes.append(f"{folder}: {ignored}: {outside[0]}{', ...' if len(outside) > 1 else ''}")
         return records

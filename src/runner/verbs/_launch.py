@@ -62,7 +62,9 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
 def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
     """Run a verb as one of the ranks that torchrun or SLURM started."""
     from runner.distributed import follow
+    from runner.launch.ranks import end_with_parent
 
+    end_with_parent()
     if not verb.on_ranks:
         if follow.rank():
             return USAGE  # rank 0 says why

@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistNetworkError
+
 from runner.build.ranks import config_from_plain, count_ranks, device_of_rank
 from runner.config.composition import Composition
-from runner.config.errors import INTERRUPTED, OK, PREEMPTED
+from runner.config.errors import FAILED, INTERRUPTED, OK, PREEMPTED, first_line
 from runner.config.frozen import to_plain
 from runner.config.keys import key_of
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.schema.train import Train
 from runner.distributed import follow
-from runner.distributed.launch import Outcome, RankFailed, end_with_parent, outcome_of, run_ranks
 from runner.distributed.world import joined, started_by_launcher
+from runner.launch.ranks import Outcome, RankFailed, end_with_parent, outcome_of, run_ranks
+from runner.runtime.signals import StopSignals
 from runner.verbs._checkpoint import resolve_checkpoint
 from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS, Verb
@@ -75,6 +78,9 @@ def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
     except RankFailed as failed:
         print_error(f"{failed}{failed.hint}")
         time.sleep(_HEARD_S)  # rank 0 reports it, if it can; the launcher ends all ranks when this one does
+    except DistNetworkError as error:  # of the store
+        print_error(f"rank {follow.rank()}: rank 0 or the launcher is gone: {first_line(error)}")
+        return FAILED
     return status
 
 
@@ -121,8 +127,8 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
         return lead(job.to_plain(), config, functools.partial(run, composition))
     if size == 1:
         return run(composition)
-    with tempfile.TemporaryDirectory() as logs:
-        outcome = run_ranks(verb_as_rank, job, size, Path(logs))
+    with tempfile.TemporaryDirectory() as logs, StopSignals() as signals:
+        outcome = run_ranks(verb_as_rank, job, size, Path(logs), asked=lambda: signals.received)
     if outcome.status == PREEMPTED:
         raise SystemExit(INTERRUPTED)
     return outcome.value

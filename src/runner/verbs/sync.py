@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from runner.config.errors import FAILED, OK, UserError
-from runner.tracking.trackers.delivery import Delivery, stored_trackers
-from runner.tracking.trackers.feeder import sentence_of
+from runner.config.secrets import is_masked
+from runner.tracking.run_directory import RunDirectory
+from runner.tracking.trackers.loggers import TRACKERS, sentence_of, stored_settings
 from runner.verbs._errors import print_error
 from runner.verbs._folders import checked_folder, split_words
 
@@ -18,24 +22,34 @@ def main(argv: Sequence[str]) -> int:
     hold, from MLFLOW_TRACKING_URI.
     """
     words, _ = split_words("sync", argv, {})
-    if not words:
-        raise UserError("sync", "needs run directories, got nothing", "python -m runner sync outputs/digits/<run>")
     folders = [checked_folder("sync", word, "run directories, sweeps and folders of them") for word in words]
-    deliveries = [delivery for folder in folders for delivery in stored_trackers(folder)]
-    return max(map(_sync, deliveries), default=OK)
+    runs = sorted({path.parent for folder in folders for path in folder.glob("**/overrides.yaml")})
+    found = [(run, name, keys) for run in runs for name in TRACKERS if (keys := stored_settings(run, name))]
+    if not found:
+        problem = f"needs runs of logger=mlflow or logger=wandb, got {' '.join(words) or 'nothing'}"
+        raise UserError("sync", problem, "python -m runner sync outputs/digits/<run>")
+    return max(_sync(run, name, keys) for run, name, keys in found)
 
 
-def _sync(delivery: Delivery) -> int:
-    delivery.over = delivery.dead = True
-    name = f"{delivery.directory}: {delivery.name}"
+def _sync(directory: Path, name: str, settings: dict[str, Any]) -> int:
+    run = RunDirectory(directory)
     try:
-        sent, asked = delivery.sync()
+        run.lock()
+        if is_masked(settings.get("tracking_uri")):
+            if not (address := os.environ.get("MLFLOW_TRACKING_URI")):
+                problem = f"the address {settings['tracking_uri']} has a password, which files do not store"
+                raise UserError("sync", problem, "the address in the variable MLFLOW_TRACKING_URI")
+            settings = settings | {"tracking_uri": address}
+        tracker = TRACKERS[name](**settings)
+        tracker.load(directory)
+        before = tracker.state.count
+        if tracker.state.ended is None or tracker.next_points():
+            print(f"{directory}: sending to {tracker.address}", flush=True)
+            tracker.deliver()
+        print(f"{directory}: {name} has everything, {tracker.state.count - before} points were sent now")
     except (Exception, SystemExit) as error:
-        print_error(
-            f"{delivery.directory}: {error if isinstance(error, UserError) else sentence_of(error, delivery.address)}"
-        )
+        print_error(f"{directory}: {error if isinstance(error, UserError) else sentence_of(error, name)}")
         return FAILED
     finally:
-        delivery.close()
-    print(f"{name}: {sent} points sent" if asked else f"{name} has everything")
+        run.unlock()
     return OK

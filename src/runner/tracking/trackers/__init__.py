@@ -1,1 +1,1 @@
-"""Trackers such as MLflow and Weights & Biases, fed by another process from the files of a run."""
+"""Trackers, MLflow and Weights & Biases: a thread of the run sends them what is in `metrics.jsonl`."""
