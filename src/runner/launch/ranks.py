@@ -132,7 +132,7 @@ def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[
             if rank.is_alive() and rank.pid is not None:
                 with contextlib.suppress(ProcessLookupError):  # it has ended just now
                     os.kill(rank.pid, signal.Signals[signalled or "SIGTERM"])
-        _join(ranks, _PATIENCE_S if signalled else _TERMINATED_S)
+        _join(ranks, _PATIENCE_S if signalled else _TERMINATED_S, -signal.Signals[signalled] if signalled else None)
         return signalled, ended
     finally:
         for rank in ranks:
@@ -141,11 +141,16 @@ def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[
                 rank.join()
 
 
-def _join(ranks: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait for the end of processes, for some seconds in all."""
+def _join(ranks: Sequence[BaseProcess], seconds: float, unheard: int | None = None) -> None:
+    """Wait for the end of processes, for some seconds in all; once one has ended with the code `unheard`, not much longer.
+
+    A rank that a signal ended before it listened is one that the others would wait for in vain.
+    """
     deadline = time.monotonic() + seconds
-    for rank in ranks:
-        rank.join(max(0.0, deadline - time.monotonic()))
+    while (left := deadline - time.monotonic()) > 0 and (alive := [each.sentinel for each in ranks if each.is_alive()]):
+        if unheard is not None and left > _NOTICED_S and any(each.exitcode == unheard for each in ranks):
+            deadline = time.monotonic() + _NOTICED_S
+        wait(alive, min(left, _LOOKED_S))
 
 
 def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> dict[int, Outcome]:
