@@ -12,11 +12,9 @@ import pytest
 PACKAGES = {
     "export": ("onnx", "onnxscript", "onnxruntime"),
     "huggingface": ("datasets",),
-    "joblib": ("hydra_plugins.hydra_joblib_launcher",),
     "mlflow": ("mlflow", "sqlalchemy"),
     "parquet": ("pyarrow",),
     "ray": ("ray",),
-    "submitit": ("submitit",),
     "timm": ("timm",),
     "wandb": ("wandb",),
 }

@@ -175,7 +175,7 @@ class Sweep:
 
     def _is_gone(self, job: Planned) -> bool:
         entry = self.records.jobs[job.identity]
-        return not entry.folder.is_dir() and entry.status != "started"
+        return not entry.folder.is_dir() and entry.status not in ("started", "preempted")
 
     # The jobs
 
@@ -299,6 +299,8 @@ class Sweep:
             found = Outcome("failed", sentence=_last_error(self._log(known.folder)) or sentence)
             if signal:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
+            else:  # a folder that is missing later was removed by someone
+                known.folder.mkdir(exist_ok=True)
         again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
         self._record(planned.identity, known, dataclasses.replace(found, status="retried") if again else found)
         if again:
