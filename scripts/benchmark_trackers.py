@@ -5,9 +5,9 @@
     python scripts/benchmark_trackers.py kills --server http://localhost:5000
 
 `cost` trains a small MLP with `logger=mlflow`, whose thread shares Python's lock with the steps of 0.3 ms. In each quarter of a
-second in which that thread computes, the steps that are missing, compared with the quarters in which it does not, are time that
-the run lost. The case `none` has no tracker. The server is a small one in this process that refuses, hangs, answers 500, dies in
-the middle, or is slow; a full disk is a tmpfs of 300 kB, which needs root, that holds the database.
+second in which that thread computes, the steps that are missing, compared with the quarters around it in which it does not, are
+time that the run lost. The case `none` has no tracker. The server is a small one in this process that refuses, hangs, answers
+500, dies in the middle, or is slow; a full disk is a tmpfs of 300 kB, which needs root, that holds the database.
 
 `kills` trains with TensorBoard, MLflow and W&B (offline) together, ends the process with SIGKILL and resumes it five times, and
 reads everything back with the clients of the three.
@@ -41,7 +41,7 @@ from fake_mlflow import FakeMLflow, fake_mlflow  # noqa: E402
 WORDS = ["model=mlp", "threads=1", "data.batch_size=64", "epochs=null", "max_steps=100_000_000", "log.every_steps=50"]
 QUIET = ["log.progress=false", "log.curves=false", "evaluate.test=false", "evaluate.every_epochs=100000"]
 CASES = ("none", "answers", "refuses", "hangs", "500", "dies", "slow", "disk full", "database")
-WINDOW_S = 0.25
+WINDOW_S, NEAR = 0.25, 40  # a window, and the windows on each side that it is compared with
 
 
 class Probe:
@@ -78,7 +78,7 @@ class Probe:
 
 def cost(cases: list[str], seconds: float, share: float) -> None:
     """Print a Markdown table, a row per case."""
-    print("| server | CPU time of the thread | training lost | share | warnings | end of the run |")
+    print("| server | training | CPU time of the thread | training lost | warnings | end of the run |")
     print("|---|---|---|---|---|---|")
     for case in cases:
         with tempfile.TemporaryDirectory() as name, _server(case, Path(name)) as uri:
@@ -96,14 +96,18 @@ def _measure(case: str, uri: str, folder: Path, *, seconds: float, share: float)
     ended = time.time()
     assert done.returncode == 0, done.stdout + done.stderr
     windows = json.loads((folder / "windows.json").read_text())
-    idle = statistics.median(length / steps for length, steps, used in windows if not used)
-    lost = sum(length - steps * idle for length, steps, used in windows if used)
+    lost = sum(_missing(windows, at) for at, (_, _, used) in enumerate(windows) if used)
     used, trained = sum(used for _, _, used in windows), sum(length for length, _, _ in windows)
     warnings, end = done.stdout.count("mlflow: "), ended - (folder / "windows.json").stat().st_mtime
-    print(
-        f"| {case} | {used:.2f} s | {lost:.2f} s of {trained:.0f} s | {lost / trained:.2%} | {warnings} | {end:.1f} s |"
-    )
-    sys.stdout.flush()
+    shares = f"{used:.2f} s, {used / trained:.2%} | {lost:.2f} s, {lost / trained:.2%}"
+    print(f"| {case} | {trained:.0f} s | {shares} | {warnings} | {end:.1f} s |", flush=True)
+
+
+def _missing(windows: list[tuple[float, int, float]], at: int) -> float:
+    """Seconds of a window in which its steps do not take place: the machine is as busy as in the windows beside it."""
+    beside = [(length, steps) for length, steps, used in windows[max(0, at - NEAR) : at + NEAR + 1] if not used]
+    length, steps, _ = windows[at]
+    return length - steps * sum(length for length, _ in beside) / max(1, sum(steps for _, steps in beside))
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ from unittest import mock
 
 from runner.checkpoint.weights import weights_sha256
 from runner.config.errors import FAILED, PREEMPTED
-from runner.distributed.launch import Outcome, RankFailed, outcome_of
 from runner.distributed.share import rows
 from runner.distributed.world import world
+from runner.launch.ranks import Outcome, RankFailed, outcome_of
 
 _PATIENCE_S = 20  # for other ranks, once one has failed
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -27,7 +27,7 @@ _CONTEXT.set_forkserver_preload(["runner.verbs.train", "torchmetrics.classificat
 
 
 class RankPool:
-    """Processes that run what `runner.distributed.launch.run_ranks` would start processes for.
+    """Processes that run what `runner.launch.ranks.run_ranks` would start processes for.
 
     One that dies, or a rank that fails while others wait for it, ends all of them; the next call starts others.
     """
@@ -35,7 +35,7 @@ class RankPool:
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def __call__(self, entry: Callable[[Any], Any], job: Any, size: int, logs: Path | None = None, *_: Any) -> Outcome:
+    def __call__(self, entry: Callable[[Any], Any], job: Any, size: int, *_: Any, **__: Any) -> Outcome:
         """Run `entry(job)` on `size` ranks; returns the outcome of the first, or raises `RankFailed`."""
         while len(self._ranks) < size:
             here, there = _CONTEXT.Pipe()

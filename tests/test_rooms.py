@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "instrument": {"instrument", "config"},
     "distributed": {"distributed", "config", "instrument"},
     "config": {"config"},
-    "launch": {"launch", "config"},
+    "launch": {"launch", "config", "distributed"},
     "sweeps": {"sweeps", "launch", "config", "tracking"},
     "reports": {"reports", "config", "sweeps", "tracking"},
     "build": {"build", "config", "distributed", *ROOMS},

@@ -104,6 +104,7 @@ COMPLETIONS = [
     ("python -m runner train model=vit", ["model=vit_tiny"]),
     ("runner train model=mlp optimizer.weight_d", ["optimizer.weight_decay="]),
     ("runner eval spl", ["split="]),
+    ("runner check --json stri", ["strict="]),
     ("runner train --multirun sweep=s", ["sweep=seeds"]),
     ("runner list ", []),
     ("runner nonsense ", []),

@@ -309,17 +309,6 @@ def test_a_list_is_continued_although_a_kill_cut_it_short(tmp_path: Path) -> Non
     assert [line["sample"] for line in found] == [3, 4]
 
 
-def test_a_list_that_is_deleted_during_the_run_is_written_again_whole(tmp_path: Path) -> None:
-    skipped, path = BadSampleLog(), tmp_path / "skipped.jsonl"
-    said = listing(skipped, path)
-    note = skipped.noting("train", object(), 100)
-    note([BadSample(3, "early")])
-    path.unlink()
-    note([BadSample(4, "new")])
-    assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [3, 4]
-    assert sum("was deleted" in text for text in said) == 1
-
-
 def test_a_list_that_cannot_be_written_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
     skipped = BadSampleLog()
     said = listing(skipped, tmp_path / "gone" / "skipped.jsonl")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed import follow
-from runner.distributed.launch import run_ranks
+from runner.launch.ranks import run_ranks
 from runner.runtime.signals import StopSignals
 
 WORDS = (
@@ -36,7 +36,6 @@ WORDS = (
 )  # fmt: skip
 MINE = """
 import os, signal, time
-from runner.distributed import launch
 from runner.data.sources.synthetic import synthetic
 
 def data(**given):
@@ -51,8 +50,6 @@ class Late:
 class Fault:
     def __init__(self, step=2, signal="SIGSTOP"):
         self.step, self.signal = step, getattr(signal_module, signal)
-        if signal == "SIGSTOP":
-            launch._NOTICED_S = 1  # none is killed that the agent has to find first
 
     def on_step(self, loop):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -109,11 +106,7 @@ def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 
 def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.multiprocessing.spawn import ProcessContext
-
-    # A stopped process ignores SIGTERM, and torch kills it after 30 s.
-    join = ProcessContext._join_procs_with_timeout
-    monkeypatch.setattr(ProcessContext, "_join_procs_with_timeout", lambda self, timeout: join(self, min(timeout, 1)))
+    monkeypatch.setattr("runner.launch.ranks._TERMINATED_S", 1)  # a stopped process does not notice SIGTERM
     result = run("train", *WORDS, "devices=2", "dist.timeout_s=5", FAULT, "hydra.run.dir=run")
     assert result.status == 1
     assert "error: rank 1 took no part for dist.timeout_s" in result.err
@@ -123,7 +116,7 @@ def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatc
 def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoint(
     here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.distributed.launch._PATIENCE_S", 2)
+    monkeypatch.setattr("runner.launch.ranks._PATIENCE_S", 2)
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
     result = run("train", *WORDS, "devices=2", "+callbacks.mine._target_=mine.Late", "hydra.run.dir=run")
     assert result.status == 75, result.err
@@ -136,44 +129,24 @@ def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoin
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_signal_before_the_agent_listens_stops_the_ranks_and_an_ignored_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
-) -> None:
-    listened: list[str] = []
-
-    def launched(config: Any, _: Any) -> Callable[..., None]:
-        listened.extend(config.signals_to_handle.split(","))
-        return lambda *_: signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launched)
+def test_a_signal_before_ranks_train_ends_them_and_an_ignored_one_does_not(tmp_path: Path, early: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    process, begun = os.getpid(), time.monotonic()
+    later = [
+        threading.Timer(wait, os.kill, (process, number)) for wait, number in [(2, signal.SIGHUP), (4, signal.SIGINT)]
+    ]
     try:
         with StopSignals() as signals:
             if early:
                 signal.raise_signal(signal.SIGINT)
-            outcome = run_ranks(print, None, 2, tmp_path, asked_early=lambda: signals.received)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            else:
+                for timer in later:
+                    timer.start()
+            outcome = run_ranks(time.sleep, 120, 2, tmp_path, asked=lambda: signals.received)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (outcome.status, outcome.sentence) == (75, "SIGINT, before the ranks had started")
-    assert ("SIGTERM" in listened) is not early
-    assert "SIGHUP" not in listened
-
-
-def test_a_rank_that_still_writes_into_the_scratch_folder_does_not_fail_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-
-    def launched(*_: Any) -> Callable[..., None]:
-        monkeypatch.setattr(os, "rmdir", refuse)
-        return lambda *_: None
-
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launched)
-    with StopSignals():
-        assert run_ranks(print, None, 2, tmp_path).status == 75
-    monkeypatch.undo()
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.slow
@@ -227,9 +200,8 @@ def test_the_first_difference_of_command_lines(
     store = dist.HashStore()
     monkeypatch.setattr(follow, "_store", lambda: store)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    follow.compare(its)
     monkeypatch.setenv("RANK", "0")
+    store.set("words/1", json.dumps(its))
     if said:
         with pytest.raises(UserError, match=f"rank 1 of 2 was {said}"):
             follow.compare(own)
@@ -237,23 +209,12 @@ def test_the_first_difference_of_command_lines(
         follow.compare(own)
 
 
-@pytest.mark.parametrize("folder", ["", "sweep"])
-def test_a_sweep_goes_on_in_its_folder_after_a_restart(agent: Agent, here: Path, folder: str) -> None:
-    words = (
-        "train", *WORDS, "output_root=runs", FAULT, "+callbacks.mine.signal=SIGKILL", "--multirun",
-        "callbacks.mine.step=100,2",
-    )  # fmt: skip
-    words = (*words[:-1], f"+{words[-1]}", *([f"hydra.sweep.dir={folder}"] if folder else []))
-    statuses = [status for status, _, _ in agent(words, words)]
-    assert statuses[1] < 0
-    (status, out, err), (other, *_) = agent(words, words)
-    assert (status, other) == (0, 0), err
-    assert "0 has finished already" in out
-    found = sorted(here.glob(f"{folder or 'runs/*/sweeps/*'}/*/summary.json"))
-    assert [path.parent.name for path in found] == ["0", "1"]
-    summaries = [json.loads(path.read_text()) for path in found]
-    assert [summary["status"] for summary in summaries] == ["finished"] * 2
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+def test_a_sweep_of_torchrun_is_refused_with_what_to_do(agent: Agent, here: Path) -> None:
+    words = ("train", *WORDS, "--multirun", "seed=0,1")
+    (status, _, err), _ = agent(words, words)
+    assert status == 2
+    assert "error: --multirun: starts a process for each job, and torchrun or srun started several" in err
+    assert "devices=N without torchrun" in err
 
 
 def test_a_job_is_plain_data(compose: Callable[..., Any], tmp_path: Path) -> None:

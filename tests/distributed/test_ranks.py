@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 from agent import Agent
-from forked import ForkedProgram
 
 from runner.checkpoint.file import read
 from scale_kills import ranks_of
@@ -121,7 +121,9 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
     here: Path, train: Callable[..., Any], number: signal.Signals, size: int
 ) -> None:
     slow = "+callbacks.slow._target_=mine.Slow"
-    program = ForkedProgram(["train", *WORDS, f"devices={size}", slow, "hydra.run.dir=run"])
+    soon = "checkpoint.min_seconds=0"
+    words = ["train", *WORDS, f"devices={size}", slow, soon, "hydra.run.dir=run"]
+    program = subprocess.Popen([sys.executable, "-m", "runner", *words], stdout=PIPE, stderr=PIPE, text=True)
     deadline = time.monotonic() + 120
     while not list((here / "run").glob("checkpoints/step_*")):
         assert program.poll() is None, program.communicate()
@@ -130,7 +132,7 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
     ranks = ranks_of(program.pid)
     assert len(ranks) >= 2
     program.send_signal(number)
-    out, err = program.communicate(60)
+    out, err = program.communicate(timeout=60)
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < deadline, "a rank is left"

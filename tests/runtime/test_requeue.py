@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lock_holder import held_elsewhere
 
 from runner.config import reading
 from runner.config.schema.verbs import FindLr
@@ -261,12 +262,10 @@ def test_a_new_run_says_how_to_continue_one_of_the_same_settings(
     assert first.status == 75, first.err
     assert not told(step, "seed=3")
     assert not told(step, "--multirun", "seed=0")
-    lock, before = first.directory / ".lock", (first.directory / ".lock").read_text()
-    lock.write_text(before.replace(f"process {os.getpid()}", f"process {os.getppid()}"))  # it is alive
     (workdir / "stopped").touch()
     saved = first.directory / "checkpoints"
-    assert not told(step, "hydra.run.dir=one")
-    lock.write_text(before)
+    with held_elsewhere(first.directory):
+        assert not told(step, "hydra.run.dir=one")
     saved.rename(first.directory / "away")
     assert not told(step, "hydra.run.dir=two")
     (first.directory / "away").rename(saved)

@@ -232,7 +232,7 @@ def test_trials_with_the_values_of_one_that_runs_wait_for_its_result(search):
 def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mine, monkeypatch):
     (workdir / "conf" / "hydra" / "launcher").mkdir(parents=True)
     (workdir / "conf" / "hydra" / "launcher" / "mine.yaml").write_text("_target_: mine.Commands\n")
-    monkeypatch.setenv("PYTHONPATH", f"{workdir}:{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{workdir}:{os.environ.get('PYTHONPATH', '')}")
     words = ("sweep=optuna", LR, "search.sampler=random", "search.trials=2", "epochs=2")
     _, alone = search(*words)
     out, folder = search(*words, "--config-dir=conf", "hydra/launcher=mine", "sweep.new=true")
@@ -460,5 +460,5 @@ def test_a_storage_that_cannot_be_used_is_an_error_before_the_first_trial(search
     out, _ = search(*SEARCH, f"search.storage={storage}", status=2)
     assert f"search.storage: {storage} cannot be used: " in out
     assert reason in out
-    assert "allowed: the same command once that is mended, or another file" in out
+    assert "allowed: the same command once that is fixed, or another file" in out
     assert not (workdir / "outputs").exists()

@@ -31,7 +31,7 @@ def test_a_sweep_shows_what_varied_and_marks_the_best(tmp_path):
     for job, (lr, value) in enumerate([(0.1, 0.9), (0.01, 0.99), (0.001, 0.95)]):
         overrides = ["epochs=3", f"optimizer.lr={lr}"]
         _job(tmp_path / str(job), overrides, status="finished", best=_best(value), wall_s=61)
-    (tmp_path / ".submitit").mkdir()
+    (tmp_path / ".hidden").mkdir()
     rows = summarise(tmp_path)
     assert [row.varied for row in rows] == [("optimizer.lr=0.1",), ("optimizer.lr=0.01",), ("optimizer.lr=0.001",)]
     assert [row.best for row in rows] == [False, True, False]

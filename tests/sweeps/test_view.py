@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lock_holder import held_elsewhere
 
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import result_of
@@ -48,7 +48,7 @@ def job(
     summary = {"status": status, "error": "it broke" if status == "failed" else None, "best": best, "wall_s": 61}
     (folder / "summary.json").write_text(json.dumps(summary | {"started": "2026-11-20T10:00:00+00:00"}))
     if progress is not None:
-        (folder / ".lock").write_text(f"process {os.getppid()} on {socket.gethostname()}")  # a process that lives
+        (folder / ".lock").write_text("process 1 on elsewhere")  # counts as alive
         (folder / NAME).write_text(json.dumps(dataclasses.asdict(progress)))
 
 
@@ -293,13 +293,10 @@ def test_watch_takes_a_run_a_sweep_and_a_folder_of_runs(run, sweep, workdir):
 
 
 @pytest.fixture
-def owner(sweep) -> Iterator[subprocess.Popen[bytes]]:
+def owner(sweep) -> Iterator[subprocess.Popen[str]]:
     """A process that the running job of the sweep belongs to."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    (sweep / "2" / ".lock").write_text(f"process {process.pid} on {socket.gethostname()}")
-    yield process
-    process.kill()
-    process.wait()
+    with held_elsewhere(sweep / "2") as process:
+        yield process
 
 
 def start_watch(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:

@@ -3,6 +3,7 @@ import io
 import os
 import pty
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -328,7 +329,7 @@ def test_a_process_whose_reader_goes_away_goes_on_and_ends_without_complaint(tmp
     assert (tmp_path / "run.log").read_text().splitlines()[-1].endswith("line 99")
 
 
-def test_a_log_file_that_cannot_be_opened_or_written_is_warned_about_once(tmp_path, monkeypatch):
+def test_a_log_file_that_cannot_be_opened_or_written_is_warned_about_once(tmp_path):
     stream = io.StringIO()
     Console(tmp_path / "none" / "run.log", stream=stream).line("on")
     assert stream.getvalue().count("warning") == 1
@@ -336,14 +337,15 @@ def test_a_log_file_that_cannot_be_opened_or_written_is_warned_about_once(tmp_pa
     stream = io.StringIO()
     console = Console(tmp_path / "run.log", stream=stream)
 
-    class Full:
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    console._log = Full()
-    console.line("on")
-    console.line("and on")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        console.line("on")
+        console.line("and on")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert stream.getvalue().count("warning") == 1
+    assert (tmp_path / "run.log").stat().st_size == 10
     assert stream.getvalue().endswith("on\nand on\n")
 
 

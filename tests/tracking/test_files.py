@@ -1,11 +1,12 @@
 import errno
 import json
 import os
+import resource
 
 import pytest
 
 from runner.config.errors import UserError
-from runner.tracking.files import write_atomically, write_json
+from runner.tracking.files import append, write_atomically, write_json
 
 
 def test_a_written_file_holds_exactly_the_bytes_and_leaves_nothing_beside_it(tmp_path):
@@ -89,6 +90,20 @@ def test_a_file_where_a_folder_is_needed_is_a_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="a file exists where a folder is needed"):
         write_atomically(tmp_path / "file" / "a.bin", b"x")
+
+
+def test_what_fits_on_the_disk_is_appended_before_the_rest_is_a_sentence(tmp_path):
+    path = tmp_path / "log"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with path.open("ab", buffering=0) as file:
+        append(file, b"one\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6, limits[1]))
+        try:
+            with pytest.raises(UserError, match=f"cannot write {path}: it would exceed the largest file size"):
+                append(file, b"two\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == b"one\ntw"
 
 
 def test_json_keeps_order_and_writes_nan_and_infinity_as_null(tmp_path):

@@ -3,16 +3,18 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from lock_holder import held_elsewhere
 
 from runner.config.errors import UserError
 from runner.config.reading import read_overrides, read_summary
-from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
+from runner.tracking.run_directory import Occupied, RunDirectory, claim, hold, timestamp, unfinished, works
 from runner.verbs.predict.tables import open_table
 
 
@@ -178,7 +180,7 @@ def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
     assert unfinished(tmp_path, same)[0].path.name == "2026-09-09_10-00-00_1"
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_empty_logs_and_no_warning(run):
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_empty_logs(run):
     words = (
         "data=synthetic", "data.dataset.samples=16", "data.image_size=8", "data.batch_size=8", "model=mlp", "max_steps=1",
         "threads=1", "log.progress=false", "log.curves=false", "logger=csv", "evaluate.test=false", "resume=auto",
@@ -194,7 +196,55 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_emp
     log = (second.directory / "run.log").read_text()
     assert "step 1/1" in log
     assert "of the killed run" not in log
-    assert "deleted or replaced" not in log + second.out + second.err
+
+
+def test_a_folder_is_at_work_as_long_as_another_process_holds_it_whatever_number_that_has(tmp_path):
+    assert not works(tmp_path)
+    with held_elsewhere(tmp_path) as process:
+        assert works(tmp_path)
+        with pytest.raises(Occupied, match=f"being written by process {process.pid} on"):
+            hold(tmp_path)
+        process.kill()
+        process.wait()
+        assert not works(tmp_path)
+        (tmp_path / ".lock").write_text(
+            f"process {os.getppid()} on {socket.gethostname()}"
+        )  # the number is in use again
+        assert not works(tmp_path)
+    (tmp_path / ".lock").write_text("process 1 on elsewhere")
+    assert works(tmp_path)
+    (tmp_path / ".lock").write_text("")
+    assert not works(tmp_path)
+
+
+def test_a_process_that_asks_about_its_own_folder_keeps_the_lock(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.lock()
+    assert not works(tmp_path)
+    code = f"from pathlib import Path; from runner.tracking.run_directory import works; print(works(Path({str(tmp_path)!r})))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+    directory.unlock()
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+    (tmp_path / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    assert not works(tmp_path)
+
+
+def test_looking_at_a_folder_does_not_keep_others_from_it(tmp_path):
+    os.close(hold(tmp_path))
+    code = (
+        "from pathlib import Path\n"
+        "from runner.tracking.run_directory import works\n"
+        "print('ready', flush=True)\n"
+        f"while True: works(Path({str(tmp_path)!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as watcher:
+        try:
+            watcher.stdout.readline()
+            for _ in range(3000):
+                os.close(hold(tmp_path))
+        finally:
+            watcher.kill()
 
 
 def test_a_full_disk_is_reported_when_the_lock_is_written(tmp_path, monkeypatch):

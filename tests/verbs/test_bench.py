@@ -259,32 +259,6 @@ def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     assert found["by_name"]["amp=bf16"]["same_bits"] is True
 
 
-def test_input_is_the_bottleneck_where_samples_are_slow_to_read_and_workers_are_recommended(bench: Bench) -> None:
-    found = bench(
-        *("part=data", "data=paused", "data.num_workers=0", "toggles=[data.num_workers]"),
-    )
-    assert found["bottleneck"]["kind"] == "input"
-    assert found["bottleneck"]["factor"] > 3
-    assert found["bottleneck"]["waiting"] > 0.6
-    configured, *ways = found["ways"]
-    assert configured["overrides"] == []
-    assert max(way["ratio"]["median"] for way in ways) > 1.3
-    assert found["recommended"][0].startswith("data.num_workers=")
-
-
-def test_compute_is_the_bottleneck_of_a_slow_model(run: Callable[..., Any], parts: None) -> None:
-    result = run("bench", "data", *TINY, *NET, "model.pause_ms=12")
-    assert result.status == 0, result.err
-    *lines, last_but_one, folder = result.out.strip().splitlines()
-    assert any(line.startswith("bottleneck: compute: computing on a batch takes") for line in lines)
-    assert last_but_one == "recommended: nothing to change"
-    found = json.loads((Path(folder) / "bench.json").read_text())
-    assert found["bottleneck"]["kind"] == "compute"
-    assert found["bottleneck"]["factor"] > 3
-    assert found["bottleneck"]["waiting"] < 0.3
-    assert [way["overrides"] for way in found["ways"]] == [[], ["data.placement=disk"]]
-
-
 def test_the_config_of_a_checkpoint_is_measured_with_the_line_on_top(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
@@ -319,23 +293,12 @@ def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[.
                 "vary.evaluate: varies a whole section",
             ),
         ),
-        (("data", "vary.threads=[1]"), ("vary.threads: is not about the data",)),
         (("date",), ("date: is not an override",)),
     ],
-    ids=["keys", "vary", "data", "word"],
+    ids=["keys", "vary", "word"],
 )
 def test_a_mistake_is_a_sentence(words: tuple[str, ...], messages: tuple[str, ...], run: Callable[..., Any]) -> None:
     result = run("bench", *words)
     assert result.status == 2
     assert [message for message in messages if message not in result.err] == []
     assert "Traceback" not in result.err
-
-
-def test_completion_knows_the_keys_after_the_word_data(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = "runner bench data vary.x=1 togg"
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setenv("COMP_POINT", str(len(line)))
-    result = run("-sc", "query=bash")
-    assert result.status == 0

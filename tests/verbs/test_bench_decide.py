@@ -161,24 +161,3 @@ def test_a_spread_is_median_and_quartiles_of_what_is_shown() -> None:
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
     assert stats.rates([1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]) == Spread(3.0, 2.0, 4.0)
     assert result(AMP, [0.5]).step_ms == Spread(128000.0, 128000.0, 128000.0)
-
-
-@pytest.mark.parametrize(
-    ("reading", "computing", "training", "kind", "factor", "waiting"),
-    [
-        (5.0, 1.0, 5.0, "input", 5.0, 0.8),
-        (1.0, 4.0, 4.0, "compute", 4.0, 0.0),
-        (1.0, 4.0, 5.0, "compute", 4.0, 0.2),
-        (1.0, 1.05, 1.1, "neither", 1.05, 0.045),
-        (1.0, 2.0, 1.9, "compute", 2.0, 0.0),
-    ],
-    ids=["input", "hidden", "in turns", "equal", "noise"],
-)
-def test_the_bottleneck_is_what_takes_longer_by_itself(
-    reading: float, computing: float, training: float, kind: str, factor: float, waiting: float
-) -> None:
-    drift = (1.0, 3.0, 0.5)
-    found = stats.bottleneck(*([value * d for d in drift] for value in (reading, computing, training)))
-    assert found.kind == kind
-    assert found.factor == pytest.approx(factor)
-    assert found.waiting == pytest.approx(waiting, abs=0.001)

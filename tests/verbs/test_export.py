@@ -112,19 +112,6 @@ def test_preprocessing_goes_into_the_model_where_asked(
     torch.testing.assert_close(loaded(digits()["train"].images[:9]), model(normalised(9)), rtol=1e-4, atol=1e-5)
 
 
-@with_packages
-def test_eight_bits_are_compared_with_the_model_on_the_validation_split(
-    export: Callable[..., Any], trained: Path, run: Callable[..., Any]
-) -> None:
-    record = export("format=onnx", "int8=true")["int8"]
-    val = json.loads(run("eval", "threads=1", "json=true", "split=val", f"ckpt_path={trained}").out)
-    assert record["samples"] == val["samples"]
-    assert record["metrics"]["float"]["accuracy"] == pytest.approx(val["metrics"]["accuracy"])
-    assert record["metrics"]["int8"]["loss"] != record["metrics"]["float"]["loss"]
-    assert abs(record["metrics"]["int8"]["accuracy"] - val["metrics"]["accuracy"]) < 0.05
-    assert (trained / "export" / "model.int8.onnx").is_file()
-
-
 def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
@@ -200,9 +187,6 @@ def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(
 
 
 def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) -> None:
-    assert set(problems("int8=true", "format=onnx", verb="export")) == set()
-    assert set(problems("int8=true", verb="export")) == {"int8"}
-    assert set(problems("int8=true", "format=onnx", "include_preprocessing=true", verb="export")) == {"int8"}
     assert set(problems("format=[]", "batch_sizes=[]", verb="export")) == {"format", "batch_sizes"}
     assert problems("format=onx", verb="export")["format"].nearest == "onnx"
 

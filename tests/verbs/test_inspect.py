@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,25 +179,17 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     assert sum(summarize("x", torch.ones(7)).counts) == 7
 
 
-def test_every_part_gives_its_pictures_and_one_page_has_them_all(inspect: Callable[..., Any], workdir: Path) -> None:
+def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], workdir: Path) -> None:
     found = inspect(*DATA, "model=mlp", "model.hidden=[8]", "samples=2")
     folder = Path(found["folder"])
     assert folder.parent == Path("outputs/inspections")
     assert tuple(found["what"]) == PARTS
     assert {path.name for path in folder.iterdir()} == {*found["files"], "inspect.json"}
-    pictures = [folder / name for name in found["files"] if name.endswith(".png")]
     assert {"inputs.png", "filters.png", "weights.png", "activations.png", "gradients.png"} <= set(found["files"])
-    for path in pictures:
-        with Image.open(path) as image:
+    for name in found["files"]:
+        with Image.open(folder / name) as image:
             assert min(image.size) > 50
             image.verify()
-    page = (folder / "report.html").read_text()
-    embedded = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
-    assert [base64.b64decode(text) for text in embedded] == [path.read_bytes() for path in pictures]
-    assert not re.search(r'(?:src|href)="(?!data:)', page), "nothing is fetched"
-    assert "<script" not in page
-    assert "layers.0.weight" in page
-    assert "features: no layer gives maps" in page
     written = json.loads((folder / "inspect.json").read_text())
     assert {name: found[name] for name in written} == written
 
@@ -207,7 +197,7 @@ def test_every_part_gives_its_pictures_and_one_page_has_them_all(inspect: Callab
 def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: Callable[..., Any]) -> None:
     from runner.verbs.inspect.layers import Layer, outer_maps
 
-    assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png", "report.html"]
+    assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png"]
     shapes = {
         "a": (8, 4, 4),
         "b": (8, 4, 4),
@@ -225,7 +215,7 @@ def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: 
 
 def test_only_what_is_asked_for_is_done(inspect: Callable[..., Any]) -> None:
     found = inspect(*SMALL, "what=weights")
-    assert found["files"] == ["weights.png", "report.html"]
+    assert found["files"] == ["weights.png"]
     assert "layers" not in found
 
 
@@ -427,7 +417,7 @@ def test_data_with_other_classes_than_the_checkpoints_is_refused(trained: Any, r
 
 def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
     from runner.tracking.console import Console
-    from runner.verbs.inspect.page import Table
+    from runner.verbs.inspect.parts import Table
     from runner.verbs.inspect.run import _show
 
     rows = [[f"layer {number}", str(number)] for number in range(99)]
@@ -436,19 +426,7 @@ def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixtur
     assert "total" in out
     assert "layer 58" in out
     assert "layer 59" not in out
-    assert "40 more rows are in report.html" in out
-
-
-def test_a_page_runs_nothing_whatever_things_are_called(tmp_path: Path) -> None:
-    from runner.verbs.inspect.page import Table, page
-
-    picture = tmp_path / "a<b.png"
-    picture.write_bytes(b"png")
-    evil = "<script>alert(1)</script>"
-    text = page(evil, [evil], [Table(evil, [evil], [[evil]], [evil]), (picture, f'{evil}" onload="x')])
-    assert "<script" not in text
-    assert text.count("&lt;script&gt;") == 9
-    assert '" onload="x' not in text
+    assert "40 more rows are in inspect.json" in out
 
 
 def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callable[..., Run], tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
         require_methods(f"logger.{name}", chosen[name]["_target_"], logger, calls_of(Logger))
         if not type(logger).__module__.startswith("runner."):
             loggers[name] = _sheltered(name, logger, warn)
-    return [JsonLines(warn), *loggers.values()]
+    return [JsonLines(), *loggers.values()]
 
 
 def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:

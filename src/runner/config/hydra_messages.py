@@ -22,7 +22,7 @@ _CHOICE = re.compile(r"Invalid value '(.*?)', expected one of \[(.*?)\]")
 _VARIABLE = re.compile(r"Environment variable '(.*)' not found")
 
 REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm"}
-"""Launchers of plugins of Hydra, and the launcher of this program in place of each."""
+"""Launchers of plugins of Hydra, and the launcher of this program that replaces each."""
 
 
 def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:

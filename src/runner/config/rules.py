@@ -283,12 +283,6 @@ def _of_verbs(config: Train) -> Broken:
             yield "format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript"
         if not config.batch_sizes:
             yield "batch_sizes", "names no batch size to compare at", "such as [1,8]"
-        if config.int8 and config.format != "onnx" and "onnx" not in config.format:
-            message = "is made from the ONNX model, which format does not include"
-            yield "int8", message, "format=onnx, or int8=false"
-        if config.int8 and config.include_preprocessing:
-            message = "is calibrated on normalised images, which a model with include_preprocessing=true does not take"
-            yield "int8", message, "one of the two"
     ending = PurePath(getattr(config, "output", None) or "").suffix
     if isinstance(config, Inspect) and config.features and ending not in ("", *FEATURE_FILES):
         allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"
@@ -308,12 +302,6 @@ def _of_varied(config: Audit | Bench, key: str, value: Any) -> Broken:
         yield f"vary.{key}", "varies what is not a key", "a key of the schema", f"vary.{close}" if close else ""
     elif is_section:
         yield f"vary.{key}", "varies a whole section", f"keys inside it, such as vary.{key}.name=[a,b]"
-    elif isinstance(config, Bench) and config.part == "data" and not key.startswith("data."):
-        yield (
-            f"vary.{key}",
-            "is not about the data, which is all that part=data compares",
-            "keys of data, or part=train",
-        )
     if isinstance(config, Audit) and isinstance(value, list) and len(value) != 2:
         message = f"has {len(value)} value{'' if len(value) == 1 else 's'}, but there are two sides"
         yield f"vary.{key}", message, f"vary={key}:A,B, or the other value alone"

@@ -207,9 +207,6 @@ class BadSampleLog:
         if self._path is None:
             return
         try:
-            if len(new) < len(self._entries) and not self._path.exists():
-                tell(f"{self._path} was deleted during the run and was written again")
-                new, self._cut_short = list(self._entries.values()), False
             lines = ("\n" if self._cut_short else "") + "".join(json.dumps(entry) + "\n" for entry in new)
             self._cut_short = False
             with self._path.open("ab", buffering=0) as file:  # in one call, as other ranks append too

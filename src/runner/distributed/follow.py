@@ -7,37 +7,44 @@ import datetime
 import functools
 import itertools
 import json
-import os
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from runner.config.errors import UserError
-from runner.distributed.world import meeting
+from runner.config.schema.sections import Dist
+from runner.distributed.store import appear, gather_ranks, open_store, rank, served_by_launcher, size
 
-_PATIENCE = datetime.timedelta(days=1)  # for the next job; a launcher ends all ranks when one fails
-_LEAVING = datetime.timedelta(seconds=5)
-_jobs = 0
+_NEXT_JOB = datetime.timedelta(days=1)  # a launcher ends all ranks when one fails
+_REPORTED_S, _LEAVING_S = 3.0, 5.0
+_numbers = itertools.count(1)  # of jobs
 
 
 @functools.cache
-def _store() -> Any:
-    return meeting(_PATIENCE)
+def _timeout_s() -> float:
+    """`dist.timeout_s` of the command line, or the default: other sources of it are known once rank 0 has composed."""
+    given = [found for word in sys.argv if (found := re.fullmatch(r"\+*dist\.timeout_s=(\d+(\.\d+)?)", word))]
+    return float(given[-1][1]) if given else Dist.timeout_s
+
+
+@functools.cache
+def _store() -> PrefixStore:
+    return open_store(_timeout_s())
 
 
 def compare(words: Sequence[str]) -> None:
-    """Let rank 0 check that all ranks were started with the same words, secrets masked; the others follow rank 0's.
+    """Wait for all ranks; on rank 0, check that they were started with the same words, secrets masked.
 
     Raises:
         UserError: on rank 0, naming the first rank that was not, and the first difference.
+        RanksMissing: if some were not started in time.
     """
-    if rank():
-        _store().set(f"words/{rank()}", json.dumps(list(words)))
-        return
-    for other in range(1, size()):
-        _store().wait([f"words/{other}"], _PATIENCE)
+    gather_ranks(_store(), "words", _timeout_s(), json.dumps(list(words)))
+    for other in range(1, 0 if rank() else size()):
         for own, its in itertools.zip_longest(words, json.loads(_store().get(f"words/{other}"))):
             if own != its:
                 with_, without = f"with '{its}'", f"without '{own}'"
@@ -46,39 +53,30 @@ def compare(words: Sequence[str]) -> None:
                 raise UserError("", problem, "the same command line for every rank")
 
 
-def kept(name: str, make: Callable[[], str]) -> str:
-    """A text that rank 0 makes once, however often the launcher starts the ranks again."""
-    store = _store().underlying_store
-    if not store.check([name]):
-        store.set(name, make())
-    text: str = store.get(name).decode()
-    return text
-
-
-def lead(job: dict[str, Any] | None) -> Any:
+def lead(job: dict[str, Any] | None) -> Store:
     """Hand a job, which JSON can contain, to the other ranks; returns the store by which all ranks of the job meet."""
-    global _jobs
-    _jobs += 1
-    _store().set(f"job/{_jobs}", json.dumps(job))
-    return PrefixStore(f"job/{_jobs}/ranks", _store())
+    key = f"job/{next(_numbers)}"
+    _store().set(key, json.dumps(job))
+    return PrefixStore(f"{key}/ranks", _store())
+
+
+def follow(entry: Callable[[dict[str, Any], Store], Any]) -> None:
+    """On a rank other than 0: call `entry(job, store)` for every job until there are no more."""
+    for number in _numbers:
+        _store().wait([f"job/{number}"], _NEXT_JOB)
+        job = json.loads(_store().get(f"job/{number}"))
+        if job is None:
+            break
+        entry(job, PrefixStore(f"job/{number}/ranks", _store()))
+    _store().set(f"left/{rank()}", "")
 
 
 def dismiss() -> None:
     """Tell the other ranks that there are no more jobs."""
-    lead(None)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        with contextlib.suppress(Exception):  # this process has the store, and some ranks may be gone
-            _store().wait([f"left/{other}" for other in range(1, size())], _LEAVING)
-
-
-def rank() -> int:
-    """The number of this rank."""
-    return int(os.environ["RANK"])
-
-
-def size() -> int:
-    """How many ranks there are."""
-    return int(os.environ["WORLD_SIZE"])
+    with contextlib.suppress(RuntimeError):  # some ranks, or a launcher with the store, may be gone
+        lead(None)
+        if not served_by_launcher():  # the store goes with this process
+            appear(_store(), [f"left/{other}" for other in range(1, size())], _LEAVING_S)
 
 
 def report(outcome: Any) -> None:
@@ -87,24 +85,9 @@ def report(outcome: Any) -> None:
         _store().set("failed", json.dumps(asdict(outcome)))
 
 
-def first_failure() -> dict[str, Any] | None:
-    """What the first rank that failed reported; None if none has within a few seconds."""
-    try:
-        _store().wait(["failed"], datetime.timedelta(seconds=3))
-    except Exception:  # torch raises several kinds for a time that has passed or a store that is gone
-        return None
-    found: dict[str, Any] = json.loads(_store().get("failed"))
-    return found
-
-
-def follow(entry: Callable[[dict[str, Any], Any], Any]) -> None:
-    """On a rank other than 0: call `entry(job, store)` for every job until there are no more."""
-    global _jobs
-    while True:
-        _jobs += 1
-        _store().wait([f"job/{_jobs}"], _PATIENCE)
-        job = json.loads(_store().get(f"job/{_jobs}"))
-        if job is None:
-            _store().set(f"left/{rank()}", "")
-            return
-        entry(job, PrefixStore(f"job/{_jobs}/ranks", _store()))
+def first_failure() -> str:
+    """What the first rank that failed reported, as JSON; empty if none has within a few seconds."""
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        if appear(_store(), ["failed"], _REPORTED_S):
+            return str(_store().get("failed"), "utf-8")
+    return ""

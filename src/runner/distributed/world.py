@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from runner.config import slurm
+from runner.distributed.store import gather_ranks, open_store
 
 T = TypeVar("T")
 
@@ -121,14 +120,8 @@ def started_by_launcher() -> bool:
 
 
 def restarted() -> bool:
-    """Whether this process continues one of the same command: torch's elastic agent or SLURM started it again."""
+    """Whether this process continues one of the same command: a launcher of ranks or SLURM started it again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or slurm.restarted()
-
-
-def meeting(timeout: datetime.timedelta) -> Any:
-    """The store where the ranks that the environment describes find each other, without what an earlier start left there."""
-    store, _, _ = next(rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout))
-    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @contextlib.contextmanager
@@ -139,12 +132,17 @@ def joined(timeout_s: float, device: torch.device, store: Any = None) -> Iterato
         timeout_s: seconds that ranks wait for each other.
         device: of this rank.
         store: where ranks find each other; None for that of the environment.
+
+    Raises:
+        RanksMissing: if some do not come in time.
     """
     global _WORLD
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ.get(name, "1" if "SIZE" in name else "0")) for name in names)
     timeout = datetime.timedelta(seconds=timeout_s)
-    group = {"store": store or meeting(timeout), "rank": rank, "world_size": size, "timeout": timeout}
+    store = store or open_store(timeout_s)
+    gather_ranks(store, "joined", timeout_s)
+    group = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **group)

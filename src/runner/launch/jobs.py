@@ -53,7 +53,7 @@ class Ended:
 
 
 class Launcher(Protocol):
-    """Starts jobs somewhere, each in a process of its own. A YAML under `hydra/launcher` names the class as `_target_`.
+    """Starts jobs somewhere, each in a separate process. A YAML under `hydra/launcher` names the class as `_target_`.
 
     Attributes:
         slots: how many jobs run at a time; None if something else decides that.

@@ -8,12 +8,11 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +22,7 @@ from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
 from runner.launch.jobs import Ended, Job, why_ended
+from runner.launch.processes import end_with_parent, start_fork_server
 
 T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
@@ -98,18 +98,12 @@ class Local:
 
     def prepare(self, preload: Sequence[str]) -> None:
         """Start the server that jobs are forked from; it imports modules while this process does other things."""
-        if (context := _context()).get_start_method() != "forkserver":
-            return
-        context.set_forkserver_preload(list(preload))
         before = dict(os.environ)
-        # The server and its children inherit what is blocked, so that no signal of a terminal ends a job before it listens.
-        resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         try:
             os.environ.update(self._environment)
-            forkserver.ensure_running()
+            if _context().get_start_method() == "forkserver":
+                start_fork_server(preload)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.environ.clear()
             os.environ.update(before)
 
@@ -145,10 +139,9 @@ class Local:
                 continue
             del self._running[number]
             self._free.append(slot)
+            assert process.pid is not None
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(
-                    process.pid or 0, signal.SIGKILL
-                )  # data workers notice after seconds that their parent is gone
+                os.killpg(process.pid, signal.SIGKILL)  # its data workers would notice only after seconds
             ended.append(Ended(number, why_ended(process.exitcode)))
             process.close()
         return ended
@@ -216,13 +209,5 @@ def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")  # a system short of memory ends a job, and not the sweep
     faulthandler.enable()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    end_with_parent()
     call()
-
-
-def _end_with_parent() -> None:
-    """Ask this process to save and to end once the sweep's process is gone."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -150,7 +150,7 @@ class Search:
         return planned
 
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
-        """See `Jobs.ended`: the trial ends, or goes on with its next seed; it stays as it is if its process was killed."""
+        """See `Jobs.ended`: the trial ends, or continues with its next seed; it stays as it is if its process was killed."""
         trial = self._running.pop(planned.number)
         reports = read_json(folder / FILE)
         trial.curve = trial.curve or reports.get("curve", ())

@@ -113,7 +113,7 @@ def using(where: str) -> Iterator[None]:
     except Exception as error:  # of any kind
         reason = str(error).partition("\n")[0] or type(error).__name__
         allowed = (
-            "the same command once that is mended, or another file or sqlite:///FILE; finished jobs keep their results"
+            "the same command once that is fixed, or another file or sqlite:///FILE; finished jobs keep their results"
         )
         raise UserError("search.storage", f"{mask_text(where)} cannot be used: {reason}", allowed) from error
 

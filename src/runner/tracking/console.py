@@ -10,13 +10,14 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TextIO
 
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text
-from runner.tracking.appended import AppendedFile
+from runner.tracking.files import append, writing
 from runner.tracking.formats import HARDWARE_METRICS, clean, duration, encodable, in_order, metric, table_lines, wrapped
 from runner.tracking.live import LiveLines
 from runner.tracking.progress_file import Progress, ProgressFile
@@ -56,7 +57,7 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         self._terminal = self._make_terminal()
         self._wants_bar = progress is not False
-        self._log: AppendedFile | None = None
+        self._log: FileIO | None = None
         self._silent = False
         self._running = False
         self._due = float("inf")
@@ -69,9 +70,9 @@ class Console:
         self._live = LiveLines()
         self._told: Counter[str] = Counter()
         if log_file is not None:
-            warn = weakref.WeakMethod(self.warn)  # a strong reference would keep the console alive and the file open
             try:
-                self._log = AppendedFile(log_file, lambda text: (report := warn()) and report(text))
+                with writing(log_file):
+                    self._log = log_file.open("ab", buffering=0)
                 weakref.finalize(self, self._log.close)
             except UserError:
                 self.warn(f"{log_file} cannot be written; the run continues without it")
@@ -366,8 +367,8 @@ class Console:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         text = "".join(f"{now}  {line}".rstrip() + "\n" for line in lines)
         try:
-            self._log.write(text.encode("utf-8", "backslashreplace"))
-        except (OSError, UserError):
+            append(self._log, text.encode("utf-8", "backslashreplace"))
+        except UserError:
             self._log = None
             self.warn("run.log cannot be written any more; the run continues without it")
 

@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,18 @@ def write_atomically(path: Path, data: bytes) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """Append all of `data` to an unbuffered file, so that a kill of this process loses nothing.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with writing(Path(file.name)):
+        rest = memoryview(data)
+        while rest:  # an unbuffered write may take a part only, as on a disk that is nearly full
+            rest = rest[file.write(rest) :]
 
 
 def write_json(path: Path, obj: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -11,13 +10,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from io import FileIO
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Protocol
 
 from runner.config.errors import UserError, first_line
-from runner.tracking.appended import AppendedFile, content, is_at
-from runner.tracking.files import finite, write_atomically, writing
+from runner.tracking.files import append, finite, write_atomically, writing
 from runner.tracking.jsonl import copy_until, read_records
 
 METRICS = "metrics.jsonl"
@@ -57,26 +56,26 @@ class Logger(Protocol):
 
 
 class _Lines:
-    """Files of lines in a run directory; each line reaches the operating system at once, so that a kill loses none.
+    """Files of lines in a run directory; each line reaches the operating system at once, so that a kill loses none."""
 
-    Args:
-        warn: called with a sentence if another program changed a file.
-    """
-
-    def __init__(self, warn: Callable[[str], None] = _ignore) -> None:
-        self._warn = warn
+    def __init__(self) -> None:
         self._directory: Path | None = None
-        self._files: dict[Path, AppendedFile] = {}
+        self._files: dict[Path, FileIO] = {}
 
     def flush(self) -> None:
         """See `Logger.flush`."""
-        for file in self._files.values():
-            file.sync()
+        for path, file in self._files.items():
+            with writing(path):
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """See `Logger.close`."""
         while self._files:
             self._files.popitem()[1].close()
+
+    def _open(self, path: Path) -> None:
+        with writing(path):
+            self._files[path] = path.open("ab", buffering=0)
 
 
 class JsonLines(_Lines):
@@ -86,14 +85,14 @@ class JsonLines(_Lines):
         """See `Logger.open`."""
         self._directory, path = directory, directory / METRICS
         copy_until(path, path, resume_step)
-        self._files[path] = AppendedFile(path, self._warn)
+        self._open(path)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
         record: dict[str, Any] = {"global_step": global_step, "epoch": epoch, "split": split}
         record.update({name: finite(float(value)) for name, value in metrics.items()})
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        self._files[_opened(self._directory) / METRICS].write(line)
+        append(self._files[_opened(self._directory) / METRICS], line)
 
 
 class Csv(_Lines):
@@ -122,7 +121,8 @@ class Csv(_Lines):
             kept = [row for row in rows if row and row[0].isdecimal() and int(row[0]) <= last]
             if (content := _csv([columns, *kept])) != data:
                 write_atomically(path, content)
-            self._append(path, columns)
+            self._columns[path] = columns
+            self._open(path)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
@@ -132,22 +132,18 @@ class Csv(_Lines):
         columns = self._columns.get(path, [])
         if new := [name for name in values if name not in columns]:
             self._widen(path, columns := [*columns, *new])
-        self._files[path].write(_csv([[values.get(name, "") for name in columns]]))
+        append(self._files[path], _csv([[values.get(name, "") for name in columns]]))
 
     def _widen(self, path: Path, columns: list[str]) -> None:
         rows: list[list[str]] = []
         if path in self._files:
-            self._files[path].check()
             with writing(path), path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.reader(file))[1:]
         write_atomically(path, _csv([columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]))
         if path in self._files:
             self._files.pop(path).close()
-        self._append(path, columns)
-
-    def _append(self, path: Path, columns: list[str]) -> None:
         self._columns[path] = columns
-        self._files[path] = AppendedFile(path, self._warn, _csv([columns]))
+        self._open(path)
 
 
 class TensorBoard:
@@ -165,7 +161,7 @@ class TensorBoard:
         graph: whether the graph of the model is written at the start.
         images: whether the first sample of each split is written at the start.
         watched: see `runner.tracking.tensorboard_extras.Watched`; without it, only scalars and `hparams` are written.
-        warn: called with a sentence if another program changed the file, or the graph cannot be drawn.
+        warn: called with a sentence if the graph cannot be drawn.
     """
 
     def __init__(
@@ -180,7 +176,7 @@ class TensorBoard:
     ) -> None:
         if flush_s < 1:
             raise ValueError(f"flush_s must be at least 1, got {flush_s}")
-        self.flush_s, self._warn, self._reported = flush_s, warn, False
+        self.flush_s, self._warn = flush_s, warn
         self._hparams, self._histograms, self._graph, self._images = hparams, histograms, graph, images
         self._watched, self._step, self._compared = watched, 0, dict[str, None]()
         self._directory: Path | None = None
@@ -200,8 +196,6 @@ class TensorBoard:
         with writing(directory):
             if self._file is None:
                 self._begin(directory)
-            elif not is_at(self._path, self._file.fileno()):
-                self._begin_again(directory, self._file)
             self._write(split, metrics, global_step)
             self._step = global_step
             if split != "train":
@@ -242,7 +236,7 @@ class TensorBoard:
                 "logger", f"tensorboard cannot be used ({error})", "logger=none, or install the package tensorboard"
             ) from error
         self._event, self._session, self._summary, self._writer = Event, SessionLog, Summary, RecordWriter
-        self._make(directory, self._first_step)
+        self._make(directory)
         for split, metrics in self._again:
             self._write(split, {name: metrics[name] for name in metrics if name != "epoch"}, self._first_step or 0)
         self._again = []
@@ -268,39 +262,20 @@ class TensorBoard:
         except Exception as error:
             self._warn(f"TensorBoard only gets scalars: {first_line(error)}")
 
-    def _begin_again(self, directory: Path, old: IO[bytes]) -> None:
-        """A new file with the records of one that was deleted or replaced, which supersede those that readers have."""
-        with contextlib.suppress(OSError):
-            old.flush()
-        records = content(old.fileno())
-        made = self._make(directory, 0 if self._first_step is None else self._first_step)
-        with contextlib.suppress(OSError):  # `log` has already raised what could not be written
-            old.close()
-        made.write(records)
-        self._flush()
-        if not self._reported:
-            self._reported = True
-            self._warn(f"{directory} was deleted or replaced during the run; its values were written again")
-
-    def _make(self, directory: Path, first_step: int | None) -> IO[bytes]:
-        """A file with its version and, in a resumed run, the step from which older files are obsolete."""
+    def _make(self, directory: Path) -> None:
+        """Create a file with its version and, in a resumed run, the step from which older files are obsolete."""
         directory.mkdir(exist_ok=True)
         # Time and host, as in the library's names. TensorBoard reads the files of a folder in the order of their names, so
         # this one must come last, even if runs follow each other within a second or the clock was set back.
         stamps = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*.*")]
         latest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=-1)
         stamp = max(int(time.time()), latest + 1)
-        path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        made = path.open("x+b")
-        self._path, self._file, self._records = (
-            path,
-            made,
-            self._writer(made),
-        )  # if it fails, the old file is still open
+        self._path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = self._path.open("xb")
+        self._records = self._writer(self._file)
         self._put(file_version="brain.Event:2")
-        if first_step is not None:
-            self._put(step=first_step, session_log=self._session(status=self._session.START))
-        return made
+        if self._first_step is not None:
+            self._put(step=self._first_step, session_log=self._session(status=self._session.START))
 
     def _write(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Add the metrics of a split in one record, because each record takes time."""

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from runner.config.errors import UserError
-from runner.config.reading import modified, read_regular, read_summary, start_time
+from runner.config.reading import modified, open_regular, read_regular, read_summary, start_time
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking import progress_file
 from runner.tracking.files import write_atomically, write_json, writing
@@ -25,6 +25,9 @@ from runner.tracking.jsonl import copy_until
 
 if sys.platform != "win32":
     import fcntl
+
+_OWNER, _SEEN = 0, 1  # bytes of a lock file that its owner locks: `works` looks only at the second, and hinders nobody
+_descriptors: set[int] = set()  # of locks of this process; whoever has one closes it
 
 
 class Occupied(UserError):
@@ -116,7 +119,8 @@ def hold(folder: Path) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     try:
         # Unlike flock, lockf is not inherited by loader workers, which may outlive a killed run.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, _SEEN)  # waits for a process that is just looking, see `works`
     except (BlockingIOError, PermissionError):
         owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
@@ -124,6 +128,7 @@ def hold(folder: Path) -> int | None:
     except OSError:  # a file system without locks
         os.close(descriptor)
         return None
+    _descriptors.add(descriptor)
     try:
         with writing(path):
             os.ftruncate(descriptor, 0)
@@ -135,21 +140,30 @@ def hold(folder: Path) -> int | None:
 
 
 def works(folder: Path, elsewhere: bool = True) -> bool:
-    """Whether another process that `hold`s a folder lives; `elsewhere` is the answer for a process of another machine."""
+    """Whether another process `hold`s a folder; `elsewhere` is the answer for a process of another machine."""
+    path = folder / ".lock"
     try:
-        owner = read_regular(folder / ".lock", 200).decode()
-        number, host = re.fullmatch(r"process (\d{1,9}) on (.*)", owner.strip()).groups()  # type: ignore[union-attr]
-    except (OSError, ValueError, AttributeError):
+        if _is_own(path):
+            return False
+        with open_regular(path) as file:
+            owner = re.fullmatch(r"process \d+ on (.*)", file.read(200).decode().strip())
+            if owner is None or owner[1] != socket.gethostname() or sys.platform == "win32":
+                return owner is not None and elsewhere
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _SEEN)
+                return False
+            return True
+    except (OSError, ValueError):
         return False
-    if host != socket.gethostname() or sys.platform == "win32":
-        return elsewhere
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return int(number) != os.getpid()
+
+
+def _is_own(path: Path) -> bool:
+    """Whether this process holds a lock file: to open and close it once more would give up the lock."""
+    for descriptor in _descriptors:
+        with contextlib.suppress(OSError):  # it is closed
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return True
+    return False
 
 
 class RunDirectory:

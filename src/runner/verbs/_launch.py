@@ -62,14 +62,17 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
 def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
     """Run a verb as one of the ranks that torchrun or SLURM started."""
     from runner.distributed import follow
+    from runner.distributed.store import rank, size
+    from runner.launch.processes import end_with_parent
 
+    end_with_parent()
     if not verb.on_ranks:
-        if follow.rank():
+        if rank():
             return USAGE  # rank 0 says why
-        problem = f"runs in one process, and torchrun or srun started {follow.size()}"
+        problem = f"runs in one process, and torchrun or srun started {size()}"
         raise UserError(verb.name, problem, f"python -m runner {verb.name} without torchrun and srun")
     words = mask_words([verb.name, *argv])
-    if follow.rank():
+    if rank():
         follow.compare(words)
         module = verb.module if verb.keeps_runs else "runner.verbs._ranks"
         return int(importlib.import_module(module).main_of_follower())

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import json
 import os
 import sys
 import tempfile
@@ -15,16 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistNetworkError
+
 from runner.build.ranks import config_from_plain, count_ranks, device_of_rank
 from runner.config.composition import Composition
-from runner.config.errors import INTERRUPTED, OK, PREEMPTED
+from runner.config.errors import FAILED, INTERRUPTED, OK, PREEMPTED, first_line
 from runner.config.frozen import to_plain
 from runner.config.keys import key_of
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.schema.train import Train
 from runner.distributed import follow
-from runner.distributed.launch import Outcome, RankFailed, end_with_parent, outcome_of, run_ranks
+from runner.distributed.store import rank
 from runner.distributed.world import joined, started_by_launcher
+from runner.launch.ranks import Outcome, RankFailed, outcome_of, run_ranks
+from runner.runtime.signals import StopSignals
 from runner.verbs._checkpoint import resolve_checkpoint
 from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS, Verb
@@ -43,20 +48,18 @@ def lead(job: dict[str, Any], config: Train, work: Callable[[], float | None]) -
     Raises:
         RankFailed: if another rank failed first.
     """
-    end_with_parent()
     store = follow.lead(job)
     try:
         with joined(config.dist.timeout_s, device_of_rank(config), store):
             return work()
     except Exception as error:
         if outcome_of(0, error).lost and (failed := follow.first_failure()):
-            raise RankFailed(Outcome(**failed)) from error
+            raise RankFailed(Outcome(**json.loads(failed))) from error
         raise
 
 
 def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
     """On another rank, call `entry(job, store)` for every job of rank 0; returns the exit status."""
-    end_with_parent()
     status = OK
 
     def work(job: dict[str, Any], store: Any) -> None:
@@ -64,7 +67,7 @@ def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
         try:
             entry(job, store)
         except (Exception, SystemExit) as error:
-            outcome = outcome_of(follow.rank(), error)
+            outcome = outcome_of(rank(), error)
             follow.report(outcome)
             status = outcome.status
             if not outcome.lost and status != PREEMPTED:
@@ -75,6 +78,9 @@ def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
     except RankFailed as failed:
         print_error(f"{failed}{failed.hint}")
         time.sleep(_HEARD_S)  # rank 0 reports it, if it can; the launcher ends all ranks when this one does
+    except DistNetworkError as error:  # of the store
+        print_error(f"rank {rank()}: rank 0 or the launcher is gone: {first_line(error)}")
+        return FAILED
     return status
 
 
@@ -121,8 +127,8 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
         return lead(job.to_plain(), config, functools.partial(run, composition))
     if size == 1:
         return run(composition)
-    with tempfile.TemporaryDirectory() as logs:
-        outcome = run_ranks(verb_as_rank, job, size, Path(logs))
+    with tempfile.TemporaryDirectory() as logs, StopSignals() as signals:
+        outcome = run_ranks(verb_as_rank, job, size, Path(logs), asked=lambda: signals.received)
     if outcome.status == PREEMPTED:
         raise SystemExit(INTERRUPTED)
     return outcome.value

@@ -70,10 +70,9 @@ _ENTRIES = (
     ),
     Verb(
         "bench",
-        "Compare the toggles for speed and memory on this machine; `bench data` compares input and compute.",
+        "Compare the toggles for speed and memory on this machine.",
         "runner.verbs.bench.run",
         sweeps="benchmarks",
-        aliases={"data": "part=data"},
     ),
     Verb(
         "check",

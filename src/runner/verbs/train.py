@@ -17,9 +17,9 @@ from runner.config.composition import Composition
 from runner.config.durations import seconds
 from runner.config.errors import PREEMPTED, USAGE
 from runner.config.reading import read_summary
-from runner.distributed.launch import run_ranks
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
+from runner.launch.ranks import run_ranks
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.sweeps.pruning import pruning
@@ -79,8 +79,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     record.begin()
     job = Job.of(record.composition, setup, directory)
     try:
+        restarts = setup.config.max_restarts
         outcome = run_ranks(
-            train_as_rank, job, size, directory / "logs", setup.config.max_restarts, lambda: signals.received
+            train_as_rank, job, size, directory / "logs", max_restarts=restarts, asked=lambda: signals.received
         )
     finally:
         record.summary |= read_summary(directory) or {}
@@ -100,9 +101,9 @@ def train_as_rank(job: Job, store: Any = None) -> float | None:
     """Train as one of several ranks, from what rank 0 or the launcher decided."""
     signals = StopSignals(patient=True)
     with contextlib.ExitStack() as ending:
-        ending.enter_context(signals)
-        scratch = ending.enter_context(tempfile.TemporaryDirectory())
         world = ending.enter_context(joined(job.config.dist.timeout_s, device_of_rank(job.config), store))
+        ending.enter_context(signals)  # before, there is nothing to save, and a signal ends the process
+        scratch = ending.enter_context(tempfile.TemporaryDirectory())
         setup = job.setup()
         record = RunRecord.of_rank(job.composition, setup, job.directory, world.rank, Path(scratch))
         ending.callback(record.directory.write_summary, record.summary)

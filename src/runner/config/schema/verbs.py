@@ -39,7 +39,6 @@ Toggle = Literal[
     "threads",
     "data.placement",
     "data.num_workers",
-    "data.prefetch",
     "performance",
 ]
 
@@ -48,7 +47,6 @@ Toggle = Literal[
 class Bench(Train):
     """What `bench` adds: what is compared with what, and how long that may take."""
 
-    part: Literal["train", "data"] = "train"
     toggles: list[Toggle] | None = None
     vary: dict[str, Any] = field(default_factory=dict)
     combine: bool = True
@@ -96,7 +94,6 @@ class Export(Train):
     format: Format | list[Format] = "torch_export"
     weights: Weights = "auto"
     include_preprocessing: bool = False
-    int8: bool = False
     batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])
     tolerance: Annotated[float, Gt(0)] = 1e-5
     output: str | None = None

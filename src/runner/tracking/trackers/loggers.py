@@ -63,7 +63,7 @@ class Tracker:
     wait_s: float = 10.0
     warn: Callable[[str], None] = print
     name: ClassVar[str]  # of the tracker, and of the extra of this package
-    connect: ClassVar[Callable[..., None]]  # creates the tracker's run, or goes on with it
+    connect: ClassVar[Callable[..., None]]  # creates the tracker's run, or continues it
     send: ClassVar[Callable[..., None]]  # points, number of the first one, and times that stay the same
     end: ClassVar[Callable[..., None]]  # as finished, failed, preempted or killed, with an error or an empty string
 
@@ -359,7 +359,7 @@ class WandB(Tracker):
         if status == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if status == "finished" else 1)
-        if not self.live and wandb.run is None:  # no run of the user's own, which would end, too
+        if not self.live and wandb.run is None:  # not if the user has a run, which would end too
             wandb.teardown()  # finish() returns before the file is written, which takes seconds on a busy machine
 
 

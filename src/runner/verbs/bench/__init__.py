@@ -1,1 +1,1 @@
-"""Compare the toggles for speed and memory on this machine; `bench data` compares input and compute."""
+"""Compare the toggles for speed and memory on this machine."""

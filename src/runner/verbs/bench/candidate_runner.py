@@ -8,7 +8,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
@@ -24,7 +24,6 @@ from runner.config.schema.verbs import Bench
 from runner.data.build import DataModule
 from runner.data.loaders import Loader
 from runner.data.workers import WorkerLoader
-from runner.engine.protocols import Source
 from runner.engine.step import train_step
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
@@ -34,7 +33,7 @@ from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
 from runner.train import build_run
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.stats import Result
-from runner.verbs.bench.timing import Clock, Repeated, only_read, run, wait
+from runner.verbs.bench.timing import Clock, run, wait
 
 # Keys that do not change batches: candidates that differ in these alone share their data.
 _NOT_ABOUT_DATA = frozenset(
@@ -210,21 +209,15 @@ class CandidateRunner:
         run(training, training.data.train.loader, steps)
         return training.state.meter.read()
 
-    def measure(
-        self, steps: int, warmup: int, epoch: int = 0, part: Literal["training", "reading", "computing"] = "training"
-    ) -> float:
-        """Seconds a sample of training for some steps, of reading their batches alone, or of computing on one batch."""
-        training, step = self.training, only_read if part == "reading" else train_step
-        source: Source = self.loader
+    def measure(self, steps: int, warmup: int) -> float:
+        """Seconds a sample of training for some steps."""
+        training, loader = self.training, self.loader
         self.configure()
-        if part == "computing":
-            (batch,) = self.loader.batches(0, 0, 1)
-            source = Repeated(batch, training.plan)
         if self.in_memory:
             # The first batch makes many others, whose time belongs to the measurement.
-            run(training, source, warmup, epoch=epoch, step=step)
-            return run(training, source, steps, epoch=epoch, step=step).per_sample(since=0)
-        return run(training, source, warmup + steps, {warmup: None}, epoch, step).per_sample(since=warmup)
+            run(training, loader, warmup)
+            return run(training, loader, steps).per_sample(since=0)
+        return run(training, loader, warmup + steps, {warmup: None}).per_sample(since=warmup)
 
     def configure(self) -> None:
         """Set torch's process-wide switches."""

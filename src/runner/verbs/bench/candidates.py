@@ -18,12 +18,12 @@ Kind = Literal["baseline", "toggle", "varied", "preset", "combination"]
 
 # Keys that say how the same training is computed. Others may be varied, but a faster value is not the same training.
 SPEED_ALONE = frozenset(get_args(Toggle)) | {
-    *("data.pin_memory", "data.non_blocking", "data.persistent_workers", "data.cache", "data.cache_dir"),
+    *("data.prefetch", "data.pin_memory", "data.non_blocking", "data.persistent_workers"),
+    *("data.cache", "data.cache_dir"),
     *("compiler.mode", "compiler.fullgraph", "compiler.dynamic"),
 }
 # Only one of these makes sense at a time.
 _EXCLUSIVE = {"optimizer.fused": "optimizer.kernels", "optimizer.foreach": "optimizer.kernels"}
-_DATA = ("data.placement", "data.num_workers", "data.prefetch")
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,14 @@ def candidates(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Cand
     found: list[Candidate] = []
     skipped: list[Skipped] = []
     for name, made in _toggles(config, facts).items():
-        compared = name in _DATA if config.part == "data" else name != "data.prefetch"
-        if not compared or (config.toggles is not None and name not in config.toggles):
+        if config.toggles is not None and name not in config.toggles:
             continue
         if isinstance(made, str):
             skipped.append((name, made))
         else:
             found += [setting("toggle", values) for values in made]
     found += varied(config)
-    if config.part == "train" and ("performance" in config.toggles if config.toggles is not None else config.combine):
+    if "performance" in config.toggles if config.toggles is not None else config.combine:
         presets, others = _presets(config, facts, sources)
         found += presets
         skipped += others
@@ -136,7 +135,6 @@ def _toggles(config: Bench, facts: Facts) -> dict[str, str | list[dict[str, Any]
         ),
         "threads": (counts, facts.threads, one_core if device == "cpu" else f"the {device} computes"),
         "data.num_workers": ([0, *counts], facts.workers, "the samples are in memory" if facts.in_memory else ""),
-        "data.prefetch": ((1, 2, 4, 8), config.data.prefetch, "" if facts.workers else "no worker reads ahead"),
     }
     return {
         "optimizer.fused": _kernel(config, facts, "fused", "foreach"),

@@ -1,4 +1,4 @@
-"""What both parts of `bench` do: build the baseline, measure the candidates in turns with it, and report."""
+"""What `bench` does: build the baseline, measure the candidates in turns with it, and report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FEWEST_ROUNDS = 3
 
 
 class BenchResult(NamedTuple):
-    """What is written and returned, whichever part was compared."""
+    """What is written and returned."""
 
     record: dict[str, Any]  # for `bench.json`
     speeds: list[tuple[str, Spread]]  # samples a second by name, for the plot; the first is the reference
@@ -123,7 +123,7 @@ class Comparison:
     def finish(
         self, lines: list[str], record: dict[str, Any], best: Result, speeds: list[tuple[str, Spread]]
     ) -> BenchResult:
-        """Show sentences, what was skipped and notes, and add what both parts record."""
+        """Show sentences, what was skipped and notes, and complete the record."""
         self.report.lines(*lines)
         self.report.skipped(self.skipped)
         self.report.lines(*(f"note: {note}" for note in self.notes))
@@ -142,7 +142,7 @@ def range_text(spread: Spread) -> str:
 
 
 def result_record(result: Result, **more: Any) -> dict[str, Any]:
-    """A result as plain containers, with what only one part has."""
+    """A result as plain containers."""
     return {
         "overrides": list(result.candidate.words),
         "settings": dict(result.candidate.settings),

@@ -1,4 +1,4 @@
-"""`bench`: the toggles, or the ways to the data, compared on this machine."""
+"""`bench`: the toggles, compared on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from runner.tracking.plots import bars
 from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs._report import Report
 from runner.verbs.bench.candidate_runner import CandidateRunner, Workbench
-from runner.verbs.bench.loading import DataComparison
 from runner.verbs.bench.toggles import ToggleComparison
 
 
@@ -28,8 +27,7 @@ def run(composition: Composition) -> float:
     report = Report(config.json)
     bench = Workbench(config, composition)
     try:
-        comparison = ToggleComparison if config.part == "train" else DataComparison
-        found, speeds, best = comparison(config, bench, report, composition.sources).run()
+        found, speeds, best = ToggleComparison(config, bench, report, composition.sources).run()
     finally:
         bench.close()
         CandidateRunner(bench).configure()  # torch's switches, for the next job of a sweep, or of this process
@@ -38,7 +36,7 @@ def run(composition: Composition) -> float:
     spreads = [(spread.median, spread.low, spread.high) for _, spread in speeds]
     title = f"{config.name}, {called(config.model['_target_'], config.model.get('name'))} on {found['device']}"
     bars([name for name, _ in speeds], spreads, spreads[0][0], "samples/s, median and quartiles", picture, title)
-    record: dict[str, Any] = {"part": config.part, "overrides": mask_words(composition.overrides), **found}
+    record: dict[str, Any] = {"overrides": mask_words(composition.overrides), **found}
     record |= {"environment": environment(), "written": [str(path), str(picture)]}
     write_json(path, record)
     if not report.json(record):

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,6 @@ _ALL_OF = 7  # all of so many above 1 by chance: 1 in 128
 # Measured of the slowest models, too, however long it takes: fewer say nothing.
 _FEWEST_REPEATS = 4
 _FEWEST_COMPARED = 3
-# Input and compute that differ by less are called equal.
-_EQUAL = 1.1
 
 Round = dict[str, float]
 """One measurement of each candidate, made in turns: seconds a sample by the candidate's name."""
@@ -64,7 +61,6 @@ class Result:
     repeats: bool | None = None  # whether the same first steps gave the same weights again; None if not tried
     saved_bytes: int | None = None  # what the graph of a batch keeps for backward; None if that cannot be counted
     seconds: list[float] = field(default_factory=list)  # seconds a sample, of each measurement
-    reading: list[float] = field(default_factory=list)  # the same of reading alone
     ratios: list[float] = field(default_factory=list)  # speed relative to the baseline, round by round
     verdict: str = ""  # why it is not recommended; empty if it pays
 
@@ -210,20 +206,3 @@ def note_of_fewer(wanted: Sizes, sizes: Sizes, step_s: float, budget_s: float) -
         f"fewer steps than requested, because one takes {1000 * step_s:.3g} ms and budget_s={budget_s:g}: "
         f"{sizes.repeats} measurements of {sizes.steps} ({wanted.repeats} of {wanted.steps}){compared}"
     ]
-
-
-class Bottleneck(NamedTuple):
-    """What training waits for."""
-
-    kind: Literal["input", "compute", "neither"]  # neither if both take about the same time
-    factor: float  # how many times longer it takes than the other
-    waiting: float  # share of the time of a step, from 0 to 1, that input adds to computing
-
-
-def bottleneck(reading: Sequence[float], computing: Sequence[float], training: Sequence[float]) -> Bottleneck:
-    """What is slower by itself, reading or computing, and how much of it shows in training: seconds a sample by round."""
-    ratio = statistics.median(read / compute for read, compute in zip(reading, computing, strict=True))
-    waiting = statistics.median(1 - compute / both for compute, both in zip(computing, training, strict=True))
-    kind: Literal["input", "compute", "neither"] = "input" if ratio > 1 else "compute"
-    factor = max(ratio, 1 / ratio)
-    return Bottleneck("neither" if factor < _EQUAL else kind, factor, min(1.0, max(0.0, waiting)))

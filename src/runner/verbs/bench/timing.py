@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from runner.build.run import Run
-from runner.data.loaders import Batch
 from runner.engine.loop import Loop
-from runner.engine.plan import EpochPlan, Limits
+from runner.engine.plan import Limits
 from runner.engine.position import Position
 from runner.engine.protocols import Source
-from runner.engine.step import StepFunction, train_step
 
 
 class Clock:
@@ -61,38 +59,18 @@ def run(
     source: Source,
     steps: int,
     marks: Mapping[int, Callable[[Clock], None] | None] | None = None,
-    epoch: int = 0,
-    step: StepFunction = train_step,
 ) -> Clock:
-    """Do some optimizer steps from the beginning of an epoch, without evaluation, checkpoints or logging.
+    """Do some optimizer steps from the beginning of the first epoch, without evaluation, checkpoints or logging.
 
-    `source` gives the batches, `marks` are those of `Clock`, and `step` is what is done with a batch.
+    `source` gives the batches, and `marks` are those of `Clock`.
     """
-    training.state.position = Position(epoch=epoch)
+    training.state.position = Position()
     # Only batches that are used: workers would make others while another candidate is measured.
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, steps * training.plan.accumulate))
     clock = Clock(training.device, marks or {})
     limits = Limits(None, steps)
-    Loop(training.state, source, plan, training.parts, limits, None, [clock], training.monitor, step=step).run()
+    Loop(training.state, source, plan, training.parts, limits, None, [clock], training.monitor).run()
     return clock
-
-
-def only_read(*_: object) -> None:
-    """A step that does nothing with its batch: reading without computing."""
-
-
-class Repeated:
-    """A source that repeats one batch, cut to the plan's sizes: computing without reading."""
-
-    def __init__(self, batch: Batch, plan: EpochPlan) -> None:
-        self._batch, self._plan = batch, plan
-        self.samples, self.batch_size = plan.samples, plan.batch_size
-
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        """The batch, `stop` - `start` times."""
-        for number in range(start, stop):
-            size = self._plan.size(number)
-            yield self._batch if size == len(self._batch.targets) else Batch(*(part[:size] for part in self._batch))
 
 
 def wait(device: torch.device) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from runner.config.errors import UserError
 
 INPUT, OUTPUT = "images", "outputs"
-INT8 = "model.int8.onnx"
 _OF_ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages that it needs
 _INLINE_BYTES = 2**30  # larger weights go beside an ONNX file, which is a message of at most 2 GiB
 _EXAMPLES = 2  # traced samples: torch.export takes a batch of 1 for a constant size
@@ -152,20 +151,6 @@ def _torchscript(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
         path.write_bytes(content.getbuffer())
         loaded: nn.Module = torch.jit.load(path)  # type: ignore[no-untyped-call]
     return loaded
-
-
-def quantized(source: Path, target: Path) -> nn.Module:
-    """Write an ONNX model with 8-bit weights, activations quantised at run time (dynamic quantisation)."""
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    model = onnx.load(str(source))
-    # onnxruntime refuses the exporter's shapes once quantisation has changed the layout of weights.
-    del model.graph.value_info[:]
-    with _quiet():
-        # Unsigned: of 8-bit convolutions onnxruntime computes only those on the CPU.
-        quantize_dynamic(model, target, weight_type=QuantType.QUInt8)
-    return OnnxModel(target)
 
 
 FORMATS: dict[str, tuple[str, Callable[[nn.Module, Tensor, Path], nn.Module]]] = {

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from runner.build.metrics import build_metrics
-from runner.build.model import build_task_model_loss
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
-from runner.config.errors import FAILED, UserError
+from runner.config.errors import FAILED
 from runner.config.schema.verbs import Export
 from runner.data.sources.image_files import reading_steps
-from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.runtime.device import configure_torch
 from runner.tracking.environment import versions
@@ -41,7 +38,7 @@ from runner.verbs._checkpoint import (
 from runner.verbs._report import Report
 from runner.verbs.export import formats
 from runner.verbs.export.compare import Comparison, compare
-from runner.verbs.export.formats import FORMATS, INPUT, INT8, OUTPUT, Normalizing
+from runner.verbs.export.formats import FORMATS, INPUT, OUTPUT, Normalizing
 
 _CPU = torch.device("cpu")
 
@@ -79,29 +76,19 @@ def run(composition: Composition) -> float:
     run_directory = run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
-    files, compared, quantised = dict[str, Path](), list[Comparison](), None
+    files, compared = dict[str, Path](), list[Comparison]()
     batches = [images[:size] for size in config.batch_sizes]
-    with report.counting("export", len(chosen) + config.int8) as begin:
+    with report.counting("export", len(chosen)) as begin:
         for name in chosen:
             begin(name)
             files[name] = folder / FORMATS[name][0]
             with _write_complete(files[name]) as path:
                 loaded = formats.write(name, exported, images, path)
             compared += compare(name, exported, loaded, batches)
-        shown = list(compared)
-        if config.int8:
-            begin("int8")
-            files["int8"] = folder / INT8
-            with _write_complete(files["int8"]) as path:
-                loaded = formats.quantized(files["onnx"], path)
-            shown += compare("int8", exported, loaded, batches)
-            quantised = _accuracy(resolved, {"float": model, "int8": loaded}, files)
-    record = _record(resolved, task, data, images, files, shown)
-    if quantised is not None:
-        record["int8"] = quantised
+    record = _record(resolved, task, data, images, files, compared)
     written = [*files.values(), folder / "model.json"]
     write_json(written[-1], record)
-    _show(record, shown, report)
+    _show(record, compared, report)
     report.lines(*written)
     report.json(record, written=[str(path) for path in written])
     worst = next((each for each in compared if not each.max_rel <= config.tolerance), None)  # NaN is worse, too
@@ -132,29 +119,6 @@ def _write_complete(path: Path) -> Iterator[Path]:
         yield Path(scratch) / path.name
         for file in Path(scratch).iterdir():
             os.replace(file, path.with_name(file.name))
-
-
-def _accuracy(
-    resolved: ResolvedCheckpoint[Export], models: dict[str, nn.Module], files: dict[str, Path]
-) -> dict[str, Any]:
-    """Evaluate the model, and the model with 8-bit weights, on the validation split.
-
-    Raises:
-        UserError: if the data is not there, or has no validation split.
-    """
-    config = resolved.config
-    with contextlib.closing(resolved.data(_CPU)) as splits:
-        if splits.val is None:
-            raise UserError("int8", "this data has no validation split to compare on", "int8=false")
-        task, _, loss = build_task_model_loss(config, splits, fetch_weights=False)
-        parts, limit = (splits.val.loader, task.targets, loss), config.limit.eval_batches
-        results = {
-            name: evaluate(each, *parts, build_metrics(config, task, _CPU), limit=limit)
-            for name, each in models.items()
-        }
-        samples = splits.val.samples
-    sizes = {"float": files["onnx"].stat().st_size, "int8": files["int8"].stat().st_size}
-    return {"split": "val", "samples": samples, "metrics": results, "bytes": sizes}
 
 
 def _record(
@@ -234,8 +198,3 @@ def _show(record: dict[str, Any], compared: list[Comparison], report: Report) ->
     ]
     columns = ["format", "batch", "largest difference", "relative", "ms", "ms of the model", "times as fast"]
     report.table("compared with the model on the CPU, float32", columns, rows)
-    if "int8" in record:
-        metrics, sizes, samples = (record["int8"][name] for name in ("metrics", "bytes", "samples"))
-        rows = [[name, *(f"{found[name]:.4f}" for found in metrics.values())] for name in metrics["float"]]
-        rows.append(["bytes", *(str(sizes[kind]) for kind in metrics)])
-        report.table(f"8-bit weights, {samples:,} samples of val", ["", *metrics], rows)

@@ -23,10 +23,19 @@ from runner.verbs.inspect import pictures
 from runner.verbs.inspect.errors import mistakes_in
 from runner.verbs.inspect.layers import Layer, layers_of, outer_maps, shape_text
 from runner.verbs.inspect.observed_pass import Passed, pass_through
-from runner.verbs.inspect.page import Table
 from runner.verbs.inspect.statistics import Summary, summarize
 
 _NUMBERS = ("mean", "std", "min", "max", "norm", "zeros", "not finite")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its title; `notes` are lines above it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
 
 
 @dataclass

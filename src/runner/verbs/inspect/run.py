@@ -24,7 +24,7 @@ from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
 from runner.tracking.console import Console
-from runner.tracking.files import write_atomically, write_json
+from runner.tracking.files import write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
 from runner.train import build_run
@@ -41,8 +41,7 @@ from runner.verbs._report import Report
 from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
-from runner.verbs.inspect.page import Table, page
-from runner.verbs.inspect.parts import PARTS, Inspection
+from runner.verbs.inspect.parts import PARTS, Inspection, Table
 
 _MOST_ROWS = 60
 # A model is inspected without what only updates it; whatever else the config names is not even imported.
@@ -133,11 +132,8 @@ def _inspected(
         if isinstance(part, Table):
             _show(report, part)
     report.lines(*seen.skipped)
-    where = str(found.path) if found is not None else "untrained, with the initial weights of this config and seed"
-    text = page(f"{config.name}: {type(training.model).__name__}", [where, *seen.lines, *seen.skipped], seen.parts)
-    files = [*(part[0] for part in seen.parts if not isinstance(part, Table)), folder / "report.html"]
+    files = [part[0] for part in seen.parts if not isinstance(part, Table)]
     record = {"folder": str(folder), "what": what, **seen.record, "files": [path.name for path in files]}
-    write_atomically(folder / "report.html", text.encode())
     write_json(folder / "inspect.json", record)
     report.lines(*files, folder / "inspect.json")
     return record
@@ -151,7 +147,7 @@ def _show(report: Console, table: Table) -> None:
     shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
     report.table(table.title, list(table.columns), shown)
     if len(shown) < len(rows):
-        report.line(f"{len(rows) - len(shown):,} more rows are in report.html")
+        report.line(f"{len(rows) - len(shown):,} more rows are in inspect.json")
 
 
 def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: Composition) -> Path:

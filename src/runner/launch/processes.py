@@ -1,0 +1,62 @@
+"""What processes of jobs and ranks share: the server that forks them, and their end once their parent is gone."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
+
+from runner.config.errors import FAILED
+from runner.config.signals import STOPPING
+
+_LOOKED_S = 0.5
+_LEFT_S = 5.0  # from SIGTERM to the end of a rank that waits for others
+
+
+def start_fork_server(modules: Sequence[str]) -> None:
+    """Start the fork server of this process, unless it runs; no signal for all processes of a terminal ends it.
+
+    Args:
+        modules: what it imports, while this process does other things.
+    """
+    multiprocessing.set_forkserver_preload([__name__, *modules])  # this one, as it runs what is at the end of this file
+    resource_tracker.ensure_running()  # which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """Ask this process to save and stop once the one that started it is gone, and end it if it waits for other ranks."""
+    threading.Thread(target=_outlast, args=(os.getppid(),), daemon=True).start()
+
+
+def _outlast(parent: int) -> None:
+    if (process := multiprocessing.parent_process()) is not None:
+        process.join()
+    else:
+        while os.getppid() == parent:
+            time.sleep(_LOOKED_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from runner.distributed.world import world
+
+        time.sleep(_LEFT_S)
+        if world().size == 1:  # it has not met the others, or has left them: there is nothing that it could save
+            os._exit(FAILED)
+
+
+if "multiprocessing.forkserver" in sys.orig_argv[-1]:
+    os.setsid()
+    for number in STOPPING:
+        signal.signal(number, signal.signal(number, signal.SIG_IGN))  # drops those that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -1,0 +1,198 @@
+"""Starts the ranks of a run on this machine, supervises them, and finds out why they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
+
+from runner.config.errors import FAILED, PREEMPTED, explain
+from runner.config.signals import STOPPING
+from runner.distributed.store import RanksMissing, of_attempt, open_store
+from runner.launch.processes import end_with_parent, start_fork_server
+
+_PATIENCE_S = 120.0  # for ranks that a signal asked to save and end, before they are killed
+_NOTICED_S = 5.0  # for ranks to end by themselves after another one has failed, before SIGTERM
+_TERMINATED_S = 25.0  # from SIGTERM to SIGKILL
+_LOOKED_S = 0.1
+_REPORTED_S = 10.0
+_FILES, _FILES_OF_RANK = 32, 8  # open files without which the store does not answer the ranks
+_LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended."""
+
+    rank: int
+    status: int  # exit status
+    value: float | None = None  # what it returned
+    sentence: str = ""  # why it failed: an error's message, or with `clause` what follows the number of the rank
+    clause: bool = False
+    text: str = ""  # the same for people, maybe with a traceback
+    lost: bool = False  # it failed because another rank was gone
+    ended: float = 0.0  # Unix time
+    unsaved: bool = False  # a signal asked it to save and end, and it was killed before it had
+
+
+class RankFailed(Exception):
+    """A rank ended early; the error is that of the first one."""
+
+    prefix = ""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(f"rank {outcome.rank}{'' if outcome.clause else ':'} {outcome.sentence}")
+        self.exit_code = outcome.status
+        self.hint = "\n" + outcome.text if "\n" in outcome.text and outcome.text != outcome.sentence else ""
+
+
+def run_ranks(
+    entry: Callable[[Any], float | None],
+    job: Any,
+    size: int,
+    logs: Path,
+    *,
+    max_restarts: int = 0,
+    asked: Callable[[], str] = str,
+) -> Outcome:
+    """Run `entry(job)` in `size` processes, which see torchrun's environment variables, and wait for all of them.
+
+    Args:
+        entry: a function that can be imported by name.
+        job: its argument, pickled.
+        size: number of processes.
+        logs: folder for what ranks other than the first write to standard output and error.
+        max_restarts: how often all ranks are started again after one of them has failed.
+        asked: gives the name of the signal that asks to stop, which the ranks then get too, or nothing.
+
+    Returns:
+        The outcome of the first rank.
+
+    Raises:
+        RankFailed: with the reason of the rank that failed first.
+        OSError: if the limit on open files is too small.
+    """
+    import resource
+
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES + _FILES_OF_RANK * size:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    logs.mkdir(parents=True, exist_ok=True)
+    start_fork_server([entry.__module__, "torch._dynamo"])  # DistributedDataParallel imports that, for a second
+    context = multiprocessing.get_context("forkserver")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # ranks meet there, and say how they ended
+    environment = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
+    environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for attempt in range(max_restarts + 1):
+        environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        ranks = [context.Process(target=_rank, args=(number, entry, job, logs, environment)) for number in range(size)]
+        signalled, ended = _supervise(ranks, asked)
+        outcomes = _outcomes(of_attempt(store, attempt), ranks, ended)
+        failed = [outcome for outcome in outcomes.values() if outcome.status not in (0, PREEMPTED)]
+        if signalled or not failed:
+            break
+    if signalled and any(rank.exitcode in (None, -signal.Signals[signalled]) for rank in ranks):
+        return Outcome(0, PREEMPTED, sentence=f"{signalled}, before the ranks had started")
+    if failed:
+        raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)))
+    sentence = f"{signalled}, and rank 0 did not save within {_PATIENCE_S:g} s and was killed"
+    return outcomes.get(0) or Outcome(0, PREEMPTED, sentence=sentence, unsaved=True)
+
+
+def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[str, set[int]]:
+    """Start processes and wait until all have ended, for a limited time once a signal has come or one has failed.
+
+    Returns:
+        The name of the signal that was passed on to them; without one, the numbers of those that ended by themselves.
+    """
+    if signalled := asked():
+        return signalled, set()
+    try:
+        for rank in ranks:
+            rank.start()
+        while not ((signalled := asked()) or any(rank.exitcode for rank in ranks)):
+            if not (alive := [rank.sentinel for rank in ranks if rank.is_alive()]):
+                break
+            wait(alive, _LOOKED_S)
+        _join(ranks, 0 if signalled else _NOTICED_S)
+        ended = set() if signalled else {number for number, rank in enumerate(ranks) if not rank.is_alive()}
+        for rank in ranks:
+            if rank.is_alive() and rank.pid is not None:
+                with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                    os.kill(rank.pid, signal.Signals[signalled or "SIGTERM"])
+        _join(ranks, _PATIENCE_S if signalled else _TERMINATED_S)
+        return signalled, ended
+    finally:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
+
+
+def _join(ranks: Sequence[BaseProcess], seconds: float) -> None:
+    """Wait for the end of processes, for some seconds in all."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+
+
+def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> dict[int, Outcome]:
+    """What the ranks reported, what ended those that could not, and which one the others waited for in vain."""
+    found = {}
+    for number, rank in enumerate(ranks):
+        if store.check([f"ended/{number}"]):
+            found[number] = Outcome(**json.loads(store.get(f"ended/{number}")))
+        elif number in ended:
+            code = rank.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            found[number] = Outcome(number, FAILED, sentence=how, clause=True)
+    if ended and all(outcome.lost for outcome in found.values()):
+        late = "took no part for dist.timeout_s: it hangs, is suspended, or reads its data too slowly"
+        silent = set(range(len(ranks))) - set(found)
+        found |= {number: Outcome(number, FAILED, sentence=late, clause=True) for number in silent}
+    return found
+
+
+def _rank(number: int, entry: Callable[[Any], float | None], job: Any, logs: Path, environment: dict[str, str]) -> None:
+    """What each process runs."""
+    os.environ.clear()  # the fork server may be older than what is set now
+    os.environ.update(environment, RANK=str(number), LOCAL_RANK=str(number))
+    # Workers start as in a run of one process: by the fork server, each would import torch and copy the data set.
+    multiprocessing.set_start_method(None, force=True)
+    os.setsid()  # a terminal's signals come through the launcher, once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a run listens, which may be after minutes in native code
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    end_with_parent()
+    if number:
+        log = os.open(logs / f"rank_{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+    try:
+        outcome = Outcome(number, 0, entry(job))
+    except (Exception, SystemExit) as error:
+        outcome = outcome_of(number, error)
+    with contextlib.suppress(RanksMissing, DistNetworkError):  # a launcher that was killed reads nothing
+        store = open_store(_REPORTED_S)
+        store.set(f"ended/{number}", json.dumps(asdict(outcome)))
+        store.check([f"ended/{number}"])  # an answer: what was set before has arrived
+    if outcome.status not in (0, PREEMPTED):
+        sys.exit(outcome.status)
+
+
+def outcome_of(rank: int, error: BaseException) -> Outcome:
+    """The outcome of a rank that an exception ended."""
+    status, sentence, text = explain(error)
+    lost = isinstance(error, RanksMissing | DistNetworkError) or any(said in str(error) for said in _LOST_PEER)
+    return Outcome(rank, status, sentence=sentence, text=text, lost=lost, ended=time.time())

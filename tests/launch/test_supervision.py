@@ -1,0 +1,181 @@
+"""Ranks that never come end the others with a sentence, and no rank outlives what started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import joining_ranks
+import pytest
+import torch.distributed as dist
+from forked import ForkedProgram
+
+from runner.checkpoint.file import read
+from runner.launch.ranks import RankFailed, run_ranks
+
+WORDS = (
+    "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "model=mlp", "model.hidden=[16]",
+    "threads=1", "logger=none", "log.curves=false", "log.progress=false", "checkpoint.every_steps=1",
+    "checkpoint.min_seconds=0", "max_steps=1000000", "epochs=null", "scheduler=constant", "hydra.run.dir=run",
+)  # fmt: skip
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A text in the environment of all processes that a test starts; those that are left are killed after it."""
+    text = f"TEST_OF_RANKS={uuid.uuid4()}"
+    monkeypatch.setenv(*text.split("="))
+    yield text
+    for process in marked(text):
+        os.kill(process, signal.SIGKILL)
+
+
+def marked(mark: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
+                found.append(int(path.parent.name))
+    return found
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return str(found.getsockname()[1])
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"},
+    ],
+    ids=["torchrun", "srun"],
+)
+def test_ranks_that_were_not_started_are_named(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=free_port(), **environment)
+    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=4"])
+    begun = time.monotonic()
+    _, err = program.communicate(60)
+    assert program.returncode == 1, err
+    assert "waiting for ranks 1, 2 of 3, up to dist.timeout_s=4" in err
+    assert "error: dist.timeout_s: ranks 1, 2 of 3 did not come within 4 s" in err
+    assert "Traceback" not in err
+    assert time.monotonic() - begun < 30
+    assert not (workdir / "run").exists()
+
+
+def test_a_rank_without_rank_0_says_where_it_looked_for_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2", RANK="1")
+    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=2"])
+    _, err = program.communicate(60)
+    assert program.returncode == 1, err
+    assert f"error: rank 0 of 2 does not answer at localhost:{port}" in err
+    assert "Traceback" not in err
+
+
+def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 took no part for dist\.timeout_s"):
+        run_ranks(joining_ranks.meet_without_one, tmp_path, 3, tmp_path)
+    assert time.monotonic() - begun < 60
+    assert not (tmp_path / "met").exists()
+
+
+def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(
+    workdir: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    programs = {}
+    for rank in ("1", "0"):
+        as_rank(monkeypatch, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+        programs[rank] = ForkedProgram(["train", *WORDS, "dist.timeout_s=4"])
+        if rank == "1":
+            until(lambda: store.check(["start_0/words/1"]))
+            programs[rank].send_signal(signal.SIGSTOP)
+    try:
+        _, err = programs["0"].communicate(60)
+    finally:
+        programs["1"].kill()
+    assert programs["0"].returncode == 1, err
+    assert err.count("error: ") == 1
+    assert "error: dist.timeout_s: rank 1 of 2 did not come within 4 s" in err
+    assert json.loads((workdir / "run/summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 0.1, 0.3, 0.7, 1.2, 1.8, 2.5, 3.5, 5])
+@pytest.mark.parametrize("starter", ["torchrun", "devices=2"])
+def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
+    workdir: Path, mark: str, delay: float, starter: str
+) -> None:
+    words = ["-m", "runner", "train", *WORDS]
+    if starter == "torchrun":
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    else:
+        words.append(starter)
+    log = workdir / "log"
+    with log.open("w") as output, subprocess.Popen([sys.executable, *words], stdout=output, stderr=output) as launcher:
+        until(lambda: len(marked(mark)) > 1)
+        time.sleep(delay)
+        launcher.kill()
+        launcher.wait()
+        until(lambda: not marked(mark), 20)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_ranks_of_a_job_end_once_the_process_of_its_sweep_is_killed(workdir: Path, mark: str, trains: bool) -> None:
+    log, folder = workdir / "log", workdir / "sweep" / "0"
+    words = [*WORDS[:-1], "devices=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep"]
+    command = [sys.executable, "-m", "runner", "train", *words]
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as sweep:
+        until(lambda: (folder / ("checkpoints/last.safetensors" if trains else "logs")).exists())
+        sweep.kill()
+        sweep.wait()
+        until(lambda: not marked(mark), 30)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "preempted", log.read_text()
+    if trains:
+        assert read(folder / "checkpoints/last.safetensors")["position"]["global_step"] == summary["global_step"]
+
+
+def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(workdir: Path, mark: str) -> None:
+    log = workdir / "log"
+    command = [sys.executable, "-m", "runner", "train", *WORDS, "devices=2"]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True) as launcher,
+    ):
+        until(lambda: (workdir / "run/checkpoints/last.safetensors").exists())
+        os.killpg(launcher.pid, signal.SIGHUP)
+        assert launcher.wait(60) == 75, log.read_text()
+        until(lambda: not marked(mark), 10)
+    summary = json.loads((workdir / "run/summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("preempted", "stopped by SIGHUP")
+    assert read(workdir / "run/checkpoints/last.safetensors")["position"]["global_step"] == summary["global_step"]
