@@ -58,7 +58,8 @@ class Pruning:
     def _own(self) -> dict[str, Any]:
         """The reports of this trial; on rank 0 alone, which is asked."""
         new = {"number": self._trial["number"], "curve": [], "notes": {}, "stopped_at": None}
-        return read_json(self._folder / FILE) or new
+        found = read_json(self._folder / FILE)
+        return found if found.keys() == new.keys() else new
 
     def _stops(self, evaluation: int, value: float) -> bool:
         own = self._own
