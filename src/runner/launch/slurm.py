@@ -32,8 +32,12 @@ class _Element:
     """An element of an array job that SLURM knows."""
 
     id: str  # such as 1234_0
-    name: str  # of the array
     state: str
+    name: str  # of the array
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return "-".join(self.name.split("-")[-2:]), self.id.partition("_")[2]
 
     @property
     def over(self) -> bool:
@@ -103,11 +107,11 @@ class Slurm:
         Raises:
             UserError: SLURM refuses the jobs, or does not answer.
         """
-        active = {(each.name, each.id.partition("_")[2]): each.id for each in self._queue() if not each.over}
+        active = {each.place: each.id for each in self._queue() if not each.over}
         found = {job.number: active[self._place(job)] for job in jobs if self._place(job) in active}
         new = [job for job in jobs if job.number not in found]
-        for name, array in itertools.groupby(new, key=lambda job: self._place(job)[0]):
-            found |= self._submit(name, list(array))
+        for group, array in itertools.groupby(new, key=lambda job: self._place(job)[0]):
+            found |= self._submit(f"{self._name}-{group}", list(array))
         self._running |= found
         self._due = time.monotonic() + _PERIOD_S
         return [f"SLURM {found[job.number]}" for job in jobs]
@@ -125,7 +129,8 @@ class Slurm:
             self._due = time.monotonic() + _PERIOD_S
         over = {number for number, id in self._running.items() if states.get(id, _OVER[0]) in _OVER}
         # A job has ended if it is over at two looks: its files may appear later than that on a shared file system.
-        ended, self._missing = over & self._missing, over
+        ended = over & self._missing
+        self._missing = over - ended
         return [Ended(number, _sentence(id := self._running.pop(number), states.get(id))) for number in sorted(ended)]
 
     def stop(self, kill: bool) -> None:
@@ -136,10 +141,10 @@ class Slurm:
         """See `Launcher.close`."""
 
     def _place(self, job: Job) -> tuple[str, str]:
-        """The name of the array that a job is in, and its number there."""
+        """The end of the name of the array that a job is in, and its number there."""
         sweep, number = job.log.parent.resolve(), int(job.log.stem)
         digest = hashlib.sha256(str(sweep).encode()).hexdigest()[:8]
-        return f"{self._name}-{digest}-{number // _ELEMENTS}", str(number % _ELEMENTS)
+        return f"{digest}-{number // _ELEMENTS}", str(number % _ELEMENTS)
 
     def _submit(self, name: str, jobs: Sequence[Job]) -> dict[int, str]:
         """Submit an array, and return the number of each job there."""
@@ -154,12 +159,9 @@ class Slurm:
             "open-mode": "append",
             **self._options,
         }
-        words = [
-            key if value is True else f"{key}={value}"
-            for key, value in options.items()
-            if value is not None and value is not False
-        ]
-        text = _call(["sbatch", "--parsable", *(f"--{word}" for word in words)], "\n".join(self._script(jobs)))
+        given = {key: value for key, value in options.items() if value is not None and value is not False}
+        words = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
+        text = _call(["sbatch", "--parsable", *words], "\n".join(self._script(jobs)))
         array = text.strip().partition(";")[0]
         return {number: f"{array}_{element}" for number, element in numbers.items()}
 
@@ -174,7 +176,7 @@ class Slurm:
         """The elements of the user's arrays."""
         words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%F_%K %T %j"]
         lines = [line.split(maxsplit=2) for line in _call(words).splitlines()]
-        return [_Element(id, name, state) for id, state, name in lines]
+        return [_Element(fields[0], fields[1], fields[-1]) for fields in lines if len(fields) > 1]
 
 
 def _call(words: Sequence[str], text: str = "") -> str:
@@ -184,15 +186,13 @@ def _call(words: Sequence[str], text: str = "") -> str:
         UserError: it failed.
     """
     # In a job of SLURM, its variables would become options of the jobs that are submitted from there.
-    inside = "SLURM_JOB_ID" in os.environ
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not (inside and name.startswith("SLURM_") and name != "SLURM_CONF")
-    }
+    inside = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
+    others = dict(os.environ)
+    for name in inside if "SLURM_JOB_ID" in inside else ():
+        del others[name]
     try:
         done = subprocess.run(
-            words, input=text, env=environment, capture_output=True, text=True, check=True, timeout=_ANSWER_S
+            words, input=text, env=others, capture_output=True, text=True, check=True, timeout=_ANSWER_S
         )
         return done.stdout
     except (OSError, subprocess.SubprocessError) as error:

@@ -28,6 +28,7 @@ from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, o
 from runner.sweeps.plan import Plan, Planned, code_of
 from runner.sweeps.rows import command_alone
 from runner.sweeps.view import Display, headline_of
+from runner.tracking.files import writing
 from runner.tracking.formats import number
 from runner.tracking.run_directory import works
 
@@ -300,7 +301,8 @@ class Sweep:
             if signal:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
             else:  # a folder that is missing later was removed by someone
-                known.folder.mkdir(exist_ok=True)
+                with writing(known.folder):
+                    known.folder.mkdir(exist_ok=True)
         again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
         self._record(planned.identity, known, dataclasses.replace(found, status="retried") if again else found)
         if again:

@@ -24,8 +24,7 @@ from runner.tracking.formats import amount
 
 _PACKAGES = (
     "torch", "torchvision", "triton", "numpy", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "scikit-learn",
-    "pillow", "tensorboard", "matplotlib", "rich", "psutil", "safetensors", "onnx", "onnxruntime",
-    "ray", "optuna",
+    "pillow", "tensorboard", "matplotlib", "rich", "psutil", "safetensors", "onnx", "onnxruntime", "ray", "optuna",
 )  # fmt: skip
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED",
