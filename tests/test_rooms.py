@@ -106,3 +106,10 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
     code = "import sys, runner.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("room", ["sweeps", "launch"])
+def test_sweeps_and_launchers_use_no_internals_of_hydra_no_patches_and_no_imports_by_string(room: str) -> None:
+    for path in (SOURCE / room).glob("*.py"):
+        for forbidden in ("hydra._internal", "import_module", "__import__", "setattr("):
+            assert forbidden not in path.read_text(), path
