@@ -10,7 +10,6 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from runner.build.metrics import expected_monitor
 from runner.config.command import Command
 from runner.config.composition import Composition
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
@@ -102,6 +101,8 @@ def _check(command: Command) -> None:
 
 def _monitor(composition: Composition) -> tuple[str, str]:
     """The metric that runs of a composition watch, and whether the `min` or the `max` of it is best."""
+    from runner.build.metrics import expected_monitor  # which imports torch
+
     return expected_monitor(resolve_config(composition, Train))
 
 
