@@ -47,7 +47,8 @@ def gone(process: int) -> bool:
 def jobs_of(workdir: Path) -> dict[str, int]:
     """Processes of the jobs that have logged an evaluation, by folder."""
     found = [path.parent for path in workdir.rglob("metrics.jsonl") if '"val"' in path.read_text()]
-    return {folder.name: int((folder / ".lock").read_text().split()[1]) for folder in found}
+    owners = {folder.name: (folder / ".lock").read_text().split() for folder in found}
+    return {name: int(words[1]) for name, words in owners.items() if words}  # none while it is being written
 
 
 @pytest.mark.slow
