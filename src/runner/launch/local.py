@@ -88,9 +88,8 @@ class Local:
                 name = f"CPU {len(slots)}" if device == "cpu" else f"GPU {device}"
                 slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
         if len(slots) * each > cores():
-            self._environment.setdefault(
-                "OMP_WAIT_POLICY", "passive"
-            )  # threads that wait leave the cores to the others
+            # Threads that wait leave the cores to the others.
+            self._environment.setdefault("OMP_WAIT_POLICY", "passive")
             if devices == ["cpu"]:
                 text = f"{len(slots)} jobs at a time with {each} threads each, on {cores()} CPU cores"
                 print(f"{text}: threads=1 may be faster", flush=True)

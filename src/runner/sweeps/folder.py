@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runner.config.errors import UserError
-from runner.config.keys import within
+from runner.config.keys import key_of, within
 from runner.config.output_folders import holds_run
 from runner.config.stored import differences
 from runner.config.truth import is_true
@@ -41,6 +41,9 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
         UserError: another process runs the sweep, or the folder holds something else.
     """
     named, new = plan.command.place, is_true(plan.command.composition.values["sweep"]["new"])
+    places = [key for key in ("sweep.dir", "hydra.sweep.dir") if key in map(key_of, plan.command.checked.accepted)]
+    if len(places) > 1:
+        raise UserError("sweep.dir", "and hydra.sweep.dir are both given", "one of them")
     if named and new:
         raise UserError("sweep.dir", f"is {named}, and sweep.new is given too", "one of them")
     with contextlib.nullcontext() if named else _one_at_a_time(root):

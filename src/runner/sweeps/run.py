@@ -82,9 +82,7 @@ class Sweep:
         display: shows what happens.
     """
 
-    def __init__(
-        self, folder: Path, plan: Plan, call: Callable[[Composition], Any], display: Display | None = None
-    ) -> None:
+    def __init__(self, folder: Path, plan: Plan, call: Callable[[Composition], Any], display: Display) -> None:
         self.folder, self.plan, self.ledger = folder, plan, Ledger(folder)
         self.records = Records()
         self.status = OK
@@ -163,20 +161,21 @@ class Sweep:
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
         known = self.records.jobs
-        done = [job for job in jobs if job.identity in known and self._settled(job, known[job.identity], "failed")]
+        there = [(job, known[job.identity]) for job in jobs if job.identity in known]
+        done = [
+            job
+            for job, entry in there
+            if _settled(entry, "failed") and not _changed(entry, code_of(job.composition.values))
+        ]
         left = "sweep.new=true starts another sweep" if len(done) == len(jobs) else "the others follow"
         if self._retry == "all":
             left = "sweep.retry=all starts all of them again, in other folders"
-        gone = {job.identity: known[job.identity] for job in jobs if job.identity in known and self._is_gone(job)}
+        gone = {job.identity: entry for job, entry in there if _is_gone(entry)}
         for job, entry in gone.items():
             self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
         names = ", ".join(entry.folder.name for entry in gone.values())
         left += f"; missing folders: {names}, and their jobs start again" if gone else ""
         self.say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
-
-    def _is_gone(self, job: Planned) -> bool:
-        entry = self.records.jobs[job.identity]
-        return not entry.folder.is_dir() and entry.status not in ("started", "preempted")
 
     # The jobs
 
@@ -197,27 +196,24 @@ class Sweep:
         if self._fail_fast and self.records.failed_now:
             return None
         while (planned := self._candidate()) is not None:
-            known = self.records.jobs.get(planned.identity)
-            folder, why = self._free(planned), None
+            known, why = self.records.jobs.get(planned.identity), None
             code = code_of(planned.composition.values)
-            if known is not None and self._is_gone(planned):
-                known = None
-            if known is not None:
-                if self._settled(planned, known, self._retry):
-                    self._skip(planned, known)
-                    continue
-                changed = sorted(name for name, digest in code.items() if known.code.get(name, digest) != digest)
-                again = self._retry == "all" and known.launch < len(self.records.launches) - 1
+            if known is not None and not _is_gone(known):
+                changed = _changed(known, code)
                 if changed:
                     why = f"{', '.join(changed)} changed since job {known.folder.name} ran"
-                elif not again:
-                    folder = known.folder
-                    if not self._launcher.survives and _is_written(
-                        known
-                    ):  # other jobs are found again by their launcher
-                        self._wait_for(planned, folder)
+                elif self._retry != "all" or known.launch == len(self.records.launches) - 1:
+                    if _settled(known, self._retry):
+                        self._skip(planned, known)
                         continue
-            return self._begin(planned, Entry(folder, planned.composition.overrides, "started", 0, code=code, why=why))
+                    # A launcher whose jobs survive finds them again itself.
+                    if not self._launcher.survives and _is_written(known):
+                        self._wait_for(planned, known.folder)
+                        continue
+                    entry = Entry(known.folder, known.overrides, "started", 0, code=code, why=known.why)
+                    return self._begin(planned, entry)
+            entry = Entry(self._free(planned), planned.composition.overrides, "started", 0, code=code, why=why)
+            return self._begin(planned, entry)
         return None
 
     def _candidate(self) -> Planned | None:
@@ -232,12 +228,10 @@ class Sweep:
                     self._occupied.remove(waiting)
                     return waiting
         planned = self._jobs.next()
-        if (
-            planned is not None and planned.identity in busy
-        ):  # another trial with the same values: its result is this one's
-            self._occupied.append(planned)
-            return None
-        return planned
+        if planned is None or planned.identity not in busy:
+            return planned
+        self._occupied.append(planned)  # another trial with the same values runs: its result is this one's
+        return None
 
     def _wait_for(self, planned: Planned, folder: Path) -> None:
         self._occupied.append(planned)
@@ -266,15 +260,6 @@ class Sweep:
         if str(planned.number) not in names:
             return self.folder / str(planned.number)
         return self.folder / str(1 + max(int(name) for name in names if name.isdecimal()))
-
-    def _settled(self, planned: Planned, known: Entry, retry: str) -> bool:
-        """Whether a job has a result that counts."""
-        if retry == "all" and known.launch < len(self.records.launches) - 1:
-            return False
-        found, code = outcome_of(known).status, code_of(planned.composition.values)
-        if any(known.code.get(name, digest) != digest for name, digest in code.items()):
-            return False
-        return found in ("finished", "pruned") or (found == "failed" and retry == "never")
 
     def _skip(self, planned: Planned, known: Entry) -> None:
         found = outcome_of(known)
@@ -323,8 +308,7 @@ class Sweep:
         self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found)))
 
     def _on_time(self) -> bool:
-        if self._display is not None:
-            self._display.refresh()
+        self._display.refresh()
         stopped = self._fail_fast and self.records.failed_now is not None
         return not stopped and bool(self._occupied or self._again)
 
@@ -332,10 +316,7 @@ class Sweep:
 
     def say(self, text: str) -> None:
         """Show a sentence."""
-        if self._display is None:
-            print(text, flush=True)
-        else:
-            self._display.line(text)
+        self._display.line(text)
 
     def _tell(self, planned: Planned, event: str, text: str) -> None:
         """Show what happened to a job; on a terminal the live table says most of it."""
@@ -347,15 +328,29 @@ class Sweep:
             line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
             again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
             line += f"\n    again: {again}" if failed else ""
-        if self._display is None:
-            print(line, flush=True)
-        elif not self._display.live or event in ("failed", "retried", "preempted"):
+        if not self._display.live or event in ("failed", "retried", "preempted"):
             self._display.line(line, error=failed)
 
 
 def _compared(words: Sequence[str]) -> tuple[str, ...]:
     """The overrides of a job in a canonical order, without `resume`, which jobs on a cluster have."""
     return tuple(sorted(word for word in words if key_of(word) != "resume"))
+
+
+def _changed(entry: Entry, code: dict[str, str]) -> list[str]:
+    """The modules of the user that are not as they were when a job started."""
+    return sorted(name for name, digest in code.items() if entry.code.get(name, digest) != digest)
+
+
+def _settled(entry: Entry, retry: str) -> bool:
+    """Whether a job has a result that counts."""
+    status = outcome_of(entry).status
+    return status in ("finished", "pruned") or (status == "failed" and retry == "never")
+
+
+def _is_gone(entry: Entry) -> bool:
+    """Whether someone removed the folder of a job that had one."""
+    return not entry.folder.is_dir() and entry.status not in ("started", "preempted")
 
 
 def _is_written(entry: Entry) -> bool:

@@ -221,7 +221,7 @@ class Tracker:
     def shown(self) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Name (in a sweep with that of its folder), flat config, and tags of the run."""
         state, directory, parent = self.state, self.directory.absolute(), self.directory.absolute().parent
-        in_sweep = (parent / "sweep.jsonl").exists() or (parent / "multirun.yaml").exists()
+        in_sweep = (parent / "sweep.jsonl").exists()
         commit = at(read_json(directory / "environment.json"), "git.commit")
         tags = {"runner.uid": state.uid, "runner.replaces": state.replaces, "mlflow.source.git.commit": commit}
         tags |= {"runner.directory": str(directory), "runner.sweep": str(parent) * in_sweep}
