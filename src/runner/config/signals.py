@@ -29,6 +29,30 @@ _AGAIN_S = 1.0
 _SLICES = 20
 
 
+def came_early() -> str:
+    """The name of a signal that came before a run listened, which is then forgotten, or an empty string."""
+    return early.pop() if early else ""
+
+
+_LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
+"""These stay ignored if they were when the process started, as nohup and shells do it."""
+
+
+@contextlib.contextmanager
+def listening(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `note` for the signals of `STOPPING`. Outside the main thread, where Python allows no handlers, nothing is done."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in STOPPING:
+            if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """After Ctrl-C, raise `KeyboardInterrupt` whatever the code inside raises: OmegaConf, broken off, raises something else."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +12,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from runner.config.errors import PREEMPTED
-from runner.config.signals import STOPPING, early, heard
+from runner.config.signals import came_early, heard, listening
 
-_LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")  # by nohup and shells
 _UNWRITTEN = 120  # status of a Python that could not write what it printed
 _SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its group
 
@@ -80,28 +78,15 @@ class Launcher(Protocol):
         ...
 
 
-class Stop:
-    """While entered, a signal of `STOPPING` asks the jobs of a launcher to stop; another one after a second kills them."""
+class _Stop:
+    """The first signal asks the jobs of a launcher to stop; another one after more than a second kills them."""
 
     def __init__(self, launcher: Launcher) -> None:
-        self.name = ""  # of the signal
+        self.name = came_early()  # of the signal
         self._launcher = launcher
         self._insists_from = 0.0
-        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            self.name = early.pop() if early else ""
-            for number in STOPPING:
-                if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
         heard.append(signal.Signals(number).name)
         again = bool(self.name) and time.monotonic() > self._insists_from
         if not self.name:
@@ -128,7 +113,8 @@ def run(
         on_time: called every `period_s` seconds; whether `next_job` may give a job later, although no job runs.
     """
     running = 0
-    with contextlib.closing(launcher), Stop(launcher) as stop:
+    stop = _Stop(launcher)
+    with contextlib.closing(launcher), listening(stop.note):
         while True:
             started = list(_startable(launcher, next_job, running, stop))
             if started:
@@ -147,7 +133,7 @@ def run(
                 on_end(ended, stop.name)
 
 
-def _startable(launcher: Launcher, next_job: Callable[[], Job | None], running: int, stop: Stop) -> Iterator[Job]:
+def _startable(launcher: Launcher, next_job: Callable[[], Job | None], running: int, stop: _Stop) -> Iterator[Job]:
     """The jobs that may start now."""
     free = None if launcher.slots is None else launcher.slots - running
     while not stop.name and (free is None or free > 0) and (job := next_job()) is not None:

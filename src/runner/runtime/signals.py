@@ -6,15 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
-from runner.config.signals import STOPPING, early, heard, interrupts
+from runner.config.signals import came_early, heard, interrupts, listening
 
-# These stay ignored if they were when the process started, as nohup and shells do it.
-_LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
 # One cause may send these several times: a closed terminal (the shell and the kernel), used up CPU time (every second).
 _REPEATED = ("SIGHUP", "SIGXCPU")
 
@@ -32,7 +28,7 @@ class StopSignals:
         self.received = ""
         self._patient = patient
         self._insists = False  # whether the next signal ends the process
-        self._before: dict[int, Any] = {}
+        self._listening = contextlib.ExitStack()
         self._end, self._limit = float("inf"), ""
 
     def limit(self, seconds: float, name: str) -> None:
@@ -46,22 +42,15 @@ class StopSignals:
         return self._limit
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self.received = early.pop() if early else ""
-            for number in STOPPING:
-                if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._note)
-            if interrupts:
-                self.__exit__(None, None, None)
-                raise KeyboardInterrupt
+        self.received = came_early()
+        self._listening.enter_context(listening(self._note))
+        if interrupts:
+            self._listening.close()
+            raise KeyboardInterrupt
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
