@@ -8,13 +8,15 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+from local_server import LocalServer
 
-class FakeMLflow:
+
+class FakeMLflow(LocalServer):
     """Keeps runs in memory; like MLflow's database, it keeps a metric of one time, step and value once.
 
     Attributes:
@@ -28,9 +30,7 @@ class FakeMLflow:
         self.experiments: list[str] = []
         self.failure, self.hang_s, self.slow_s, self.requests = "", 60.0, 1.5, 0
         self.script: list[str] = []  # failures of the next requests, which come first
-        self.port = 0
         self._artifacts = artifacts
-        self._server: ThreadingHTTPServer | None = None
         self._free = threading.Event()
 
     @property
@@ -50,21 +50,12 @@ class FakeMLflow:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fake.handle(self, self.path, json.loads(body or b"{}"))
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.listen(Handler)
 
     def stop(self) -> None:
         """Refuse connections from now on."""
         self._free.set()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        super().stop()
 
     def handle(self, request: BaseHTTPRequestHandler, path: str, given: dict[str, Any]) -> None:
         self.requests += 1

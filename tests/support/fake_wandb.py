@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+from local_server import LocalServer
 
-class FakeWandB:
+
+class FakeWandB(LocalServer):
     """Keeps what it gets of runs in memory: rows by their place in the history, and exit codes."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[int, dict[str, Any]]] = {}
         self.exit_codes: dict[str, list[int]] = {}
-        self.port = 0
-        self._server: ThreadingHTTPServer | None = None
 
     def start(self) -> None:
         """Listen, on the same port as before."""
@@ -37,20 +36,7 @@ class FakeWandB:
 
             do_PUT = do_POST
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Refuse connections from now on."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        self.listen(Handler)
 
     def answer(self, path: str, data: bytes) -> dict[str, Any]:
         if path == "/graphql":

@@ -135,7 +135,7 @@ class Tracker:
             due = max(time.monotonic() + pause, begun + used / self.max_share)
 
     def load(self, directory: Path) -> None:
-        """Go on with what a run directory knows; with a new run of the tracker, if that is missing or damaged."""
+        """Read the state in a run directory; a missing or damaged one begins a new run of the tracker."""
         self.directory, self._path = directory, directory / "trackers" / f"{self.name}.json"
         try:
             self._use(State(**read_json(self._path)))
@@ -322,7 +322,7 @@ class WandB(Tracker):
         os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"} | os.environ
 
     def connect(self) -> None:
-        """Create the run, or go on with it."""
+        """Create the run, or continue it."""
         import wandb
 
         # A directory may come from someone else, and its state be made for the line after the next.
