@@ -180,8 +180,10 @@ def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch)
     assert all(len(summaries(folder)) == 1 for folder in folders)
 
 
-def test_the_folder_of_a_sweep_can_be_chosen(sweep, workdir):
-    result, folder = sweep("--multirun", "hydra.sweep.dir=chosen", "seed=0")
+@pytest.mark.parametrize("word", ["sweep.dir=chosen", "hydra.sweep.dir=chosen", "++hydra.sweep.dir=chosen"])
+def test_the_folder_of_a_sweep_can_be_chosen(sweep, workdir, word):
+    result, folder = sweep("--multirun", word, "seed=0")
+    assert not [each for each in yaml.safe_load((folder / "0" / "overrides.yaml").read_text()) if "hydra" in each]
     assert result.status == 0, result.err
     assert folder == workdir / "chosen"
     assert list(summaries(folder)) == ["0"]

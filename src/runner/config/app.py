@@ -30,7 +30,7 @@ from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
 from runner.config.hydra_nodes import unasked, without_effect
-from runner.config.keys import flatten
+from runner.config.keys import flatten, is_of_hydra
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.sources import Sources, searchpath_folder, shipped
 from runner.config.space import with_space
@@ -145,7 +145,7 @@ def compose(
         names = [key for key in flatten(OmegaConf.to_container(cfg, resolve=False)) if not key.startswith("hydra.")]
         composition = Composition(
             values={},
-            overrides=overrides.canonical(word for word in words if not word.startswith("hydra")),
+            overrides=overrides.canonical(word for word in words if not is_of_hydra(word)),
             group_choices=_choices(cfg.hydra),
             sources=sources,
             primary=primary,

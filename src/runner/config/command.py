@@ -75,7 +75,7 @@ class Command:
     @property
     def place(self) -> Path | None:
         """The folder of the sweep, if `sweep.dir` or `hydra.sweep.dir` names one."""
-        named = [word for word in self.checked.accepted if word.startswith("hydra.sweep.dir=")]
+        named = [word for word in self.checked.accepted if key_of(word) == "hydra.sweep.dir"]
         given = named[-1].split("=", 1)[1].strip("'\"") if named else self.composition.values["sweep"]["dir"]
         return Path(str(given)) if given is not None else None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.errors import Problem
-from runner.config.keys import key_of, walk, within
+from runner.config.keys import is_of_hydra, key_of, walk, within
 from runner.config.validate import shown
 
 _BUILT = ("callbacks", "launcher", "sweeper")
@@ -28,7 +28,7 @@ def without_effect(words: Sequence[str]) -> list[Problem]:
     problems = []
     for word in words:
         key = key_of(word).replace("/", ".")
-        if within(key, ["hydra"]) and not within(key, _WITH_EFFECT) and key != "hydra":
+        if is_of_hydra(word) and not within(key, _WITH_EFFECT) and key != "hydra":
             allowed = ", ".join(_WITH_EFFECT[:-1])
             problems.append(Problem(key, "has no effect", f"without it; of Hydra's keys, these have one: {allowed}"))
     return problems

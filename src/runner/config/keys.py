@@ -89,6 +89,11 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
+def is_of_hydra(word: str) -> bool:
+    """Whether an override is about Hydra itself, such as `+hydra.launcher.threads=1` and `hydra/launcher=pool`."""
+    return within(key_of(word).replace("/", "."), ("hydra",))
+
+
 def closest(key: str, pool: Sequence[str]) -> str:
     """The key of `pool` that is meant by a wrong one, or the words that set it; empty if none comes close.
 

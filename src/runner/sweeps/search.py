@@ -24,7 +24,7 @@ from runner.config import overrides
 from runner.config.command import Command
 from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, ConfigError, Problem, UserError, nearest
-from runner.config.keys import OF_THE_SWEEP, at, key_of, within
+from runner.config.keys import OF_THE_SWEEP, at, is_of_hydra, key_of, within
 from runner.config.reading import is_number, read_json, read_overrides, read_regular, read_summary
 from runner.config.secrets import mask_words
 from runner.config.space import Range, ranges_of, text_of, word_of
@@ -215,7 +215,7 @@ class Search:
         best = (max if direction == "max" else min)(ended, key=lambda trial: trial.values[0])
         numbers = [trial.number for trial in self._study.trials()]
         source = best.user_attrs.get(WARM) or f"trial {numbers.index(best.number) + 1}"
-        words = [word for word in self._words if not word.startswith("hydra") and key_of(word) != "sweep"]
+        words = [word for word in self._words if not is_of_hydra(word) and key_of(word) != "sweep"]
         words = mask_words([*words, *self._varied(best.params)])
         command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
         lines = [f"{name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._sweep.folder}", command]
