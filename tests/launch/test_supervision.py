@@ -179,3 +179,24 @@ def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(workdir: Path
     summary = json.loads((workdir / "run/summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("preempted", "stopped by SIGHUP")
     assert read(workdir / "run/checkpoints/last.safetensors")["position"]["global_step"] == summary["global_step"]
+
+
+SIGNALLED_AT_ONCE = """
+import time
+from pathlib import Path
+from runner.launch.ranks import run_ranks
+
+if __name__ == "__main__":
+    for _ in range(3):
+        asked = iter(["", *["SIGINT"] * 10000])  # not before the ranks start, but as soon as they have
+        outcome = run_ranks(time.sleep, 60, 2, Path("logs"), asked=lambda: next(asked))
+        print(outcome.status, outcome.sentence)
+"""
+
+
+def test_a_signal_right_after_ranks_have_started_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(SIGNALLED_AT_ONCE)
+    command = [sys.executable, "starts.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == ["75 SIGINT, before the ranks had started"] * 3

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 from runner.config.cores import cores
 from runner.config.errors import UserError
-from runner.config.signals import STOPPING
 from runner.launch.jobs import Ended, Job, why_ended
-from runner.launch.processes import end_with_parent, start_fork_server
+from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
 
 T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
@@ -201,8 +200,7 @@ def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     os.dup2(file, 2)
     os.close(file)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_DFL)
+    accept_signals()
     os.environ.clear()  # the server may be older than what is set now
     os.environ.update(environment)
     with contextlib.suppress(OSError):

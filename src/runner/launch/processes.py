@@ -20,7 +20,10 @@ _LEFT_S = 5.0  # from SIGTERM to the end of a rank that waits for others
 
 
 def start_fork_server(modules: Sequence[str]) -> None:
-    """Start the fork server of this process, unless it runs; no signal for all processes of a terminal ends it.
+    """Start the fork server of this process, unless it runs.
+
+    The server blocks the signals of `STOPPING`, and so do the processes that it forks until they call
+    `accept_signals`: what is sent to one of them as soon as it has a number is not lost.
 
     Args:
         modules: what it imports, while this process does other things.
@@ -32,6 +35,13 @@ def start_fork_server(modules: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def accept_signals() -> None:
+    """Let signals end this process, those too that have come since it was forked, until a run listens to them."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @functools.cache
@@ -57,6 +67,3 @@ def _outlast(parent: int) -> None:
 
 if "multiprocessing.forkserver" in sys.orig_argv[-1]:
     os.setsid()
-    for number in STOPPING:
-        signal.signal(number, signal.signal(number, signal.SIG_IGN))  # drops those that came before
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

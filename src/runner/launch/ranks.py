@@ -20,9 +20,8 @@ from typing import Any
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from runner.config.errors import FAILED, PREEMPTED, explain
-from runner.config.signals import STOPPING
 from runner.distributed.store import RanksMissing, of_attempt, open_store
-from runner.launch.processes import end_with_parent, start_fork_server
+from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
 
 _PATIENCE_S = 120.0  # for ranks that a signal asked to save and end, before they are killed
 _NOTICED_S = 5.0  # for ranks to end by themselves after another one has failed, before SIGTERM
@@ -177,8 +176,7 @@ def _rank(number: int, entry: Callable[[Any], float | None], job: Any, logs: Pat
     # Workers start as in a run of one process: by the fork server, each would import torch and copy the data set.
     multiprocessing.set_start_method(None, force=True)
     os.setsid()  # a terminal's signals come through the launcher, once
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a run listens, which may be after minutes in native code
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    accept_signals()
     end_with_parent()
     if number:
         log = os.open(logs / f"rank_{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
