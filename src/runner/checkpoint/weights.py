@@ -75,7 +75,9 @@ def loss_of(contents: dict[str, Any], kind: str, config: Train, loss: nn.Module)
 
     Of a loss that `config` changes, only the parameters are the checkpoint's.
     """
-    saved = (contents if kind == "raw" else contents["averaged"]).get("loss") or {}
+    saved = (contents if kind == "raw" else contents["averaged"]).get("loss")
+    if not saved:
+        return loss.state_dict()
     if stored.load(contents["config"], "").get("loss") != stored.load(stored.dump(config), "").get("loss"):
         saved = {name: saved[name] for name, _ in loss.named_parameters() if name in saved}
     return loss.state_dict() | saved

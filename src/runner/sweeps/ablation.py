@@ -8,29 +8,11 @@ from runner.config import keys
 from runner.config.errors import UserError, nearest
 
 TOGGLES = (
-    *("amp", "channels_last", "compile", "activation_checkpointing", "cudnn_benchmark", "tf32", "matmul_precision"),
-    *(
-        "sync_batchnorm",
-        "deterministic",
-        "ema",
-        "swa",
-        "grad_clip.norm",
-        "grad_clip.value",
-        "grad_clip.agc",
-        "init",
-        "freeze",
-    ),
-    *(
-        "data.sampler",
-        "data.shift",
-        "data.hflip",
-        "transform.train",
-        "transform.mix",
-        "loss.label_smoothing",
-        "model.dropout",
-    ),
-    *("optimizer.weight_decay", "optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay"),
-)
+    "amp", "channels_last", "compile", "activation_checkpointing", "cudnn_benchmark", "tf32", "matmul_precision",
+    "sync_batchnorm", "deterministic", "ema", "swa", "grad_clip.norm", "grad_clip.value", "grad_clip.agc", "init", "freeze",
+    "data.sampler", "data.shift", "data.hflip", "transform.train", "transform.mix", "loss.label_smoothing", "model.dropout",
+    "optimizer.weight_decay", "optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay",
+)  # fmt: skip
 """Keys that are switched off where the config has them on; `sweep.ablate=[...]` names others."""
 _OFF: tuple[Any, ...] = (False, None, 0, [], {})
 
@@ -55,9 +37,8 @@ def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
             raise UserError("sweep.ablate", f"names {key}, which is off already", "keys that are on")
     on = [key for key in named or TOGGLES if keys.at(values, key) not in (..., *_OFF)]
     if not on:
-        raise UserError(
-            "sweep.ablate", "finds no toggle that is on", f"one of {', '.join(TOGGLES)} on, or sweep.ablate=[KEY]"
-        )
+        allowed = f"one of {', '.join(TOGGLES)} on, or sweep.ablate=[KEY]"
+        raise UserError("sweep.ablate", "finds no toggle that is on", allowed)
     return {key: f"{key}={_off(key, values, schema)}" for key in on}
 
 
@@ -75,9 +56,8 @@ def _off(key: str, values: dict[str, Any], schema: type) -> str:
         return "0"
     if annotation is Any:
         return "null"
-    raise UserError(
-        "sweep.ablate", f"names {key}, which cannot be switched off: it is {keys.describe(annotation)}", "other keys"
-    )
+    why = f"names {key}, which cannot be switched off: it is {keys.describe(annotation)}"
+    raise UserError("sweep.ablate", why, "other keys")
 
 
 def ablated(jobs: list[list[str]], off: dict[str, str]) -> list[list[str]]:

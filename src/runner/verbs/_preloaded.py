@@ -1,12 +1,17 @@
-"""What the process that the jobs of a sweep are forked from imports before the first of them."""
+"""What the process that the jobs of a sweep are forked from imports, and prepares, before the first of them."""
 
 import gc
+import io
 
 import matplotlib.backends.backend_agg
-import matplotlib.figure  # noqa: F401
+import matplotlib.figure
 import torchmetrics.classification  # noqa: F401
 from torch.utils import tensorboard  # noqa: F401
 
+from runner.config.schema.train import Train
+from runner.config.validate import adapter
 from runner.verbs import _job, train  # noqa: F401
 
+adapter(Train)
+matplotlib.figure.Figure().savefig(io.BytesIO())  # loads a font and the writer of PNG
 gc.freeze()  # a collection in a job would copy the pages of what was imported
