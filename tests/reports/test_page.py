@@ -46,9 +46,6 @@ def test_the_page_is_one_small_file_that_needs_no_network(page_file: Path) -> No
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     content = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
     assert len(content["runs"]) == 200
-    assert content["importance"]["keys"][0] == "optimizer.lr"
-    assert content["importance"]["score"] > 0.8
-    assert len(content["importance"]["std"]) == 3
 
 
 @pytest.fixture(scope="module")
@@ -169,5 +166,4 @@ def test_a_page_of_few_runs_has_no_empty_promises(
     page.goto(path.as_uri())
     assert said == []
     assert page.locator("#table tbody tr").count() == len(numbers)
-    assert page.locator("#importance").inner_text().startswith("Not computed")
     assert page.locator("#failed-section").is_visible() == (which == "no metric")

@@ -430,23 +430,6 @@ function slices() {
   $("cost").replaceChildren(...costs.map((name) => scatter(titles[name], (i) => runs[i].metrics[name])));
   if (!costs.length) $("cost").replaceChildren(make("p", { class: "note" }, "These runs have no such metrics."));
 }
-function importances() {
-  const found = data.importance, box = $("importance");
-  if (found.note) { box.replaceChildren(make("p", { class: "note" }, `Not computed: ${found.note}.`)); return; }
-  const top = Math.max(...found.mean.map((m, k) => m + found.std[k]), 0.01), width = Math.min(box.clientWidth, 700), left = 12 + Math.min(7 * Math.max(...found.keys.map((key) => key.length)), width / 2), right = width - 90;
-  const svg = make("svg", { viewBox: `0 0 ${width} ${found.keys.length * 30 + 8}`, role: "img", style: "max-width:44rem", "aria-label": "Importance of keys" });
-  const X = (v) => left + Math.max(0, v) / top * (right - left);
-  found.keys.forEach((key, k) => {
-    const y = k * 30 + 18, mean = found.mean[k], std = found.std[k];
-    svg.append(
-      make("text", { x: left - 8, y: y + 4, "text-anchor": "end" }, key), make("rect", { x: left, y: y - 8, width: X(mean) - left, height: 16, fill: "var(--accent)" }),
-      make("line", { class: "axis", x1: X(mean - std), x2: X(mean + std), y1: y, y2: y, "stroke-width": 2 }),
-      make("text", { class: "soft", x: X(mean + std) + 6, y: y + 4 }, `${mean.toFixed(2)} ± ${std.toFixed(2)}`));
-  });
-  box.replaceChildren(svg, make("p", { class: "note" }, `Decrease of R² for ${metric} when the values of a key are shuffled, mean and standard deviation, by a random ` +
-    `forest on runs that it was not fitted to; all ${found.count} finished runs count, whatever the filter says. Its R² is ${found.score}` +
-    (found.score < 0.3 ? ", so that the keys explain little and the importance is uncertain." : ".")));
-}
 
 // What does not depend on the filter
 function fixed() {
@@ -511,7 +494,6 @@ addEventListener("resize", draw);
 dark.addEventListener("change", () => { colors.clear(); paint(); draw(); });
 parallel();
 slices();
-importances();
 fixed();
 paint();
 refresh();

@@ -13,7 +13,6 @@ from typing import Any
 
 from runner.config.reading import is_number, read_json, read_regular
 from runner.config.secrets import mask_text, mask_values
-from runner.reports.importance import importance
 from runner.reports.reading import Run, continued_by, lines_of
 from runner.reports.table import differing_keys, monitored, text_of
 from runner.sweeps.rows import WITHOUT_RESULT
@@ -84,7 +83,6 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
         "labels": {name: label(name) for row in rows for name in row["metrics"]},
         "steps": [json.loads(text) for text in steps],
         "runs": rows,
-        "importance": importance(runs, settings, metric),
         "confusions": _confusions(best_first),
         "pictures": _pictures(best_first),
     }
