@@ -1,11 +1,9 @@
-"""What a layout of ranks would cost: `runner.distributed.layout` applied to a few steps that are measured on this machine."""
+"""What a layout of ranks would cost: `runner.distributed.layout` applied to a step that is measured on this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,13 +25,12 @@ from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.memory import readable
 from runner.tracking.console import Console
 
-_WARMUP, _STEPS, _BUDGET_S = 3, 7, 20.0
-_ALONE = {"devices": 1, "strategy": "auto", "compile": False, "sync_batchnorm": False}  # how the steps are measured
+_ALONE = {"devices": 1, "strategy": "auto", "compile": False, "sync_batchnorm": False}  # how the step is measured
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank is predicted to hold, send and compute."""
+    """What a rank is predicted to hold and send."""
 
     ranks: int
     strategy: str  # single, ddp or fsdp
@@ -41,20 +38,11 @@ class Layout:
     samples: tuple[int, int]  # of a batch, that a rank gets at least and at most
     memory: Memory
     traffic: Traffic
-    compute_s: float  # seconds that a step with the most samples took on `device`
-    device: torch.device
-    link_gb_s: float
     warnings: list[str]
-
-    @property
-    def step_s(self) -> tuple[float, float]:
-        """Seconds of a step at least and at most, see `layout.step_seconds`."""
-        return layout.step_seconds(self.compute_s, layout.link_seconds(self.traffic.total, self.link_gb_s))
 
     def rows(self) -> list[list[str]]:
         """What, how much of it, and where the number is from."""
         least, most = self.samples
-        link, bounds = layout.link_seconds(self.traffic.total, self.link_gb_s), self.step_s
         sizes = {name: size for name, size in vars(self.memory).items() if size or name in _ALWAYS}
         sent = ", ".join(
             f"{name.replace('_', '-')} {readable(size)}" for name, size in vars(self.traffic).items() if size
@@ -64,30 +52,20 @@ class Layout:
             *[[_NAMES.get(name, name), readable(size), _REASONS.get(name, "")] for name, size in sizes.items()],
             ["total", readable(self.memory.total), "without memory reserved by libraries"],
             ["sent per step", readable(self.traffic.total), sent],
-            [
-                "computing a step",
-                _ms(self.compute_s),
-                f"measured on this {self.device.type}, {most:,} sample{'s' * (most > 1)}",
-            ],
-            ["sending", _ms(link), f"at dist.link_gb_s={self.link_gb_s:g}"],
-            ["step", f"{_ms(bounds[0])} to {_ms(bounds[1])}", "if all or none of the communication overlaps"],
         ]
 
 
 _ALWAYS = ("parameters", "gradients", "optimizer", "activations")
 _NAMES = {"optimizer": "optimizer state", "average": "average of the weights", "gathered": "gathered blocks"}
 _REASONS = {
-    "optimizer": "measured after some steps",
+    "optimizer": "measured after a step",
     "activations": "measured: kept for backward, with copies of weights made by amp",
     "gathered": "the largest one with its gradients, and parameters outside of blocks",
 }
 
 
-def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> float:
+def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> None:
     """Print what the layout of `config` would cost; nothing is trained and nothing is written.
-
-    Returns:
-        The predicted seconds of a step if nothing overlaps, for sweepers.
 
     Raises:
         UserError: if the config cannot be run.
@@ -97,11 +75,10 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> f
         console.warn(warning)
     title = f"{config.name} on {found.ranks} rank{'s' * (found.ranks > 1)}, strategy {found.strategy}: a dry run"
     console.table(title, ["per rank", "predicted", "from"], found.rows())
-    return found.step_s[1]
 
 
 def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
-    """The layout that `devices` and `strategy` ask for, from a few steps of a single process; see `dry_run`."""
+    """The layout that `devices` and `strategy` ask for, from a step of a single process; see `dry_run`."""
     ranks, strategy = _asked(config)
     here = config.device if config.device in ("auto", "cpu") or torch.cuda.is_available() else "cpu"
     run = build(with_changes(config, _ALONE | {"device": here}))
@@ -111,15 +88,15 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
         samples = samples[0], max(1 + config.sync_batchnorm, samples[1])  # a rank without samples computes with one
         problem = f"{batch} is {samples[1]} for each of {ranks} ranks, and a step with these fails: "
         with explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices"):
-            activations, compute_s = _measure(run, samples[1])
+            activations = _activations(run, samples[1])
         weights = _weights(run)
     buffers, averaged = sum(buffer.nbytes for buffer in run.model.buffers()), run.state.averaged is not None
     held = functools.partial(layout.ddp_memory, weights)
     warnings = [*run.warnings, *validate_limits(run)]
     if config.compile:
-        warnings.append("compile has no effect on the measured steps, and may make real ones faster and smaller")
+        warnings.append("compile has no effect on the measured step, and may make real ones smaller")
     if config.sync_batchnorm:
-        warnings.append("sync_batchnorm=true has no effect on the measured steps, but sends more data")
+        warnings.append("sync_batchnorm=true has no effect on the measured step, but sends more data")
     if config.devices == "auto":
         warnings.append(f"devices=auto is {ranks} on this machine; set a number to predict for others")
     if samples[0] == 0:
@@ -135,8 +112,7 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     else:
         traffic = layout.ddp_traffic(weights, ranks, buffers=buffers)
     memory = held(buffers=buffers, averaged=averaged, activations=activations)
-    link = config.dist.link_gb_s
-    return Layout(ranks, strategy, batch, samples, memory, traffic, compute_s, run.device, link, warnings)
+    return Layout(ranks, strategy, batch, samples, memory, traffic, warnings)
 
 
 def _asked(config: Train) -> tuple[int, str]:
@@ -150,29 +126,18 @@ def _asked(config: Train) -> tuple[int, str]:
     return (1 if config.strategy == "single" else ranks), config.strategy
 
 
-def _measure(run: Run, samples: int) -> tuple[int, float]:
-    """Bytes that autograd keeps of a batch, and median seconds of an optimizer step, in which weights change."""
+def _activations(run: Run, samples: int) -> int:
+    """Bytes that autograd keeps of a batch, in an optimizer step, which also makes the optimizer's state."""
     images, targets = example_input(run.data, samples), example_targets(run.data, samples)
     batch, last = Batch(images, targets, indices_for(images)), run.config.accumulate - 1
-
-    def step() -> float:
-        began = time.perf_counter()
+    with SavedTensors(run.model, [images, targets]) as saved:
         for number in range(last + 1):
             run.step(run.state, run.parts, batch, 1 / (last + 1), samples, number == last)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-        return time.perf_counter() - began
-
-    with SavedTensors(run.model, [images, targets]) as saved:
-        first = step()
-    seconds, deadline = list[float](), time.perf_counter() + _BUDGET_S
-    while len(seconds) < _WARMUP + _STEPS and time.perf_counter() + first < deadline:
-        seconds.append(step())
-    return saved.activations, statistics.median(seconds[_WARMUP:] or seconds or [first])
+    return saved.activations
 
 
 def _weights(run: Run) -> list[Weight]:
-    """The sizes of the parameters, of the optimizer state after some steps, and the blocks they are in."""
+    """The sizes of the parameters, of the optimizer state after a step, and the blocks they are in."""
     blocks, _ = gathered_apart(run.model, run.config.fsdp.blocks)
     units = {id(parameter): name for name, block in blocks for parameter in block.parameters()}
     found = []
@@ -183,7 +148,3 @@ def _weights(run: Run) -> list[Weight]:
         whole = sum(tensor.nbytes for tensor in state) - divided
         found.append(Weight(tuple(parameter.shape), parameter.element_size(), trained, divided, whole, unit))
     return found
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.4g} ms"

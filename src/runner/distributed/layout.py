@@ -1,4 +1,4 @@
-"""What a layout of ranks costs, by formula: bytes that a rank holds, bytes that it sends in a step, and the time of a step.
+"""What a layout of ranks costs, by formula: bytes that a rank holds, and bytes that it sends in a step.
 
 All sizes are bytes, N is the number of ranks. No formula counts what libraries reserve, fragmentation, workspaces of
 kernels, gradients of activations, or the input batch.
@@ -174,17 +174,3 @@ def fsdp_traffic(
         all_gather=batches * (ranks - 1) * every * (1 + reshard),
         reduce_scatter=(ranks - 1) * trained,
     )
-
-
-def link_seconds(sent: int, gb_s: float) -> float:
-    """Seconds to send so many bytes at `gb_s` times 10^9 bytes a second; does not count the latency of each message."""
-    return sent / (gb_s * 1e9)
-
-
-def step_seconds(compute_s: float, link_s: float) -> tuple[float, float]:
-    """Seconds of a step if all communication overlaps with computation, and if none does.
-
-    `compute_s` is that of one device with the samples of a rank and the optimizer over all parameters. Not counted are waiting
-    for the slowest rank and for data.
-    """
-    return max(compute_s, link_s), compute_s + link_s

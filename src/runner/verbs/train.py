@@ -54,7 +54,7 @@ def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
             if setup.config.dry_run:
                 build = functools.partial(build_run, make_cache=False, fresh=setup.found is None)
-                value = dry_run(setup.config, build, record.console)
+                dry_run(setup.config, build, record.console)
             elif setup.finished is not None:
                 return record, record.leave(setup.finished)
             else:

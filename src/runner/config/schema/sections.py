@@ -229,7 +229,6 @@ class Dist(Section):
 
     timeout_s: Annotated[float, Gt(0)] = 600.0
     find_unused_parameters: bool = False
-    link_gb_s: Annotated[float, Gt(0)] = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
