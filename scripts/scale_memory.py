@@ -119,7 +119,7 @@ def compare(words: Sequence[str]) -> list[tuple[str, int, list[float], float]]:
     # Gloo reduces and scatters by an all-reduce, which moves twice as much.
     predicted |= {"sent": found.traffic.total + found.traffic.reduce_scatter, "peak": found.memory.total}
     rows = []
-    for name in (*HELD, "total", "sent" if found.device.type == "cpu" else "peak"):
+    for name in (*HELD, "total", "sent" if config_of(words).device == "cpu" else "peak"):
         reported = [rank[name] for rank in ranks]
         if predicted[name] or any(reported):
             rows.append((name, predicted[name], reported, max(reported) / predicted[name]))

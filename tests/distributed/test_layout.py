@@ -141,7 +141,7 @@ def test_other_verbs_refuse_a_dry_run(problems: Callable[..., Any]) -> None:
 
 def test_what_has_no_effect_is_said(compose: Callable[..., Any]) -> None:
     warnings = "\n".join(layout_of(compose, "devices=128", "compile=true").warnings)
-    assert "compile has no effect on the measured steps" in warnings
+    assert "compile has no effect on the measured step" in warnings
     assert "data.batch_size=64 is smaller than 128 ranks" in warnings
 
 
