@@ -23,7 +23,7 @@ from runner.build.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import check_same, deferred_weights, shard_model, synchronize_norms, uneven_loss
+from runner.build.ranks import check_same, shard_model, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -103,27 +103,26 @@ def build_run(
     # Task, model and loss; from here on, the config has what comes from the data
     seed_everything(config.seed)
     fresh = fresh and start is None
-    with (deferred := deferred_weights(config, device)) or contextlib.nullcontext():
-        task, model, loss = build_task_model_loss(config, data, fresh, deferred)
-        config = with_facts(config, task, data)
-        place(model, loss, device, config.channels_last, precision.weights)
-        warnings = synchronize_norms(config, model)
-        with shapes_on_failure(model, config.watch.shapes, aligned):
-            single_values = probe(task, model, loss, data)
-        check_metrics(config, task, task.outputs(data.classes), data.example[1])
-        monitor = choose_monitor(config, task)
+    task, model, loss = build_task_model_loss(config, data, fresh)
+    config = with_facts(config, task, data)
+    place(model, loss, device, config.channels_last, precision.weights)
+    warnings = synchronize_norms(config, model)
+    with shapes_on_failure(model, config.watch.shapes, aligned):
+        single_values = probe(task, model, loss, data)
+    check_metrics(config, task, task.outputs(data.classes), data.example[1])
+    monitor = choose_monitor(config, task)
 
-        # Initial weights, which a checkpoint brings along, and what is frozen
-        image = example_input(data)
-        initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
-        freezing = freeze(config, model, image)
-        check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
+    # Initial weights, which a checkpoint brings along, and what is frozen
+    image = example_input(data)
+    initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
+    freezing = freeze(config, model, image)
+    check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 
-        # Activation checkpointing and compilation
-        toggled = toggle(config, model, loss, precision, image)
+    # Activation checkpointing and compilation
+    toggled = toggle(config, model, loss, precision, image)
 
     # From here on, a rank may have a part of each weight
-    freezing.follow_parameters(shard_model(config, model, hardware, warnings, deferred))
+    freezing.follow_parameters(shard_model(config, model, hardware, warnings))
 
     # Optimizer, schedule, average of the weights; a loss with tensors of its own is trained and saved like the model
     trained_loss = loss if loss.state_dict() else nn.Identity()

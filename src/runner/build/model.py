@@ -22,7 +22,6 @@ from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
-from runner.distributed.deferred import Deferred, is_blank
 from runner.engine.tasks import MultiLabel, Regression, Task
 from runner.optim.losses import CrossEntropy, Focal
 from runner.tracking.formats import is_number
@@ -57,13 +56,13 @@ class KnownData(Protocol):
 
 
 def build_task_model_loss(
-    config: Train, data: DataModule, fetch_weights: bool = True, deferred: Deferred | None = None
+    config: Train, data: DataModule, fetch_weights: bool = True
 ) -> tuple[Task, nn.Module, nn.Module]:
-    """Build task, model and loss; for `fetch_weights` and `deferred` see `build_model`."""
+    """Build task, model and loss; for `fetch_weights` see `build_model`."""
     if data.incompatibilities:
         raise data.incompatibilities[0]
     task = build_task(config, data)
-    model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights, deferred)
+    model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
     _check_targets(task, data)
     return task, model, build_loss(config, task, data)
 
@@ -95,7 +94,6 @@ def build_model(
     data: KnownData,
     image: Callable[[], Tensor],
     fetch_weights: bool = True,
-    deferred: Deferred | None = None,
 ) -> nn.Module:
     """Build the model; of the data only their description has to be there.
 
@@ -105,24 +103,20 @@ def build_model(
         data: a description of the data.
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
-        deferred: computes the weights later, if they can be; None for now.
     """
     facts = _model_facts(task, data)
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
 
-    def construct() -> nn.Module:
+    with _of_bounded_size():
         model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
         if not isinstance(model, nn.Module):
             problem = f"{config.model['_target_']} gives a {type(model).__name__}"
             raise UserError("model._target_", problem, "a torch.nn.Module, or a function that returns one")
         if head is not None:
             give_head(model, head, facts["num_classes"], image())
-        return model
-
-    with _of_bounded_size():
-        return deferred.construct(construct) if deferred else construct()
+    return model
 
 
 @contextlib.contextmanager
@@ -281,18 +275,10 @@ def place(
 ) -> None:
     """Move model and loss to the device, weights in the memory layout that the images come in.
 
-    In float64 all their floating-point tensors are converted; in float32 each keeps its type. Weights without values, see
-    `runner.distributed.deferred`, stay where they are.
+    In float64 all their floating-point tensors are converted; in float32 each keeps its type.
     """
     kept = dtype if dtype == torch.float64 else None
     loss.to(device, kept)
-    if any(is_blank(parameter) for parameter in model.parameters()):
-        if kept:
-            model.to(kept)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-    else:
-        model.to(device, kept)
+    model.to(device, kept)
     if channels_last:
         model.to(memory_format=torch.channels_last)

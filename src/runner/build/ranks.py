@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -30,7 +29,6 @@ from runner.config.schema.train import Train
 from runner.config.validate import typed
 from runner.data.build import DataModule
 from runner.distributed.batchnorm import synchronize
-from runner.distributed.deferred import Deferred
 from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, started_by_launcher, world
 from runner.engine.tasks import Task
@@ -209,16 +207,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def deferred_weights(config: Train, device: torch.device) -> Deferred | None:
-    """Where a model is built whose weights are computed when they are divided; None if they are computed at once."""
-    if config.strategy != "fsdp" or world().size == 1 or not config.fsdp.lazy_init:
-        return None
-    schemes = {config.init} if isinstance(config.init, str) else {*(config.init or ())}
-    if device.type != "cpu" and schemes - {"zero_gamma", "prior_bias"}:
-        return None  # drawn by the generator of the device
-    return Deferred()
-
-
 def gathered_apart(model: nn.Module, patterns: Sequence[str] | None) -> tuple[list[Block], list[str]]:
     """The blocks of `fsdp.blocks` whose weights FSDP gathers one block at a time, and the names of those where it cannot.
 
@@ -238,11 +226,9 @@ def _places(model: nn.Module) -> Counter[nn.Parameter]:
 
 
 def shard_model(
-    config: Train, model: nn.Module, hardware: Hardware, warnings: list[str], deferred: Deferred | None = None
+    config: Train, model: nn.Module, hardware: Hardware, warnings: list[str]
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Divide the weights of a model among the ranks if `strategy` says so; see `runner.distributed.sharding.shard`.
-
-    Weights that `deferred` has not computed yet are computed block by block, each before it is divided.
 
     Returns:
         The parameters now, by those that they replace.
@@ -255,11 +241,8 @@ def shard_model(
     if world().size == 1:
         warnings.append("strategy=fsdp has no effect: one process trains, and has the whole model")
         return {}
-    settings, ranks, device = config.fsdp, world(), hardware.device
-    with deferred or contextlib.nullcontext():
-        _require_same({_WEIGHTS: weights_sha256(model.state_dict())}, ranks)
-    if deferred and deferred.reason:
-        warnings.append(f"fsdp.lazy_init=true has no effect: every process built the whole model ({deferred.reason})")
+    settings, ranks = config.fsdp, world()
+    _require_same({_WEIGHTS: weights_sha256(model.state_dict())}, ranks)
     if ranks.size % settings.replicas:
         allowed = f"a divisor of {ranks.size}, the number of processes"
         raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
@@ -275,15 +258,11 @@ def shard_model(
             f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with the parameters outside "
             "the blocks: they share weights with other modules"
         )
-    replaced = shard(
+    return shard(
         model,
         [module for _, module in blocks],
         ranks,
-        device,
+        hardware.device,
         reshard_after_forward=settings.reshard_after_forward,
         replicas=settings.replicas,
-        prepare=lambda module: deferred.materialize(module, device) if deferred else None,
     )
-    if deferred:
-        deferred.finish()
-    return replaced

@@ -7,7 +7,7 @@ lack work on the parts. A model that is not divided has plain tensors, which the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ def shard(
     *,
     reshard_after_forward: bool = True,
     replicas: int = 1,
-    prepare: Callable[[nn.Module], None] = lambda module: None,
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Divide the parameters of a model, in place; all ranks call this with the same weights.
 
@@ -37,7 +36,6 @@ def shard(
         device: where the model computes.
         reshard_after_forward: drop gathered weights after the forward pass, and gather them again for backward.
         replicas: how many groups of ranks divide a copy of the model each; it divides the number of ranks.
-        prepare: called with each block, and at last with the model, before its weights are divided.
 
     Returns:
         The parameters of the model now, by those that it had.
@@ -49,7 +47,6 @@ def shard(
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     before = list(model.parameters())
     for module in (*(block for block in blocks if block is not model), model):
-        prepare(module)
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return dict(zip(before, model.parameters(), strict=True))
 

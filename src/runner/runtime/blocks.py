@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointError
 
 from runner.config.errors import UserError, first_line
 from runner.config.patterns import matching
-from runner.distributed.deferred import is_blank
 from runner.instrument.nested import tensors_in
 from runner.instrument.no_trace import no_trace
 from runner.instrument.observer import Observer
@@ -254,12 +253,7 @@ class _Probe:
             UserError: if not.
         """
         inputs: list[Tensor] = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        with no_trace(self._model), contextlib.ExitStack() as stack:
-            if any(map(is_blank, inputs)):  # they are computed later, and can have no gradients yet
-                self._model.requires_grad_(False)
-                self._image = self._image.clone().requires_grad_()
-                inputs = [self._image]
-            outputs = stack.enter_context(self._outputs(2))
+        with no_trace(self._model), self._outputs(2) as outputs:
             total = sum(tensor.float().sum() for tensor in tensors_in(outputs) if tensor.requires_grad)
             if not isinstance(total, Tensor):
                 return

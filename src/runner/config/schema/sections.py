@@ -218,7 +218,6 @@ class Fsdp(Section):
     """How `strategy=fsdp` divides weights, gradients and optimizer state among the processes."""
 
     reshard_after_forward: bool = True
-    lazy_init: bool = True
     blocks: list[str] | None = None
     replicas: Count = 1
 
