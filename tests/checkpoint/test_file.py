@@ -22,6 +22,7 @@ from runner.checkpoint import file, layout
 from runner.checkpoint.file import KEYS, DamagedCheckpoint, is_checkpoint, link, read, verify, write
 from runner.checkpoint.weights import weights_sha256
 from runner.config.errors import UserError
+from runner.distributed.sharding import loaded
 
 Make = Callable[..., dict[str, Any]]
 
@@ -503,3 +504,21 @@ def test_a_structure_that_is_none_of_ours_is_refused(key: str, text: str, sample
     with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: ") as caught:
         read(sample)
     assert len(str(caught.value)) < 1000
+
+
+def test_large_tensors_stay_in_the_file_until_they_are_needed(tmp_path: Path, contents: Make) -> None:
+    path, made = tmp_path / "large.safetensors", contents()
+    made["model"]["large"] = torch.randn(600, 600)
+    write(path, made)
+    left_out, whole = read(path, later=True), read(path)
+    left = [name for name, tensor in left_out["model"].items() if tensor.is_meta]
+    assert left == ["large"]
+    assert all(torch.equal(loaded(tensor), whole["model"][name]) for name, tensor in left_out["model"].items())
+    with path.open("r+b") as opened:  # altered after it was verified
+        header = layout.read_header(opened)
+        opened.seek(header.tensors[left[0]].begin)
+        opened.write(b"other")
+    with pytest.raises(DamagedCheckpoint):
+        loaded(left_out["model"][left[0]])
+    with pytest.raises(DamagedCheckpoint):
+        read(path, later=True)

@@ -21,8 +21,7 @@ from runner.config import stored
 from runner.config.errors import UserError, first_line
 from runner.config.targets import build
 from runner.config.user_frames import own_frames
-from runner.distributed.sharding import is_sharded, only_local
-from runner.distributed.world import Channel, world
+from runner.distributed.world import world
 from runner.engine.callbacks import Checkpointing
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
@@ -64,11 +63,7 @@ class Saving:
         clock: Callable[[], float] | None = None,
     ) -> None:
         settings = run.config.checkpoint
-        sharded = settings.sharded and is_sharded(run.model)
-        if settings.sharded and not sharded:
-            record.console.warn("checkpoint.sharded=true has no effect: no weights are sharded")
-        self._channel = Channel(run.config.dist.timeout_s) if sharded else None
-        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first, self._channel)
+        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first)
         self.callback = Checkpointing(  # decides when to save
             every_steps=settings.every_steps,
             every_epochs=settings.every_epochs,
@@ -87,7 +82,6 @@ class Saving:
             "data": fingerprint,
             "images": list(run.data.image_shape),
             "sources": sources,
-            "sharded": sharded,
         }
         self._background, self._snapshot = AsyncWriter(), Snapshot()
         self._by_design: set[str] = set()
@@ -150,7 +144,7 @@ class Saving:
         self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
-        if not (self.manager.writes or self._channel):
+        if not self.manager.writes:
             self._record.update(loop.state, self._run.monitor.metric)
             return
         if not self._run.config.checkpoint.async_:
@@ -196,7 +190,7 @@ class Saving:
 
     def _write_best(self, contents: dict[str, Any]) -> None:
         """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
-        if (self.manager.writes or self._channel) and not self._not_finite(contents):
+        if self.manager.writes and not self._not_finite(contents):
             self.manager.save(contents, contents["position"]["global_step"], is_best=True)
 
     def roll_back(self, loop: Loop) -> None:
@@ -224,14 +218,10 @@ class Saving:
         if name := self._not_finite(contents):
             raise Diverged(f"{name} is not finite after step {step}; it was not saved")
         self.manager.save(contents, step, is_best)
-        if self.manager.writes:
-            self._record.directory.write_summary(summary)
+        self._record.directory.write_summary(summary)
 
     def _not_finite(self, contents: dict[str, Any]) -> str:
-        """See `not_finite`; of what all ranks have, if they save together."""
-        found = {key: only_local(contents.get(key)) for key in ("model", "loss", "optimizer")}
-        name = not_finite(found, self._by_design)
-        return next(filter(None, self._channel.gather(name)), "") if self._channel else name
+        return not_finite({key: contents.get(key) for key in ("model", "loss", "optimizer")}, self._by_design)
 
     def __enter__(self) -> Saving:
         return self
@@ -242,7 +232,7 @@ class Saving:
         best = self.callback.leave()
         try:
             self._background.wait()
-            if failed is not None and best is not None and self._channel is None:  # other ranks may be gone
+            if failed is not None and best is not None:
                 self._write_best(best)
         except (UserError, Diverged) as error:
             if failed is None or isinstance(failed, Preempted | Interrupted):

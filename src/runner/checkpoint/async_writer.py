@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from runner.checkpoint.structure import identity
-from runner.distributed.sharding import Part
 
 
 class Snapshot:
@@ -83,8 +81,6 @@ def mapped(value: Any, copy: Callable[[torch.Tensor, str], Any], place: str = ""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return copy(value.detach(), place)
-    if kind is Part:
-        return dataclasses.replace(value, local=copy(value.local.detach(), place))
     if kind in (dict, OrderedDict):
         return kind((key, mapped(item, copy, f"{place}/{key}")) for key, item in value.items())
     if kind in (list, tuple):

@@ -24,8 +24,6 @@ from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
 from runner.config.errors import DiskFull, UserError, first_line
 from runner.config.reading import open_regular
-from runner.distributed.sharding import Part
-from runner.distributed.world import Channel, world
 
 FORMAT = 2
 KEYS = (
@@ -71,68 +69,6 @@ def write(path: Path, contents: dict[str, Any]) -> None:
         ) from error
 
 
-def write_together(path: Path, contents: dict[str, Any], channel: Channel) -> None:
-    """Write the same file, into which every rank writes the rows that it has; all ranks call this together.
-
-    Args:
-        path: see `write`; in a file system that all ranks share.
-        contents: see `write`, with a `Part` instead of each divided tensor. What is not divided is that of the first rank.
-        channel: for messages.
-
-    Raises:
-        UserError: as `write`, on all ranks.
-    """
-    ranks = world()
-
-    def agree(work: Callable[[], Any]) -> list[Any]:
-        """What all ranks found out; the first error is raised on all of them."""
-        try:
-            answer = work(), ""
-        except (OSError, RuntimeError, ValueError, Unsupported) as error:
-            answer = None, getattr(error, "strerror", None) or str(error) or type(error).__name__
-        answers = channel.gather(answer)
-        if problem := next((problem for _, problem in answers if problem), ""):
-            raise UserError("checkpoint", f"cannot write {path}: {problem}; earlier checkpoints are untouched")
-        return [answer for answer, _ in answers]
-
-    with _replacing(path) if ranks.first else contextlib.nullcontext(path) as temporary:
-        tensors, plans = Tensors(), list[layout.Plan]()
-
-        def begin() -> Any:
-            metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
-            if not ranks.first:
-                return None
-            plans.append(layout.Plan(str(contents["format"]), metadata, tensors.by_name))
-            with temporary.open("wb") as file:
-                file.truncate(plans[0].size)
-                if plans[0].size and hasattr(os, "posix_fallocate"):  # a full disk is noticed now, by all
-                    os.posix_fallocate(file.fileno(), 0, plans[0].size)
-            return temporary.resolve(), plans[0].places
-
-        def pieces() -> dict[str, layout.Piece]:
-            with place.open("r+b") as file:
-                written = layout.write_pieces(file, places, tensors.by_name, ranks.first)
-                file.flush()
-                os.fsync(file.fileno())
-            return written
-
-        def digests() -> dict[str, str]:
-            with place.open("rb") as file:
-                return {
-                    name: layout.digest_pieces(file, places[name], [each[name] for each in written if name in each])
-                    for name in list(places)[ranks.rank :: ranks.size]
-                }
-
-        place, places = agree(begin)[0]
-        written = agree(pieces)
-        found = {name: sha256 for each in agree(digests) for name, sha256 in each.items()}
-        if ranks.first:
-            with temporary.open("r+b") as file:
-                plans[0].finish(file, found)
-                file.flush()
-                os.fsync(file.fileno())
-
-
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A temporary name for a file that becomes `path` if no error is raised; errors of writing become sentences."""
@@ -165,7 +101,7 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
         return value
     if key == "model" and isinstance(value, dict):
         encoded: Any = {
-            name: encode(item, str(name) if isinstance(item, torch.Tensor | Part) else f"model/{name}", tensors)
+            name: encode(item, str(name) if isinstance(item, torch.Tensor) else f"model/{name}", tensors)
             for name, item in value.items()
         }
     else:

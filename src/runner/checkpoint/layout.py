@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from runner.checkpoint.structure import BY_DTYPE, NATIVE
-from runner.distributed.sharding import Part
 
 _BLOCK = 1 << 20
 _LARGE = 1 << 20  # bytes
@@ -59,109 +58,38 @@ class Header(NamedTuple):
     tensors: dict[str, Stored]
 
 
-class Plan:
-    """Where everything goes in a file.
-
-    Args:
-        written: the format.
-        metadata: texts by name, beside `format`, `sha256` and `digests`.
-        tensors: by name; also parts of tensors, of which the whole is stored.
-
-    Raises:
-        ValueError: if the header is too large, or a text in it is not Unicode.
-    """
-
-    def __init__(self, written: str, metadata: dict[str, str], tensors: Mapping[str, torch.Tensor | Part]) -> None:
-        self._written, self._metadata = written, metadata
-        self._entries, end = dict[str, dict[str, Any]](), 0
-        plain = {name: each.local if isinstance(each, Part) else each for name, each in tensors.items()}
-        # Larger elements come first, so that all are aligned when the file is mapped.
-        for name in sorted(tensors, key=lambda name: -plain[name].element_size()):
-            begin, end = end, end + tensors[name].nbytes
-            dtype, shape = BY_DTYPE[plain[name].dtype], [*tensors[name].shape]
-            self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        start = len(self._header(dict.fromkeys(self._entries, _ZEROS)))
-        self.places = {
-            name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1])
-            for name, entry in self._entries.items()
-        }
-        self.size = start + end
-
-    def _header(self, digests: dict[str, str]) -> bytes:
-        known = {"format": self._written, "sha256": _ZEROS, **self._metadata, "digests": _compact(digests)}
-        text = _compact({"__metadata__": known, **self._entries}).encode()
-        text += b" " * (-len(text) % 8)
-        if len(text) > _LARGEST_HEADER or _too_dense(text):
-            raise ValueError(
-                "what is saved beside tensors is over 32 MiB, 1,048,576 values, or 262,144 lists and mappings"
-            )
-        return len(text).to_bytes(8, "little") + text
-
-    def finish(self, file: BinaryIO, digests: Mapping[str, str]) -> None:
-        """Write the header, with the digest of each tensor."""
-        made = self._header({name: digests[name] for name in self._entries})
-        file.seek(0)
-        file.write(made.replace(_ZEROS.encode(), hashlib.sha256(made).hexdigest().encode(), 1))
-
-
-def write(file: BinaryIO, written: str, metadata: dict[str, str], tensors: Mapping[str, torch.Tensor | Part]) -> None:
+def write(file: BinaryIO, written: str, metadata: dict[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors and texts into an empty file; a tensor is copied only if it is not contiguous on the CPU.
 
     Args:
         file: open for writing.
-        written, metadata, tensors: see `Plan`; no tensor is a part.
+        written: the format.
+        metadata: texts by name, beside `format`, `sha256` and `digests`.
+        tensors: by name.
 
     Raises:
         OSError: if it cannot be written.
-        ValueError: see `Plan`.
+        ValueError: if the header is too large, or a text in it is not Unicode.
     """
-    plan = Plan(written, metadata, tensors)
-    file.seek(min((begin for begin, _ in plan.places.values()), default=plan.size))
-    plan.finish(file, {name: _write_tensor(file, tensors[name]) for name in plan.places})
+    entries, end = dict[str, dict[str, Any]](), 0
+    # Larger elements come first, so that all are aligned when the file is mapped.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {"dtype": BY_DTYPE[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
 
+    def header(digests: dict[str, str]) -> bytes:
+        known = {"format": written, "sha256": _ZEROS, **metadata, "digests": _compact(digests)}
+        text = _compact({"__metadata__": known, **entries}).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > _LARGEST_HEADER or _too_dense(text):
+            problem = "what is saved beside tensors is over 32 MiB, 1,048,576 values, or 262,144 lists and mappings"
+            raise ValueError(problem)
+        return len(text).to_bytes(8, "little") + text
 
-Piece = tuple[int, int, str]
-"""Bytes of a tensor in a file, from where to where, and their SHA-256."""
-
-
-def write_pieces(
-    file: BinaryIO, places: Mapping[str, tuple[int, int]], tensors: Mapping[str, torch.Tensor | Part], first: bool
-) -> dict[str, Piece]:
-    """Write what one of several ranks has of each tensor, `first` also what is not divided; returns what was written where."""
-    written = {}
-    for name, (begin, end) in places.items():
-        each = tensors.get(name)  # a rank without rows of tied tensors may know them by another name
-        if isinstance(each, Part) and each.writes and each.local.numel():
-            begin += each.row * (each.nbytes // each.shape[0])
-            end = begin + each.local.nbytes
-        elif isinstance(each, Part) or each is None or not first:
-            continue
-        file.seek(begin)
-        written[name] = (begin, end, _write_tensor(file, each))
-    return written
-
-
-def digest_pieces(file: BinaryIO, place: tuple[int, int], pieces: Iterable[Piece]) -> str:
-    """Read a tensor's bytes back; their SHA-256, once all pieces are there as they were written.
-
-    Raises:
-        OSError: if they are not.
-    """
-    whole, (at, end), block = hashlib.sha256(), place, memoryview(bytearray(_BLOCK))
-    for start, stop, sha256 in sorted(pieces):
-        digest = hashlib.sha256()
-        file.seek(start)
-        left = stop - start if start == at else 0
-        while left > 0 and (count := file.readinto(block[: min(left, _BLOCK)])):  # type: ignore[attr-defined]
-            whole.update(block[:count])
-            digest.update(block[:count])
-            left -= count
-        if digest.hexdigest() != sha256:
-            raise OSError("the data that a process wrote is missing")
-        at = stop
-    if at != end:
-        raise OSError("part of a tensor was not written")
-    return whole.hexdigest()
+    file.seek(len(header(dict.fromkeys(entries, _ZEROS))))  # digests have one length, and follow from what is written
+    made = header({name: _write_tensor(file, tensors[name]) for name in entries})
+    file.seek(0)
+    file.write(made.replace(_ZEROS.encode(), hashlib.sha256(made).hexdigest().encode(), 1))
 
 
 def _too_dense(header: bytes) -> bool:
@@ -174,8 +102,8 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def _write_tensor(file: BinaryIO, tensor: torch.Tensor | Part) -> str:
-    plain = (tensor.local if isinstance(tensor, Part) else tensor).detach()
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> str:
+    plain = tensor.detach()
     plain = (plain if plain.device.type == "cpu" else plain.cpu()).resolve_conj().resolve_neg().contiguous()
     data, digest = plain.reshape(-1).view(torch.uint8).numpy().data, hashlib.sha256()
     for start in range(0, len(data), _BLOCK):

@@ -11,7 +11,6 @@ from runner.checkpoint.find import SUFFIX, step_files
 from runner.checkpoint.structure import identity
 from runner.config.errors import UserError
 from runner.distributed.sharding import local
-from runner.distributed.world import Channel
 from runner.instrument.nested import tensors_in
 
 _MIB = 2**20
@@ -72,11 +71,10 @@ class CheckpointManager:
         folder: where checkpoints go.
         keep: how many of the newest to keep, apart from the best.
         writes: whether this process writes them; the other ranks of a run only read.
-        channel: with it, all ranks write each of them together.
     """
 
-    def __init__(self, folder: Path, keep: int, writes: bool = True, channel: Channel | None = None) -> None:
-        self.folder, self.keep, self.writes, self.channel = folder, keep, writes, channel
+    def __init__(self, folder: Path, keep: int, writes: bool = True) -> None:
+        self.folder, self.keep, self.writes = folder, keep, writes
         self.last, self.best = folder / f"last{SUFFIX}", folder / f"best{SUFFIX}"
         for leftover in folder.glob(".*.tmp") if writes else ():
             leftover.unlink()
@@ -89,14 +87,9 @@ class CheckpointManager:
         """
         path = self.folder / f"{step_stem(global_step)}{SUFFIX}"
         # Nothing older is deleted before the new one was read back whole.
-        if self.channel is not None:
-            file.write_together(path, contents, self.channel)
-            if not self.writes:
-                return path
-        else:
-            require_space(self.folder, size_of(contents))
-            file.write(path, contents)
-            file.verify(path)
+        require_space(self.folder, size_of(contents))
+        file.write(path, contents)
+        file.verify(path)
         self.make_last(path)
         if is_best:
             self.make_best(path)

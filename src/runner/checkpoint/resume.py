@@ -14,7 +14,7 @@ from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import SUFFIX, LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, step_stem
 from runner.config.errors import UserError
-from runner.distributed.sharding import gathered, part
+from runner.distributed.sharding import gathered
 from runner.distributed.world import world
 
 T = TypeVar("T")
@@ -43,7 +43,6 @@ def contents(
     config: str,
     classes: list[str],
     versions: dict[str, str],
-    sharded: bool = False,
     **known: Any,
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`; of several ranks, the first has the tensors.
@@ -54,13 +53,12 @@ def contents(
         config: the resolved config as YAML text.
         classes: names of the classes.
         versions: versions of packages.
-        sharded: gather nothing; divided tensors are a `Part` on every rank.
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.data_check`.
     """
     saved, ranks = state.state_dict(), world()
     if ranks.size > 1:
-        saved = _collected(saved, state.model, part if sharded else partial(gathered, world=ranks))
+        saved = _collected(saved, state.model, partial(gathered, world=ranks))
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }

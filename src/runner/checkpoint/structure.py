@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
-
-from runner.distributed.sharding import Part
 
 TENSOR = "$tensor"
 _DEEPEST = 64  # containers inside each other; states of optimizers have about five
@@ -65,16 +62,15 @@ class Tensors:
     """Tensors by the name under which a file stores them; tied ones are stored once, under their first name."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, torch.Tensor | Part] = {}
+        self.by_name: dict[str, torch.Tensor] = {}
         self._names: dict[Hashable, str] = {}
 
-    def add(self, name: str, stored: torch.Tensor | Part) -> str | list[str]:
+    def add(self, name: str, tensor: torch.Tensor) -> str | list[str]:
         """Store a tensor; gives its name, with the dtype where the file stores bytes instead.
 
         Raises:
             Unsupported: if it is sparse, quantized or without values.
         """
-        tensor = stored.local if isinstance(stored, Part) else stored
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise Unsupported(f"{name} is a tensor that is sparse, quantized or without values")
         key, native = identity(tensor), tensor.dtype in BY_DTYPE
@@ -82,11 +78,7 @@ class Tensors:
             while name in self.by_name or name == "__metadata__":
                 name += "'"  # another tensor has this name already
             self._names[key] = name
-            if not native:
-                as_bytes = tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8)
-                shape = (*stored.shape, tensor.element_size())
-                stored = replace(stored, local=as_bytes, shape=shape) if isinstance(stored, Part) else as_bytes
-            self.by_name[name] = stored
+            self.by_name[name] = tensor if native else tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8)
         known = self._names[key]
         return known if native else [known, _TO_TEXT[torch.dtype](tensor.dtype)]
 
@@ -100,7 +92,7 @@ def encode(value: Any, place: str, tensors: Tensors, depth: int = 0) -> Any:
         Unsupported: if it holds anything but tensors, numbers, texts and plain containers, or is nested too deeply.
     """
     kind = type(value)
-    if isinstance(value, torch.Tensor | Part):
+    if isinstance(value, torch.Tensor):
         return {TENSOR: tensors.add(place, value)}
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value

@@ -6,16 +6,13 @@ lack work on the parts. A model that is not divided has plain tensors, which the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.distributed.world import World
-from runner.instrument.nested import mapped_items
 
 
 def shard(
@@ -88,36 +85,6 @@ def gathered(tensor: Tensor, world: World) -> Tensor:
         return tensor
     full = whole(tensor)
     return full.cpu() if world.first else full.new_empty(0)
-
-
-@dataclass(frozen=True)
-class Part:
-    """This rank's rows of a divided tensor, as a file stores them."""
-
-    local: Tensor
-    shape: tuple[int, ...]  # of the whole
-    row: int  # the first one here
-    writes: bool  # whether this rank writes them: of several replicas, the first
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole."""
-        return math.prod(self.shape) * self.local.element_size()
-
-
-def part(tensor: Tensor) -> Tensor | Part:
-    """This rank's part of a divided tensor; a tensor that is not divided as it is."""
-    if not is_divided(tensor):
-        return tensor
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    *replica, place = mesh.get_coordinate()
-    rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk divides them
-    return Part(local(tensor), tuple(tensor.shape), min(place * rows, tensor.shape[0]), not any(replica))
-
-
-def only_local(value: Any) -> Any:
-    """Nested containers with this rank's rows instead of each `Part`."""
-    return mapped_items(value, Part, lambda part: part.local)
 
 
 def loaded(tensor: Any) -> Any:

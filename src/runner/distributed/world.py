@@ -82,19 +82,6 @@ class World:
         self.gather(None)
 
 
-class Channel:
-    """Messages between the ranks apart from those of training, for a thread; all ranks make it together."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order; all have to call this."""
-        values: list[Any] = [None] * _WORLD.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-
 _WORLD = World()
 
 

@@ -181,7 +181,6 @@ class Checkpoint(Section):
     every_steps: Count | None = None
     min_seconds: Annotated[float, Ge(0)] = 10.0
     async_: Annotated[bool, Field(alias="async")] = True  # `async` is a keyword of Python's
-    sharded: bool = False
     keep: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
