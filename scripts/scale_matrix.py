@@ -23,7 +23,7 @@ LAYOUTS = {
     "fsdp, 2": ("devices=2", "strategy=fsdp"),
     "fsdp, 4": ("devices=4", "strategy=fsdp"),
 }
-MODELS = ("MLP, dropout, accumulate=3", "ViT, dropout, drop_path", "CNN, sync_batchnorm, dropout")
+MODELS = ("MLP, accumulate=3", "ViT", "CNN, sync_batchnorm")
 
 
 @dataclass(frozen=True)

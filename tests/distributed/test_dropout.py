@@ -1,57 +1,41 @@
-"""Rows of masks on a rank are those that one process draws for the whole batch, in every memory layout."""
+"""Each rank drops other units than the others, which depends on nothing but the seed, the batch and the rank."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from runner.distributed.dropout import SharedMasks
-from runner.models.vit import ViT
-
-ROWS = 23
-SHARES = (slice(0, 23), slice(0, 12), slice(12, 23), slice(5, 6))
-WAYS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropout": lambda values: F.dropout(values, 0.4),
-    "torch.dropout": lambda values: torch.dropout(values, 0.4, True),
-    "bernoulli_": lambda values: torch.empty_like(values).bernoulli_(0.6),
-    "dropout2d": lambda values: F.dropout2d(values, 0.4),
-}
+from runner.distributed.parallel import own_draws
 
 
-def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Values of a shape in every order of the dimensions behind the first one."""
-    for order in itertools.permutations(range(1, len(shape))):
-        permuted = torch.randn([ROWS, *(shape[dim] for dim in order)], dtype=dtype)
-        yield permuted.permute(0, *(1 + order.index(dim) for dim in range(1, len(shape))))
+def test_ranks_draw_other_numbers_in_each_batch_whatever_was_drawn_before() -> None:
+    torch.manual_seed(3)
+    before, masks = torch.get_rng_state(), []
+    places = [*itertools.product((0, 1), (0, 1, 2), (0, 1)), (1, 2, 1)]
+    for place in places:
+        with own_draws(*place, torch.device("cpu")):
+            masks.append(F.dropout(torch.ones(64)))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(masks[-1], masks[-2])
+    assert not any(torch.equal(some, other) for some, other in itertools.combinations(masks[:-1], 2))
 
 
-def compare(draw: Callable[[Tensor], Tensor], values: Tensor, tolerance: float = 0.0) -> None:
-    torch.manual_seed(1)
-    whole, state = draw(values), torch.get_rng_state()
-    for own in SHARES:
-        masks = SharedMasks()
-        masks.samples, masks.own = ROWS, own
-        torch.manual_seed(1)
-        with masks:
-            rows = draw(values[own])
-        torch.testing.assert_close(rows, whole[own], rtol=0, atol=tolerance)
-        assert torch.equal(torch.get_rng_state(), state), "the next draw is the same too"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("way", WAYS)
-def test_masks_do_not_depend_on_how_a_batch_is_divided(way: str, dtype: torch.dtype) -> None:
-    shapes = [(ROWS, 3, 4, 2), (ROWS, 1, 4, 4), (ROWS, 5, 1, 1)]
-    for shape in shapes if way == "dropout2d" else [(ROWS, 6), (ROWS, 3, 5), *shapes]:
-        for values in layouts(shape, dtype):
-            compare(WAYS[way], values)
-
-
-def test_a_transformer_with_all_kinds_of_dropout() -> None:
-    model = ViT(1, (8, 8), 10, patch_size=4, dim=24, depth=2, heads=2, dropout=0.1, drop_path=0.3).double().train()
-    compare(model, torch.randn(ROWS, 1, 8, 8, dtype=torch.float64), tolerance=1e-12)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_with_dropout_is_resumed_to_the_same_bits(train: Callable[..., Any], pool: Any, strategy: str) -> None:
+    words = (
+        "data=synthetic", "data.dataset.samples=46", "data.image_size=8", "data.batch_size=10", "epochs=2", "device=cpu",
+        "model=vit_tiny", "model.dim=12", "model.depth=2", "model.dropout=0.2", "model.drop_path=0.2", "accumulate=2",
+        "activation_checkpointing=true", "checkpoint.min_seconds=0", "checkpoint.every_steps=2", "checkpoint.keep=9",
+        "devices=2", f"strategy={strategy}",
+    )  # fmt: skip
+    with pool.installed():
+        whole = train(*words)
+        checkpoint = whole.directory / "checkpoints" / "step_0000000002.safetensors"  # inside an epoch
+        resumed = train(*words, f"ckpt_path={checkpoint}")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]

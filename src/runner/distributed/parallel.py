@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runner.config.errors import UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
-from runner.distributed.dropout import SharedMasks
 from runner.distributed.sharding import is_sharded
 from runner.distributed.share import rows
 from runner.distributed.world import World
@@ -50,7 +49,6 @@ class ParallelStep:
             raise UserError(
                 "loss", "has parameters, which strategy=fsdp does not train", "strategy=ddp, or another loss"
             )
-        self._masks = SharedMasks()
         self._norms = [module for module in self._model.modules() if isinstance(module, GlobalBatchNorm)]
         self._parallel: DistributedDataParallel | None = None
         self._trained: tuple[bool, ...] = ()
@@ -102,10 +100,10 @@ class ParallelStep:
         """Train on this rank's rows of a batch of `samples`, see `runner.engine.step.train_step`."""
         own = rows(samples, self._world.rank, self._world.size)
         count = own.stop - own.start
-        self._masks.samples, self._masks.own = samples, own if count else slice(0, 1)
         set_rows(self._norms, (count, samples))
         try:
-            with self._masks:
+            at = state.position
+            with own_draws(at.epoch, at.batch, self._world.rank, batch.images.device):
                 trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
                 if self._retries or self._sharded:
                     self._world.copy_first(self._learner.loss.buffers())
@@ -115,6 +113,18 @@ class ParallelStep:
                 self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
         finally:
             set_rows(self._norms, None)
+
+
+@contextlib.contextmanager
+def own_draws(epoch: int, batch: int, rank: int, device: torch.device) -> Iterator[None]:
+    """Within, torch's generators give each rank other numbers in each batch, as for dropout; afterwards they are as before."""
+    seed = hash((torch.initial_seed(), epoch, batch, rank))
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a stack trace while no GPU is in use
+        if gpus:
+            torch.cuda.manual_seed(seed)
+        yield
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from runner.config.errors import UserError
-from runner.distributed.dropout import masks_now
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,9 +128,8 @@ def _twice(
 def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callable[[], Contexts]:
     """Makes the contexts of the two computations: the second one sees the buffers of the first, and changes only copies.
 
-    Random draws are repeated by torch itself, but for those of Apple's GPU; what several ranks do to masks is entered again.
+    Random draws are repeated by torch itself, but for those of Apple's GPU.
     """
-    masks = masks_now()
     mps = torch.mps.get_rng_state() if any(tensor.device.type == "mps" for tensor in inputs) else None
     inner = [module for root in modules for module in root.modules() if module._buffers]
     # Running statistics change nothing about the output of torch's own norms while they are updated, so these need not be
@@ -147,8 +145,7 @@ def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callabl
         if mps is not None:
             torch.mps.set_rng_state(mps)
         try:
-            with masks:
-                yield
+            yield
         finally:
             if before is not None:
                 torch.mps.set_rng_state(before)
