@@ -1,4 +1,4 @@
-.PHONY: install test test-fast coverage lint format types check docs docs-serve torture benchmark clean
+.PHONY: install test test-fast coverage lint format types check docs docs-serve torture same-bits benchmark clean
 
 install:  ## install with everything that development needs
 	python -m pip install -e ".[dev]"
@@ -37,6 +37,9 @@ docs-serve:  ## the site on http://127.0.0.1:8000, built again when a page chang
 
 torture:  ## everything that machines and strangers do to runs, injected and counted: about an hour
 	python scripts/torture.py
+
+same-bits:  ## the same runs at a commit and here, compared bit for bit; COMMIT=main, or SHORT=1 for a third of the runs
+	python scripts/same_bits.py $(or $(COMMIT),HEAD) $(if $(SHORT),--short)
 
 benchmark:  ## start-up time against the bare imports
 	python scripts/benchmark_startup.py

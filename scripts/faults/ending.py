@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.jobs import directory, whole
-from faults.lives import Life, Prepare, live
+from faults.lives import OF_THE_CLOCK, Life, Prepare, live, without_clock
 from faults.phases import signalling
 from faults.table import Bench, Row
 
@@ -22,7 +22,6 @@ _WORDS = (
     "logger=all", "log.every_steps=7", "evaluate.test=true", "epochs=null", "max_steps=20", "evaluate.every_steps=6",
     "model.dropout=0.2", "limit.eval_batches=2",
 )  # fmt: skip
-_OF_THE_CLOCK = ("samples_per_s", "data_wait", "peak_memory_mib", "mfu")
 _DUE = 5  # micro-batch, counted from 0, after which an evaluation is due
 PREEMPTED = 75
 Lines = dict[str, list[Any]]
@@ -162,15 +161,11 @@ def lines(run: Path) -> Lines:
     """What the log files of a run hold."""
     found: Lines = {}
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found["metrics.jsonl"] = [_without_clock(record) for record in records]
+    found["metrics.jsonl"] = [without_clock(record) for record in records]
     for path in sorted(run.glob("metrics_*.csv")):
         with path.open(newline="") as file:
-            found[path.name] = [_without_clock(row) for row in csv.DictReader(file)]
+            found[path.name] = [without_clock(row) for row in csv.DictReader(file)]
     return found | _scalars(run / "tensorboard")
-
-
-def _without_clock(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in _OF_THE_CLOCK}
 
 
 def _scalars(folder: Path) -> Lines:
@@ -179,7 +174,7 @@ def _scalars(folder: Path) -> Lines:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of each restart
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in _OF_THE_CLOCK]
+    tags = [tag for tag in events.Tags()["scalars"] if tag.split("/")[0] not in OF_THE_CLOCK]
     return {f"tensorboard {tag}": [(each.step, each.value) for each in events.Scalars(tag)] for tag in sorted(tags)}
 
 

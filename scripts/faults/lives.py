@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 Prepare = Callable[[], None]
 """A change to the program, made in the forked process before it starts."""
+OF_THE_CLOCK = ("samples_per_s", "data_wait", "peak_memory_mib", "mfu")
+"""Metrics that differ when a run is repeated."""
 _LONGEST_S = 300.0
 # The compiler starts threads when it is imported.
 _NOT_SHARED = ("torch._inductor", "__main__", "__mp_main__")
@@ -78,10 +81,12 @@ def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb:
     """Start the program in a forked process."""
 
     def work() -> int:
-        from runner.build import run_record
+        # Pictures take half of the time of a short run, and are not part of training. Another commit, which
+        # scripts/same_bits.py starts too, may have them elsewhere.
+        with contextlib.suppress(ImportError):
+            from runner.build import run_record
 
-        # Pictures take half of the time of a short run, and are not part of training.
-        run_record.learning_curves = lambda *_: None  # type: ignore[assignment]
+            run_record.learning_curves = lambda *_: None  # type: ignore[assignment]
         if prepare is not None:
             prepare()
         from runner.cli import main
@@ -192,6 +197,11 @@ def fingerprint(run: Path) -> str:
     if summary["status"] not in ("finished", "pruned"):
         return f"{summary['status']}: {summary['error']}"
     return str(summary["weights_sha256"])
+
+
+def without_clock(record: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a record that are the same when a run is repeated."""
+    return {name: value for name, value in record.items() if name not in OF_THE_CLOCK}
 
 
 def leftovers(run: Path) -> list[str]:
