@@ -277,7 +277,7 @@ ROWS = [
         tiny=False,
     ),
     Mistake("text for what varies", ("audit", "vary=threads"), ("vary: cannot be threads", "vary=threads:1,2")),
-    Mistake("list for what varies", ("audit", "vary=[threads]"), ("vary: is a list where keys are expected",)),
+    Mistake("list for what varies", ("audit", "vary=[threads]"), ("vary: gives a list where keys are expected",)),
     Mistake("names of a sweep", ("train", "--multirun", "name=a,b"), ("name: names the folder of a sweep", "one name")),
     Mistake(
         "key of sweeps in a verb that keeps no runs",

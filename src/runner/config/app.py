@@ -34,6 +34,7 @@ from runner.config.keys import flatten, is_of_hydra
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.sources import Sources, searchpath_folder, shipped
 from runner.config.space import with_space
+from runner.config.yaml_files import refusing
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -93,12 +94,12 @@ def application(verb: str, sources: Sources, schema: type) -> Iterator[Any]:
             path.append("command-line", f"file://{folder}")
         path.append(last.provider, last.path)
         loader.repository.initialize_sources(path)
-        with files_checked(sources, schema):
+        with files_checked(sources):
             yield GlobalHydra.instance().hydra
 
 
 @contextlib.contextmanager
-def files_checked(sources: Sources, schema: type) -> Iterator[None]:
+def files_checked(sources: Sources) -> Iterator[None]:
     """Each config file is checked before Hydra reads it, as its messages name no line, or nothing is said at all."""
     Plugins.instance()  # registers the sources of configs
     source: Any = SourcesRegistry.instance().resolve("file")
@@ -106,9 +107,10 @@ def files_checked(sources: Sources, schema: type) -> Iterator[None]:
 
     def check_and_load(self: Any, config_path: str) -> Any:
         path = Path(self.path, self._normalize_file_name(config_path))
-        if problems := problems_in_file(path, Path(self.path), schema, sources):
+        if problems := problems_in_file(path, Path(self.path), sources):
             raise ConfigError(problems)
-        return load_config(self, config_path)
+        with refusing(path):
+            return load_config(self, config_path)
 
     source.load_config = check_and_load
     try:

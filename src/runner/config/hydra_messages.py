@@ -44,8 +44,10 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     while cause is not None:  # the innermost says what is wrong, the outer ones where
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()] + lines
         cause = cause.__cause__
-    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
     text = " ".join(lines)
+    file = re.match(r"In '(.*?)'", text)
+    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
+    key = key or (file[1] if file else "config")
     if match := _KEY.search(text):
         missing = match[1]
         message = f"refers to '{missing}', which is not a key"
@@ -80,8 +82,9 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     if match := _CHOICE.search(text):
         return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))
     if "Cannot merge DictConfig with ListConfig" in text:
-        allowed = f"'{key}=[a, b]' for a list, '{key}={{name: value}}' for keys"
-        return Problem(key, "is a list where keys are expected, or the reverse", allowed)
+        return Problem(
+            key, "gives a list where keys are expected, or the reverse", "[a, b] for a list, {name: value} for keys"
+        )
     if isinstance(error, RecursionError):
         return Problem("defaults", "a config includes itself, directly or indirectly", "defaults without a cycle")
     if "Recursive interpolation" in text:
