@@ -148,10 +148,10 @@ def check_findings() -> str:
 
 def other_names() -> str:
     """Names that other programs have, by the key that the messages suggest for them."""
-    from runner.config.synonyms import KEYS
+    from runner.config.synonyms import MEANINGS
 
     by_key: dict[str, list[str]] = {}
-    for name, key in KEYS.items():
+    for name, key in MEANINGS.items():
         by_key.setdefault(key, []).append(f"`{name}`")
     return table(("elsewhere", "here"), ([", ".join(names), f"`{key}`"] for key, names in by_key.items()))
 

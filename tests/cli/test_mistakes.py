@@ -221,9 +221,6 @@ ROWS = [
         ("train", "transform.train.7.share=1"),
         ("transform.train.7: is not in the list", "the first one is 0"),
     ),
-    Mistake(
-        "index in brackets", ("train", "transform.train[0].share=1"), ("allowed: transform.train.0.share=1", "brackets")
-    ),
     Mistake("deleting a key of a section", ("train", "~data.batch_size"), ("data.batch_size: cannot be deleted",)),
     Mistake("--experimental-rerun", ("train", "--experimental-rerun", "x"), ("a pickle", "use ckpt_path= instead")),
     Mistake("--resolve", ("train", "--resolve", "seed=1"), ("--resolve is for what --cfg shows",)),

@@ -10,7 +10,7 @@ from runner.config.errors import UserError
 from runner.config.overrides import check_overrides, unknown_key
 from runner.config.schema.train import Train
 from runner.config.sources import Sources
-from runner.config.synonyms import KEYS
+from runner.config.synonyms import MEANINGS
 from runner.config.validate import typed
 
 KNOWN = [*keys.all_keys(Train), *Sources().groups()]
@@ -19,19 +19,10 @@ KNOWN = [*keys.all_keys(Train), *Sources().groups()]
 WORDS: list[tuple[str, str, str]] = [
     ("epochs 5", "epochs 5", "several words|epochs=5"),
     ("learning_rate 0.1", "learning_rate 0.1", "optimizer.lr=0.1"),
-    ("seed = 1", "seed = 1", "several words|seed=1"),
-    ("seed =1", "seed =1", "seed=1"),
-    ("seed=1, 2, 3", "seed=1, 2, 3", "seed=1,2,3"),
-    ("epochs= 5", "epochs= 5", "epochs=5"),
-    ("epochs:5", "epochs:5", "a colon instead of =|epochs=5"),
-    ("epochs==5", "epochs==5", "= twice|epochs=5"),
-    ("epochs=5,", "epochs=5,", "no comma at the end"),
     ("epochs", "epochs", "is not an override|epochs=VALUE"),
-    ("name=a=b", "name=a=b", 'name="a=b"'),
-    ("name=a#b", "name=a#b", 'name="a#b"'),
-    ("name=${foo", "name=${foo", "as many } as {"),
-    ("model.width=[16", "model.width=[16", "as many ] as ["),
-    ("name='a", "name='a", "a second quote"),
+    ("epochs:5", "epochs:5", "is not an override|key=value"),
+    ("seed=1,", "seed=1,", "has a value that cannot be read|no spaces around = and commas"),
+    ("name=a#b", "name=a#b", "cannot be read|quotes around special characters: 'name="),
     ("model.hidden=256,128", "model.hidden", "--multirun|model.hidden=[256,128]"),
     ("callbacks=default,early_stopping", "callbacks", "callbacks=[default,early_stopping]"),
     ("model=resnet50", "model", "did you mean 'torchvision model.name=resnet50'"),
@@ -61,7 +52,7 @@ def test_a_wrong_word_is_told_with_what_is_meant(line, key, says):
     assert "transform" not in text
 
 
-@pytest.mark.parametrize(("name", "meant"), KEYS.items())
+@pytest.mark.parametrize(("name", "meant"), MEANINGS.items())
 def test_what_other_programs_call_a_key_leads_to_one_that_exists(name, meant):
     key = meant.split(" ")[-1].split("=")[0]
     assert keys.find(Train, key) is not None or key in ("DIR", "experiment", "debug", "callbacks")

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from runner.config import keys
 from runner.config.errors import Problem, nearest
 from runner.config.sources import Sources
-from runner.config.synonyms import option_meant, target_meant
+from runner.config.synonyms import target_meant, value_meant
 from runner.config.words import not_overrides
 
 
@@ -129,10 +129,10 @@ def _no_option(group: str, name: str, options: list[str], sources: Sources) -> P
     if bare.lower() in [option.lower() for option in options]:
         return Problem(group, message, allowed, nearest(bare, options))
     if words := target_meant(group, name):
-        return Problem(group, message, f"{allowed}; {words} for a class", option_meant(group, name))
+        return Problem(group, message, f"{allowed}; {words} for a class", value_meant(group, name))
     if group == "data" and ("/" in name or Path(name).is_dir()):
         return Problem(group, message, allowed, f"data=image_folder data.root={name}")
-    return Problem(group, message, allowed, option_meant(group, name) or nearest(name, options))
+    return Problem(group, message, allowed, value_meant(group, name) or nearest(name, options))
 
 
 def _wrong_sweep(override: Override, is_group: bool) -> str:
