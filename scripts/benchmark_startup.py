@@ -64,11 +64,11 @@ import runner.verbs._launch as launch
 
 def stop_after_first_step():
     train = importlib.import_module("runner.train")
-    build_data, seconds = train.build_data, []
+    read_data, seconds = train.read_data, []
 
     def timed(*args, **named):
         began = time.perf_counter()
-        splits = build_data(*args, **named)
+        splits = read_data(*args, **named)
         seconds.append(time.perf_counter() - began)
         return splits
 
@@ -77,7 +77,7 @@ def stop_after_first_step():
         os._exit(0)
 
     progress = train.Progress
-    train.build_data, train.Progress = timed, lambda advance: progress(stop)
+    train.read_data, train.Progress = timed, lambda advance: progress(stop)
 
 run_job = launch.run_job
 

@@ -7,37 +7,31 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from runner.build.auto_lr import auto_lr
 from runner.build.batch_size import auto_batch_size, memory_for_training
-from runner.build.data_check import compare_data, source_digests
-from runner.build.describe import show_run
+from runner.build.describe import show_run, start_progress
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
 from runner.build.hardware import choose_hardware
-from runner.build.held import Held, held_by
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
-from runner.build.optimizer import build_optimizer, build_schedule
+from runner.build.optimizer import build_state
 from runner.build.probe import check_batches_of_one, probe
+from runner.build.rank_memory import RankMemory
 from runner.build.ranks import check_same, shard_model, synchronize_norms, uneven_loss
-from runner.build.run import Run, training_flops
+from runner.build.run import Run, hardware_metrics_of
 from runner.build.run_record import RunRecord
-from runner.build.saving import Saving, build_loggers
-from runner.build.setup import Setup
+from runner.build.saving import Saving, build_loggers, open_loggers
 from runner.build.step import build_parts, build_step, slow_guard
 from runner.build.validate import validate_limits
-from runner.build.weight_average import build_averaged
 from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
-from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
 from runner.config.merge import may_write_cache
 from runner.config.schema.train import Train
-from runner.data.build import DataModule, build_data
+from runner.data.build import DataModule, read_data
 from runner.distributed.agreement import Agreement
 from runner.distributed.parallel import parallelize
 from runner.distributed.world import world
@@ -47,11 +41,7 @@ from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
-from runner.engine.state import RunningMean, TrainState
 from runner.runtime.compilation import CompileReport, forget_compiled
-from runner.runtime.hardware_metrics import choose_hardware_metrics
-from runner.runtime.memory import reset_peak_memory
-from runner.runtime.peak_flops import kind_of
 from runner.runtime.shapes import COLUMNS, ShapeWatch, shapes_on_failure
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
@@ -76,26 +66,12 @@ def build_run(
         make_cache: whether to make a cache of `data.cache` that does not exist yet.
         fresh: whether weights begin here; if a checkpoint brings them, no others are read or drawn.
     """
-    choices = []
-    if config.data.batch_size == "auto":
-        config, row = auto_batch_size(config, functools.partial(build_run, make_cache=make_cache, fresh=fresh))
-        choices.append(row)
+    config, choices = auto_batch_size(config, functools.partial(build_run, make_cache=make_cache, fresh=fresh))
 
-    # Device and precision
+    # Device and precision first: data are read into the memory, and as the numbers, of the device
     hardware = choose_hardware(config)
     device, precision = hardware.device, hardware.precision
-
-    # Data
-    data = data or build_data(
-        config.data,
-        config.transform,
-        seed=config.seed,
-        device=device,
-        eval_batch_size=config.evaluate.batch_size,
-        channels_last=config.channels_last,
-        make_cache=make_cache,
-        dtype=precision.weights,
-    )
+    data = data or read_data(config, device, make_cache=make_cache, dtype=precision.weights)
     data.choices.extend(choices)
     data.train.loader.world = world()
     length = plan_length(config, data, start)
@@ -124,25 +100,14 @@ def build_run(
     # From here on, a rank may have a part of each weight
     freezing.follow_parameters(shard_model(config, model, hardware, warnings))
 
-    # Optimizer, schedule, average of the weights; a loss with tensors of its own is trained and saved like the model
-    trained_loss = loss if loss.state_dict() else nn.Identity()
-    optimizer, kernels = build_optimizer(config, model, trained_loss)
-    toggled.compile_step_of(optimizer)
-    state = TrainState(
-        model=model,
-        optimizer=optimizer,
-        schedule=build_schedule(config, length, monitor),
-        scaler=precision.scaler,
-        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip", dtype=precision.weights),
-        position=Position(turns=[list(turn) for turn in length.timeline.turns]),
-        averaged=build_averaged(config, model, trained_loss, optimizer, length),
-        loss=trained_loss,
-    )
-    state.freezing = freezing
+    # Optimizer, schedule, average of the weights: what training changes, and a checkpoint stores
+    state, kernels = build_state(config, model, loss, freezing, hardware=hardware, length=length, monitor=monitor)
+    toggled.compile_step_of(state.optimizer)
 
     # Step
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
     step = build_step(config, length.plan.batch_size)
+    warnings += slow_guard(parts, state, hardware)
     if world().size > 1:
         find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
         warnings += uneven_loss(loss, task, data)
@@ -161,165 +126,115 @@ def build_run(
         toggled=toggled,
         kernels=kernels,
         initial=initial,
-        warnings=[
-            *hardware.warnings,
-            *slow_guard(parts, state, hardware),
-            *initial.warnings,
-            *toggled.warnings,
-            *data.warnings,
-            *warnings,
-        ],
+        warnings=[*hardware.warnings, *initial.warnings, *toggled.warnings, *data.warnings, *warnings],
     )
 
 
-def train(setup: Setup, record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()) -> float | None:
+def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()) -> float | None:
     """Build a run and train it: resume, train, test, and write what is known into the summary.
 
-    `also_call` are callbacks that do not come from the config.
+    Args:
+        record: the directory and the summary of the run, which know what it is asked to do.
+        signals: ask it to stop.
+        also_call: callbacks that do not come from the config.
 
     Returns:
         The best value of the monitored metric, or None.
     """
-    with contextlib.ExitStack() as ending:
-        best = _train(setup, record, signals, ending, also_call)
+    record.begin()
+    with contextlib.ExitStack() as ending:  # closes what is open, the last one first, whatever becomes of the others
+        best = _train(_build(record, signals, ending), record, signals, ending, also_call)
     if world().first:
-        record.draw_curves(setup.config.log.curves)
+        record.draw_curves(record.setup.config.log.curves)
     return best
 
 
-def _train(
-    setup: Setup, record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
-) -> float | None:
-    """See `train`; `ending` closes what is open, the last one first, whatever becomes of the others."""
-    config, console, found = setup.config, record.console, setup.found
-    record.begin()
-
-    # Data, model, optimizer
+def _build(record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack) -> Run:
+    """What is trained: what the config says, at the position of the checkpoint, with the rate that `lr=auto` finds."""
+    config, found, data = record.setup.config, record.setup.found, None
     build = functools.partial(build_run, make_cache=may_write_cache(config, record.composition))
     start = resume.made_of(found, "position", Position) if found else None
-    data = None
     if config.compile:
         forget_compiled()
     if config.lr == "auto":
-        folder = record.directory.path
-        config, data = auto_lr(config, build, folder=folder, tell=console.line, interrupted=signals.asked)
+        folder, tell = record.directory.path, record.console.line
+        config, data = auto_lr(config, build, folder=folder, tell=tell, interrupted=signals.asked)
         ending.callback(data.close)
     run = build(config, start, data)
-    config, data, state = run.config, run.data, run.state
-    ending.callback(data.close)
-    warnings = [*run.warnings, *validate_limits(run)]
-    fingerprint, sources = data.fingerprint(), source_digests(config)
-    check_same(run, fingerprint, world())
-    agreement = Agreement(world(), signals.asked, config.dist.timeout_s) if world().size > 1 else None
-    interrupted = agreement.reason if agreement else signals.asked
-    if found:
-        warnings += compare_data(found.contents, data, fingerprint, sources, config.data.identity == "ignore")
-    data.bad_samples.open(record.directory.checkpoints.with_name("skipped.jsonl"), console.warn)
+    ending.callback(run.data.close)
+    run.warnings += validate_limits(run)
+    check_same(run, world())
+    return run
 
-    # Logging and checkpoints
+
+def _train(
+    run: Run, record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
+) -> float | None:
+    """See `train`."""
+    config, data, state, console, found = run.config, run.data, run.state, record.console, record.setup.found
+
+    # Ranks stop at the same step, whichever of them is asked to; a single process asks itself
+    agreement = Agreement(world(), signals.asked, config.dist.timeout_s)
+    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm)
+
+    # What is logged and saved
+    data.bad_samples.open(record.directory.checkpoints.with_name("skipped.jsonl"), console.warn)
     loggers = build_loggers(run, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
-    hardware_metrics = choose_hardware_metrics(
-        config.log.utilization if config.dtype == "float32" else False,
-        run.device,
-        kind=kind_of(run.precision.dtype, run.device),
-        count=lambda: training_flops(run),
-        warnings=warnings,
-    )
-    custom_callbacks = build_callbacks(config, run.task, run.monitor)
-    saving = Saving(
-        run,
-        record,
-        callbacks=custom_callbacks,
-        loggers=loggers,
-        buffer=buffer,
-        fingerprint=fingerprint,
-        sources=sources,
-        clock=agreement.clock if agreement else None,
-    )
+    hardware_metrics = hardware_metrics_of(run)
+    custom = build_callbacks(config, run.task, run.monitor)
+    saving = Saving(run, record, callbacks=custom, loggers=loggers, buffer=buffer, clock=agreement.clock)
+    compiled = run.toggled.reports(console.line, console.warn)
 
-    # Callbacks are called in the order of the list; saving comes last, when everything else is done
-    compilation = run.toggled.compilation
-    compile_reports = [CompileReport(compilation, console.line, console.warn)] if compilation else []
+    # Callbacks are called in this order; saving comes last, when everything else is done
     callbacks = [
-        *([agreement] if agreement else []),
-        *compile_reports,
-        *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
+        agreement,
+        *compiled,
+        UnfreezeCallback(console.line),
         Progress(console.advance),
-        *custom_callbacks.values(),
+        *custom.values(),
         *also_call,
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
+        RankMemory(run, record),
         saving.callback,
     ]
-    held = Held(run)
-    evaluator = Evaluator(
-        run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None
-    )
     loop = Loop(
         state,
         source=data.train.loader,
         plan=run.plan,
-        parts=held.parts(),
+        parts=run.parts,
         limits=run.length.limits,
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
         monitor=run.monitor,
-        interrupted=interrupted,
+        interrupted=agreement.reason,
         step=run.step,
         roll_back=saving.roll_back,
     )
 
-    # Resume
-    if found:
-        warnings += saving.resume(found, record.continued)
-    resumed_step = state.position.global_step
+    # From here on, the state is that of the checkpoint
+    run.warnings += saving.resume(found, record.continued) if found else []
     record.directory.write_config(stored.dump(config))
-    for logger in loggers:
-        ending.callback(logger.close)
-        logger.open(record.directory.path, resumed_step if found else None)
-        record.endings += [logger.finish] if hasattr(logger, "finish") else []
-    show_run(run, record, hardware_metrics.rows(), [*warnings, *setup.warnings])
-
-    # Train
-    if loop.finished:
-        console.warn(f"there is nothing left to train: the checkpoint is at step {resumed_step} of {run.total_steps}")
+    open_loggers(loggers, record, state.position.global_step if found else None, ending)
+    show_run(run, record, hardware_metrics.rows(), [*run.warnings, *record.setup.warnings])
     if config.watch.shapes:
         ShapeWatch(run.model, functools.partial(console.table, "shapes in the first batch", COLUMNS))
     if config.watch.finite:
         FiniteWatch(state)
-    record.note_startup()
-    console.start(
-        run.total_steps,
-        config.epochs or 0,
-        resumed_step,
-        monitor=(run.monitor.metric, run.monitor.mode),
-        best=(state.best.value, state.best.global_step) if state.best else None,
-        device=str(run.device),
-        file=record.directory.progress_file,
-    )
-    reset_peak_memory(run.device)
+    start_progress(run, record)
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
-    ending.callback(_summarize_losses, record, data, compile_reports)
+    ending.callback(_note_losses, record, data, compiled)
     try:
         saving.begin(loop)
         with memory_for_training(config), shapes_on_failure(run.model, config.watch.shapes, aligned):
             loop.run()
         record.note_waiting()
         saving.end(loop)
-        if loop.stop_reason:
-            console.line(f"stopped early: {loop.stop_reason}")
-        if loop.pruned:
-            record.summary["pruned"] = loop.stop_reason
-        record.update(state, run.monitor.metric)
-        if world().size > 1:
-            record.summary["memory"] = held.by_rank()
-            console.line(held_by(world().rank, record.summary["memory"]))
-        record.summary["weights_sha256"] = weights_sha256(run.model.state_dict())
-        best = state.best.value if state.best else None
+        record.note_trained(loop)
 
         # Test, with the best weights if there are any
         if data.test is not None and config.evaluate.test and not loop.pruned:
@@ -330,13 +245,13 @@ def _train(
         elif data.test is None and config.evaluate.test:
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
     except Interrupted:
-        raise Preempted(interrupted() or signals.asked()) from None
-    return best
+        raise Preempted(agreement.reason() or signals.asked()) from None
+    return state.best.value if state.best else None
 
 
-def _summarize_losses(record: RunRecord, data: DataModule, reports: list[CompileReport]) -> None:
+def _note_losses(record: RunRecord, data: DataModule, compiled: list[CompileReport]) -> None:
     """Add to the summary what compilation cost, and how many samples could not be read."""
-    for report in reports:
+    for report in compiled:
         record.summary |= report.summary()
     data.close()
     if said := data.bad_samples.summary():

@@ -33,15 +33,18 @@ _CGROUPS = (
 )
 
 
-def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, tuple[str, str, str]]:
+def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple[str, str, str]]]:
     """The config with the batch size that fits, so that a resumed run does not search again, and a row that says why.
 
-    It is the largest power of two that is no more than the training samples. The memory of a sample is estimated from what
-    the graph of a few keeps for backward. On a GPU, the batch is then tried.
+    Without `data.batch_size=auto` the config is as it was, and there is no row. The size is the largest power of two that is no
+    more than the training samples. The memory of a sample is estimated from what the graph of a few keeps for backward. On a GPU,
+    the batch is then tried.
 
     Raises:
         UserError: if not even one sample fits.
     """
+    if config.data.batch_size != "auto":
+        return config, []
     run = build(with_changes(config, {"data.batch_size": 1}))
     with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
         samples = run.data.train.samples
@@ -57,7 +60,7 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, tuple[str,
             size //= 2
     limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"
     row = "batch", f"{size:,} samples", f"auto: about {readable(each)} a sample, {limit}"
-    return with_changes(config, {"data.batch_size": size}), row
+    return with_changes(config, {"data.batch_size": size}), [row]
 
 
 def largest_power(number: int) -> int:

@@ -17,6 +17,7 @@ from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
 from runner.distributed.world import world
 from runner.engine.weight_average import AveragedModel
+from runner.runtime.memory import reset_peak_memory
 from runner.tracking.formats import amount
 
 Row = tuple[str, str, str]  # label, value and reason
@@ -42,6 +43,24 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
     if found is not None and differences:
         rows = [[*change, "yes" if changes_result(change[0]) else "no"] for change in differences]
         console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
+
+
+def start_progress(run: Run, record: RunRecord) -> None:
+    """Start the clocks of training and the display of its progress."""
+    state, monitor, best = run.state, run.monitor, run.state.best
+    if (step := state.position.global_step) >= run.total_steps:
+        record.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
+    record.note_startup()
+    record.console.start(
+        run.total_steps,
+        run.config.epochs or 0,
+        step,
+        monitor=(monitor.metric, monitor.mode),
+        best=(best.value, best.global_step) if best else None,
+        device=str(run.device),
+        file=record.directory.progress_file,
+    )
+    reset_peak_memory(run.device)
 
 
 def describe(config: Train, run: Run) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The optimizer over the parameters of a model, and the schedule of its learning rate."""
+"""What training changes: the optimizer over the parameters of a model, the schedule of its learning rate, the averages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,54 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.build.hardware import Hardware
 from runner.build.length import RunLength
 from runner.build.metrics import Monitor
-from runner.build.weight_average import swa_start
+from runner.build.weight_average import build_averaged, swa_start
 from runner.config.errors import UserError
 from runner.config.schema.sections import OptimizerExtras
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
+from runner.engine.freezing import Freezing
+from runner.engine.position import Position
 from runner.engine.protocols import Schedule
+from runner.engine.state import RunningMean, TrainState
 from runner.optim.groups import parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
 from runner.optim.schedules import Annealed, Clock
 from runner.runtime.blocks import repeated_blocks
+
+
+def build_state(
+    config: Train,
+    model: nn.Module,
+    loss: nn.Module,
+    freezing: Freezing,
+    *,
+    hardware: Hardware,
+    length: RunLength,
+    monitor: Monitor,
+) -> tuple[TrainState, Kernels]:
+    """Everything that training changes, around a model whose weights are where they will be trained.
+
+    Raises:
+        UserError: see `build_optimizer`.
+    """
+    trained_loss = loss if loss.state_dict() else nn.Identity()  # one with tensors is trained and saved like the model
+    optimizer, kernels = build_optimizer(config, model, trained_loss)
+    dtype, policy = hardware.precision.weights, config.on_nonfinite
+    state = TrainState(
+        model=model,
+        optimizer=optimizer,
+        schedule=build_schedule(config, length, monitor),
+        scaler=hardware.precision.scaler,
+        meter=RunningMean(hardware.device, finite_only=policy == "skip", dtype=dtype),
+        position=Position(turns=[list(turn) for turn in length.timeline.turns]),
+        averaged=build_averaged(config, model, trained_loss, optimizer, length),
+        loss=trained_loss,
+    )
+    state.freezing = freezing
+    return state, kernels
 
 
 def build_optimizer(

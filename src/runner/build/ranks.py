@@ -180,7 +180,7 @@ def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
     ]
 
 
-def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
+def check_same(run: Run, world: World) -> None:
     """Check that all ranks have the same config, data and initial weights.
 
     Raises:
@@ -188,7 +188,7 @@ def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
     """
     if world.size == 1:
         return
-    own = {"a different version of torch": torch.__version__, "different data": _digest(repr(fingerprint))}
+    own = {"a different version of torch": torch.__version__, "different data": _digest(repr(run.data.fingerprint()))}
     own |= {"a different config": _digest(stored.dump(run.config))}
     loss = {f"loss/{name}": tensor for name, tensor in run.state.loss.state_dict().items()}
     own |= {_WEIGHTS: weights_sha256(loss | ({} if is_sharded(run.model) else run.model.state_dict()))}

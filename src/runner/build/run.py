@@ -22,6 +22,8 @@ from runner.engine.tasks import Task
 from runner.instrument.flops import Flops, count_flops
 from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels
+from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics
+from runner.runtime.peak_flops import kind_of
 from runner.runtime.precision import Precision
 from runner.runtime.toggles import Toggled
 
@@ -69,6 +71,13 @@ class Run:
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.length.total_steps
+
+
+def hardware_metrics_of(run: Run) -> HardwareMetrics:
+    """The figures about the machine that go into log lines of training, as `log.utilization` asks for them."""
+    wanted = run.config.log.utilization if run.config.dtype == "float32" else False
+    kind = kind_of(run.precision.dtype, run.device)
+    return choose_hardware_metrics(wanted, run.device, kind, lambda: training_flops(run), run.warnings)
 
 
 def training_flops(run: Run, position: Position | None = None, samples: int = 2) -> Flops:

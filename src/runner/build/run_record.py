@@ -17,12 +17,14 @@ from typing import Any
 from runner.build.setup import Setup, is_inside
 from runner.build.summary_text import summary_text
 from runner.checkpoint.find import named
+from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
 from runner.config.keys import at
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
 from runner.engine.errors import BadMetric
+from runner.engine.loop import Loop
 from runner.engine.state import TrainState
 from runner.runtime.debugger import post_mortem
 from runner.runtime.stopwatch import waited_for_core
@@ -169,6 +171,15 @@ class RunRecord:
             "global_step": state.position.global_step,
         }
         return self.summary
+
+    def note_trained(self, loop: Loop) -> None:
+        """Note how training ended, and the digest of the weights."""
+        if loop.stop_reason:
+            self.console.line(f"stopped early: {loop.stop_reason}")
+        if loop.pruned:
+            self.summary["pruned"] = loop.stop_reason
+        self.update(loop.state, loop.monitor[0])
+        self.summary["weights_sha256"] = weights_sha256(loop.state.model.state_dict())
 
     def draw_curves(self, wanted: bool) -> None:
         """Draw the metrics over the steps into `plots/curves.png`, or remove those of an earlier part of the run."""

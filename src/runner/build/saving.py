@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+from runner.build.data_check import compare_data, source_digests
 from runner.build.interfaces import calls_of, require_methods
 from runner.build.model import example_input
 from runner.build.run import Run
@@ -45,8 +47,6 @@ class Saving:
         callbacks: of the user, by name; those with a state are saved.
         loggers: where metrics are stored.
         buffer: metrics on their way there.
-        fingerprint: identifies the data, see `runner.data.dataset_fingerprint`.
-        sources: see `runner.build.data_check.source_digests`.
         clock: see `runner.engine.callbacks.Checkpointing`.
     """
 
@@ -58,9 +58,7 @@ class Saving:
         callbacks: dict[str, Any],
         loggers: Sequence[Logger],
         buffer: MetricsBuffer,
-        fingerprint: dict[str, Any],
-        sources: dict[str, str],
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float],
     ) -> None:
         settings = run.config.checkpoint
         self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first)
@@ -79,9 +77,9 @@ class Saving:
             "config": stored.dump(run.config),
             "classes": list(run.data.classes),
             "versions": versions(),
-            "data": fingerprint,
+            "data": run.data.fingerprint(),
             "images": list(run.data.image_shape),
-            "sources": sources,
+            "sources": source_digests(run.config),
         }
         self._background, self._snapshot = AsyncWriter(), Snapshot()
         self._by_design: set[str] = set()
@@ -117,11 +115,16 @@ class Saving:
         """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it; returns warnings.
 
         `continued` says whether the checkpoint lies in this run's own directory.
+
+        Raises:
+            UserError: if it was trained on other data, or is of another model or optimizer.
         """
+        data, ignore = self._run.data, self._run.config.data.identity == "ignore"
+        warnings = compare_data(found.contents, data, self._facts["data"], self._facts["sources"], ignore)
         state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
         saved = loss_of(found.contents, "raw", self._run.config, state.loss)
         resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
-        warnings, path, best, step = [], found.path.resolve(), state.best, state.position.global_step
+        path, best, step = found.path.resolve(), state.best, state.position.global_step
         if best is not None and (best.metric, best.mode) != monitor:
             now = f"{monitor.metric} ({monitor.mode})"
             warnings.append(
@@ -251,6 +254,14 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
         if not type(logger).__module__.startswith("runner."):
             loggers[name] = _sheltered(name, logger, warn)
     return [JsonLines(), *loggers.values()]
+
+
+def open_loggers(loggers: Sequence[Logger], record: RunRecord, step: int | None, ending: ExitStack) -> None:
+    """Open loggers until `ending`, at the step that a run continues from."""
+    for logger in loggers:
+        ending.callback(logger.close)
+        logger.open(record.directory.path, step)
+        record.endings += [logger.finish] if hasattr(logger, "finish") else []
 
 
 def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.merge import FACTS
 from runner.config.schema.sections import Data, Transform
+from runner.config.schema.train import Train
 from runner.config.targets import build
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.consistency import Examples, check_classes, check_images, class_counts, find_leaks, known_targets
@@ -92,6 +93,12 @@ class DataModule:
         for split in (self.train, self.val, self.test, self.train_for_eval):
             if split is not None:
                 split.loader.close()
+
+
+def read_data(config: Train, device: torch.device, *, make_cache: bool = False, dtype: torch.dtype) -> DataModule:
+    """The data of a run, see `build_data`."""
+    parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
+    return build_data(*parts, make_cache=make_cache, dtype=dtype)
 
 
 def build_data(
@@ -209,7 +216,7 @@ def build_data(
         choices=choices,
         warnings=warnings,
         bad_samples=bad_samples,
-        fingerprint=functools.partial(fingerprint_data, parts, sources, data.identity == "full"),
+        fingerprint=functools.cache(functools.partial(fingerprint_data, parts, sources, data.identity == "full")),
         parts=parts,
         examples=examples,
         targets=known,

@@ -20,7 +20,7 @@ class Agreement:
     """Lets all ranks stop at the same step, and delay checkpoints by the clock of rank 0.
 
     A callback: after each step every rank sends what it knows, and reads what was sent after the step before, so that nobody
-    waits. Once a rank is asked to stop, all ranks learn of it one or two steps later.
+    waits. Once a rank is asked to stop, all ranks learn of it one or two steps later. A single process sends nothing.
 
     Args:
         world: the ranks.
@@ -30,8 +30,9 @@ class Agreement:
 
     def __init__(self, world: World, asked: Callable[[], str], timeout_s: float) -> None:
         self._world, self._asked = world, asked
-        # Its messages do not queue behind gradients.
-        self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self._group: Any = None
+        if world.size > 1:  # messages of a group of its own do not queue behind gradients
+            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._sent: tuple[Any, torch.Tensor] | None = None
         self._reason, self._time = "", world.decide(time.monotonic)
 
@@ -52,13 +53,15 @@ class Agreement:
 
     def reason(self) -> str:
         """What all ranks stop for, or an empty string."""
-        return self._reason
+        return self._asked() if self._group is None else self._reason
 
     def clock(self) -> float:
         """Seconds on the clock of rank 0, the same number on every rank at a step."""
-        return self._time
+        return time.monotonic() if self._group is None else self._time
 
     def _send(self) -> None:
+        if self._group is None:
+            return
         reason = self._asked()
         number = (
             float(getattr(signal.Signals, reason)) if reason in signal.Signals.__members__ else _LIMIT * bool(reason)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
 from runner.runtime.blocks import Recomputed, checkpoint_activations
-from runner.runtime.compilation import Compilation, compile_learner, compile_optimizer
+from runner.runtime.compilation import Compilation, CompileReport, compile_learner, compile_optimizer
 from runner.runtime.precision import Precision
 
 
@@ -33,6 +33,10 @@ class Toggled:
         """Compile the optimizer's step too, if the step is what is compiled."""
         if self.compilation is not None and self.compilation.what == "step":
             self.compilation.optimizer = compile_optimizer(optimizer, self.compilation.options)
+
+    def reports(self, line: Callable[[str], None], warn: Callable[[str], None]) -> list[CompileReport]:
+        """The callback that reports what compiling cost, if anything is compiled."""
+        return [CompileReport(self.compilation, line, warn)] if self.compilation else []
 
     def rows(self, batch_size: int) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""

@@ -23,7 +23,7 @@ from runner.config.errors import UserError
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Weights
-from runner.data.build import DataModule, SplitData, build_data, callables
+from runner.data.build import DataModule, SplitData, callables, read_data
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
@@ -98,8 +98,7 @@ class ResolvedCheckpoint(Generic[T]):
         """
         self.with_data()
         config = self.config
-        parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-        splits = build_data(*parts, make_cache=False, dtype=getattr(torch, config.dtype))
+        splits = read_data(config, device, dtype=getattr(torch, config.dtype))
         try:
             check_classes(self.classes, splits.classes)
         except UserError:

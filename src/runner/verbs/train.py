@@ -73,9 +73,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     size, directory = count_ranks(setup.config), record.directory.path
     if started_by_launcher():
         plain = Job.of(record.composition, setup, directory).to_plain()
-        return lead(plain, setup.config, lambda: train(setup, record, signals, pruning(directory, world().decide)))
+        return lead(plain, setup.config, lambda: train(record, signals, pruning(directory, world().decide)))
     if size == 1:
-        return train(setup, record, signals, pruning(directory, world().decide))
+        return train(record, signals, pruning(directory, world().decide))
     record.begin()
     job = Job.of(record.composition, setup, directory)
     try:
@@ -111,4 +111,4 @@ def train_as_rank(job: Job, store: Any = None) -> float | None:
         ending.enter_context(operations_named(lambda text: record.console.warn(text)))
         if job.config.max_time is not None:
             signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        return train(setup, record, signals, pruning(job.directory, world.decide))
+        return train(record, signals, pruning(job.directory, world.decide))

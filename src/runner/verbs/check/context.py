@@ -72,8 +72,7 @@ class CheckContext:
         Raises:
             UserError: as in `train`.
         """
-        if self.config.data.batch_size == "auto":
-            self.config, _ = auto_batch_size(self.config, functools.partial(build_run, make_cache=False))
+        self.config, _ = auto_batch_size(self.config, functools.partial(build_run, make_cache=False))
         config = self.config
         # The check `readable` counts unreadable images.
         data = dataclasses.replace(config.data, on_error="skip", max_skipped=1.0)
