@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 PARTS = '''
-import os
 import time
 
 import torch
@@ -26,12 +25,12 @@ MS = 0.001
 class Net(nn.Module):
     """Linear, with pauses that a toggle takes away."""
 
-    def __init__(self, num_classes: int, image_size: tuple[int, int], pause_ms: float = 0.0, noise: bool = False,
+    def __init__(self, num_classes: int, image_size: tuple[int, int], pause_ms: float = 0.0, broken: bool = False,
                  steps_with_amp: int = 1000, without_amp_ms: float = 0.0, without_channels_last_ms: float = 0.0,
                  with_channels_last_ms: float = 0.0):
         super().__init__()
         self.layer = nn.Conv2d(3, num_classes, image_size)
-        self.pause_ms, self.noise = pause_ms, noise
+        self.pause_ms, self.broken = pause_ms, broken
         self.without_amp_ms, self.steps_with_amp = without_amp_ms, steps_with_amp
         self.layout_ms = {True: with_channels_last_ms, False: without_channels_last_ms}
 
@@ -44,9 +43,8 @@ class Net(nn.Module):
             is_nhwc = images.is_contiguous(memory_format=torch.channels_last)
             time.sleep(MS * (self.pause_ms + self.layout_ms[is_nhwc] + (0 if fast else self.without_amp_ms)))
         logits = self.layer(images).flatten(1)
-        if self.noise and fast:
-            own = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "big"))
-            logits = logits + 0.001 * torch.randn(logits.shape, generator=own)
+        if self.broken and fast:
+            logits = logits / 0
         return logits
 
 
@@ -65,13 +63,13 @@ class Slow:
 '''
 TINY = (
     *("threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
-    *("repeats=7", "steps=1", "compare_steps=2"),
+    *("repeats=7", "steps=2"),
 )
 OPTIONS = {
     "model/paused.yaml": """# A model that sleeps.
 _target_: bench_parts.Net
 pause_ms: 0.0
-noise: false
+broken: false
 steps_with_amp: 1000
 without_amp_ms: 0.0
 without_channels_last_ms: 0.0
@@ -124,7 +122,7 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_a_toggle_that_makes_the_model_faster_is_found_and_recommended(bench: Bench) -> None:
-    found = bench("toggles=[amp]", "model.without_amp_ms=25", "tolerance=1.0", "combine=false")
+    found = bench("toggles=[amp]", "model.without_amp_ms=25", "combine=false")
     amp = found["by_name"]["amp=bf16"]
     assert amp["ratio"]["median"] > 1.5
     assert amp["samples_per_s"]["median"] > found["baseline"]["samples_per_s"]["median"]
@@ -134,9 +132,7 @@ def test_a_toggle_that_makes_the_model_faster_is_found_and_recommended(bench: Be
 
 
 def test_what_pays_is_combined_and_the_combination_recommended(bench: Bench) -> None:
-    found = bench(
-        "toggles=[amp,channels_last]", "model.without_amp_ms=25", "model.without_channels_last_ms=25", "tolerance=1.0"
-    )
+    found = bench("toggles=[amp,channels_last]", "model.without_amp_ms=25", "model.without_channels_last_ms=25")
     combined = [each for each in found["candidates"] if each["kind"] == "combination"]
     assert combined
     assert combined[0]["ratio"]["median"] > max(each["ratio"]["median"] for each in found["candidates"][1:])
@@ -168,33 +164,17 @@ def test_if_nothing_pays_it_says_so(run: Callable[..., Any], parts: None, monkey
     assert result.out.strip().splitlines()[-2] == "recommended: nothing to change"
 
 
-def test_a_loss_that_the_toggle_does_not_change_differs_by_nothing(bench: Bench) -> None:
+def test_losses_are_reported_and_another_training_is_not_recommended(bench: Bench) -> None:
     found = bench("toggles=[]", "vary.optimizer.fused=[false]", "vary.data.batch_size=[4]")
     same, other = found["by_name"]["optimizer.fused=false"], found["by_name"]["data.batch_size=4"]
-    assert same["loss_difference"] == 0.0
-    assert same["same_bits"] is True
-    assert other["loss_difference"] != 0.0
+    assert same["loss"] == found["baseline"]["loss"] != other["loss"]
     assert other["verdict"] == "another training"
     assert other["saved_bytes"] < same["saved_bytes"] == found["baseline"]["saved_bytes"]
-    assert len(found["seed_losses"]) == 2
-    losses = [found["baseline"]["loss"], *found["seed_losses"]]
-    assert found["allowed_loss_difference"] == max(losses) - min(losses) > 0
 
 
-def test_a_candidate_that_does_not_repeat_is_seen_and_refused_where_that_is_asked_for(bench: Bench) -> None:
-    words = ("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=25", "tolerance=1.0")
-    found = bench(*words)
-    assert found["baseline"]["same_bits"] is True
-    assert found["by_name"]["amp=bf16"]["same_bits"] is False
-    assert found["recommended"], "nobody asked for determinism"
-    strict = bench(*words, "deterministic=true")
-    assert strict["by_name"]["amp=bf16"]["verdict"] == "does not repeat"
-    assert strict["recommended"] == []
-
-
-def test_a_loss_that_is_too_far_off_is_not_recommended(bench: Bench) -> None:
-    found = bench("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=25", "tolerance=0.0")
-    assert found["by_name"]["amp=bf16"]["verdict"] == "loss too far off"
+def test_a_loss_that_is_not_finite_is_not_recommended(bench: Bench) -> None:
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.broken=true", "model.without_amp_ms=25")
+    assert found["by_name"]["amp=bf16"]["verdict"] == "loss not finite"
     assert found["recommended"] == []
 
 
@@ -213,23 +193,23 @@ def test_what_cannot_be_run_is_listed_with_the_reason(bench: Bench) -> None:
 
 
 def test_a_candidate_that_fails_later_on_is_left_out_and_the_others_go_on(bench: Bench) -> None:
-    found = bench("toggles=[]", "vary.amp=[bf16]", "vary.optimizer.fused=[false]", "model.steps_with_amp=6")
+    found = bench("toggles=[]", "vary.amp=[bf16]", "vary.optimizer.fused=[false]", "model.steps_with_amp=7")
     assert reasons(found) == {"amp=bf16": "no memory is left, say"}
     assert [*found["by_name"]] == ["optimizer.fused=false"]
     assert len(found["by_name"]["optimizer.fused=false"]["ratios"]) == 7
 
 
 def test_a_candidate_that_is_far_too_slow_costs_the_others_no_time(bench: Bench) -> None:
-    found = bench("toggles=[channels_last]", "model.with_channels_last_ms=60", "compare_steps=20")
-    assert "times slower" in reasons(found)["channels_last=true"]
+    found = bench("toggles=[channels_last]", "model.with_channels_last_ms=60", "steps=20")
+    assert "5 times slower" in reasons(found)["channels_last=true"]
     assert found["candidates"] == []
 
 
-def test_a_slow_model_gets_fewer_steps_and_it_is_said(bench: Bench) -> None:
-    found = bench("toggles=[]", "model.pause_ms=20", "steps=50", "compare_steps=50", "budget_s=1.0")
-    assert found["sizes"]["steps"] < 50
-    assert found["sizes"]["compare"] < 50
-    assert any("fewer steps than requested" in note for note in found["notes"])
+def test_when_time_is_over_no_candidate_and_no_round_begins_and_it_is_said(bench: Bench) -> None:
+    found = bench("toggles=[channels_last]", "model.pause_ms=20", "budget_s=0.001")
+    assert "no time was left" in reasons(found)["channels_last=true"]
+    assert found["notes"] == ["3 measurements instead of 7, because time ran out"]
+    assert len(found["baseline"]["seconds_per_sample"]) == 3
 
 
 def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
@@ -253,10 +233,9 @@ def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
 def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.verbs.bench.toggles.room_for", lambda *_: False)
-    found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=25", "tolerance=1.0")
+    monkeypatch.setattr("runner.verbs.bench.comparison.room_for", lambda *_: False)
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=25")
     assert found["by_name"]["amp=bf16"]["ratio"]["median"] > 1.5
-    assert found["by_name"]["amp=bf16"]["same_bits"] is True
 
 
 def test_the_config_of_a_checkpoint_is_measured_with_the_line_on_top(

@@ -50,11 +50,9 @@ class Bench(Train):
     toggles: list[Toggle] | None = None
     vary: dict[str, Any] = field(default_factory=dict)
     combine: bool = True
-    steps: Count | None = None
+    steps: Annotated[int, Ge(2)] = 10
     repeats: Annotated[int, Ge(2)] = 7
-    compare_steps: Annotated[int, Ge(2)] = 20
     budget_s: Annotated[float, Gt(0)] = 60.0
-    tolerance: Annotated[float, Ge(0)] | None = None
     json: bool = False
 
 

@@ -1,4 +1,4 @@
-"""A candidate: built, run for some steps, timed, compared with itself, and released."""
+"""A candidate: built, run for some steps, timed, and released."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import torch
 
 from runner.build.hardware import set_switches
 from runner.build.run import Run
-from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, UserError
+from runner.config.errors import UserError
 from runner.config.frozen import to_plain, with_changes
 from runner.config.resolve import resolve_changes
 from runner.config.schema.verbs import Bench
@@ -33,19 +32,14 @@ from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
 from runner.train import build_run
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.stats import Result
-from runner.verbs.bench.timing import Clock, run, wait
+from runner.verbs.bench.timing import run, wait
 
-# Keys that do not change batches: candidates that differ in these alone share their data.
-_NOT_ABOUT_DATA = frozenset(
-    {
-        *("amp", "compile", "compiler", "activation_checkpointing", "threads", "deterministic"),
-        *("cudnn_benchmark", "tf32", "matmul_precision", "model", "loss", "optimizer", "scheduler"),
-    }
-)
+# Keys that the data depend on: candidates that differ in others alone share their data.
+_ABOUT_DATA = ("data", "transform", "seed", "device", "evaluate", "channels_last", "dtype")
 # What torch raises when an operation, a kernel or a compiler cannot do what a candidate asks for, memory included.
 CANNOT = (UserError, RuntimeError)
-# Steps after which it shows that a candidate is far too slow.
-_FEW = 3
+# Steps before a measurement that are not timed.
+_WARMUP = 2
 # Share of the free memory that candidates may use while they wait for their turn.
 _SHARE_HELD = 0.25
 
@@ -62,17 +56,17 @@ class Workbench:
         """The validated config with some keys set.
 
         Raises:
-            UserError: with what is wrong, in one line if the settings are.
+            UserError: with what is wrong, in one line.
         """
+        if not settings:
+            return self._config
         config, problems = resolve_changes(self._config, settings, self._composition)
         if problems or config is None:
-            if not settings:
-                raise ConfigError(problems)
             raise UserError("; ".join(f"{problem.key}: {problem.message}" for problem in problems))
         return config
 
-    def build(self, config: Bench, splits: DataModule | None = None) -> Run:
-        """What a run would train, on data that candidates share, or on `splits`.
+    def build(self, config: Bench) -> Run:
+        """What a run would train, on data that candidates share.
 
         Raises:
             UserError: if the parts do not fit together.
@@ -83,9 +77,8 @@ class Workbench:
 
             # Each compiled candidate has its own graphs; beyond the limit torch runs a model uncompiled.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        training = build_run(config, data=splits or self._splits.get(key), make_cache=self._own, fresh=self._own)
-        if splits is None:
-            self._splits[key] = training.data
+        training = build_run(config, data=self._splits.get(key), make_cache=self._own, fresh=self._own)
+        self._splits[key] = training.data
         return training
 
     def read_data(self, config: Bench) -> None:
@@ -106,12 +99,8 @@ class Workbench:
 
 
 def _about_data(config: Bench) -> str:
-    values = to_plain(config).items()
-    return json.dumps({name: value for name, value in values if name not in _NOT_ABOUT_DATA}, default=str)
-
-
-class TooSlow(Exception):
-    """The steps of a candidate take longer than allowed; the argument is the seconds of one."""
+    values = to_plain(config)
+    return json.dumps([values[name] for name in _ABOUT_DATA], default=str)
 
 
 class CandidateRunner:
@@ -124,7 +113,7 @@ class CandidateRunner:
     def __init__(self, bench: Workbench, candidate: Candidate = BASELINE) -> None:
         self.candidate = candidate
         self.name = candidate.name
-        self.config = bench.config(dict(candidate.settings))
+        self.config = bench.config(candidate.settings)
         self._bench = bench
         self.device, _ = choose_device(self.config.device)
         self._training: Run | None = None
@@ -143,94 +132,57 @@ class CandidateRunner:
         """The loader of training batches."""
         return self.training.data.train.loader
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether batches are gathered from memory, and not read sample by sample."""
-        return not isinstance(self.loader, WorkerLoader)
-
-    @property
-    def workers(self) -> int:
-        """Processes that read samples."""
-        return self.loader.workers if isinstance(self.loader, WorkerLoader) else 0
-
-    @property
-    def samples(self) -> float:
-        """Samples of an optimizer step, on average over an epoch."""
-        plan = self.training.plan
-        return sum(map(plan.size, range(plan.batches))) / plan.steps
-
-    @property
-    def read_ahead(self) -> int:
-        """Optimizer steps whose batches workers may have read before they are asked for."""
-        return -(-self.workers * self.config.data.prefetch // self.config.accumulate)
-
-    def first_steps(self, steps: int, longest_s: float = math.inf) -> Result:
+    def first_steps(self, steps: int, usual: float = math.inf) -> Result:
         """Build the candidate again and make its first steps, at least 2.
 
         Raises:
-            TooSlow: after a few steps, if one of them takes longer than `longest_s` seconds.
-            UserError, RuntimeError: if it cannot be run.
+            UserError, RuntimeError: if it cannot be run, or is far slower than `usual` seconds a sample.
         """
         self.release()
         self._bench.read_data(self.config)
-        device = self.device
-        reset_peak_memory(device)
-        before = memory_in_use(device)
+        reset_peak_memory(self.device)
+        before = memory_in_use(self.device)
         began = time.perf_counter()
         training = self.training
-        wait(device)
+        wait(self.device)
         built = time.perf_counter()
-        few = 1 + min(_FEW, steps - 1)
-
-        def check_speed(clock: Clock) -> None:
-            if (per_step := (clock.seconds(few) - clock.seconds(1)) / (few - 1)) > longest_s:
-                raise TooSlow(per_step)
-
-        clock = run(training, self.loader, steps, {1: None, few: check_speed})
-        first = clock.seconds(1)
-        # Without the first few steps, if there are more, because some of them still warm up.
-        since = few if steps > few else 1
-        usual = (clock.seconds(steps) - clock.seconds(since)) / (steps - since)
+        # Samples of an optimizer step, on average over an epoch.
+        samples = sum(map(training.plan.size, range(training.plan.batches))) / training.plan.steps
+        clock = run(training, self.loader, steps, 1, usual * samples * (steps - 1))
         return Result(
             self.candidate,
-            self.samples,
+            samples,
             loss=training.state.meter.read(),
-            digest=weights_sha256(training.model.state_dict()),
-            step_s=usual,
-            start_s=max(0.0, built - began + first - usual),
-            build_s=built - began,
-            peak_bytes=max(0, peak_memory(device).bytes - before),
+            first_s=clock.per_sample,
+            start_s=built - began + clock.warmup_s,
+            peak_bytes=max(0, peak_memory(self.device).bytes - before),
+            saved_bytes=self._saved_bytes(),
         )
 
-    def loss_with_seed(self, seed: int, steps: int) -> float:
-        """The loss after the first steps from other initial weights, on the same batches."""
-        config = self._bench.config({**dict(self.candidate.settings), "seed": seed})
-        training = self._bench.build(config, self.training.data)
-        run(training, training.data.train.loader, steps)
-        return training.state.meter.read()
-
-    def measure(self, steps: int, warmup: int) -> float:
+    def measure(self, steps: int) -> float:
         """Seconds a sample of training for some steps."""
         training, loader = self.training, self.loader
         self.configure()
-        if self.in_memory:
-            # The first batch makes many others, whose time belongs to the measurement.
-            run(training, loader, warmup)
-            return run(training, loader, steps).per_sample(since=0)
-        return run(training, loader, warmup + steps, {warmup: None}).per_sample(since=warmup)
+        if isinstance(loader, WorkerLoader):
+            # Batches that were read ahead must not make many workers look faster.
+            ahead = -(-loader.workers * self.config.data.prefetch // self.config.accumulate)
+            warmup = max(_WARMUP, ahead)
+            return run(training, loader, warmup + steps, warmup).per_sample
+        # The first batch makes many others, whose time belongs to the measurement.
+        run(training, loader, _WARMUP)
+        return run(training, loader, steps).per_sample
 
     def configure(self) -> None:
         """Set torch's process-wide switches."""
         set_switches(self.config, self.device)
         switch(self._recomputes)
 
-    def saved_bytes(self) -> int | None:
+    def _saved_bytes(self) -> int | None:
         """What the graph of a batch keeps for backward; None for a compiled model, which torch gives no access to."""
-        training = self.training
         if self.config.compile:
             return None
+        training = self.training
         (batch,) = self.loader.batches(0, 0, 1)
-        training.state.train()
         with SavedTensors(training.model, [batch.images, batch.targets]) as saved:
             train_step(training.state, training.parts, batch, 1.0, len(batch.targets), True)
         return saved.activations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import yaml
@@ -22,8 +22,6 @@ SPEED_ALONE = frozenset(get_args(Toggle)) | {
     *("data.cache", "data.cache_dir"),
     *("compiler.mode", "compiler.fullgraph", "compiler.dynamic"),
 }
-# Only one of these makes sense at a time.
-_EXCLUSIVE = {"optimizer.fused": "optimizer.kernels", "optimizer.foreach": "optimizer.kernels"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Candidate:
 
     kind: Kind  # why it is tried
     words: tuple[str, ...] = ()  # the overrides that a user would type for it; none for the baseline
-    settings: tuple[tuple[str, Any], ...] = ()  # dotted keys and their values, as pairs
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and their values
 
     @property
     def name(self) -> str:
@@ -42,16 +40,15 @@ class Candidate:
     @property
     def same_training(self) -> bool:
         """Whether it changes nothing but how the training is computed."""
-        return self.kind == "preset" or all(key in SPEED_ALONE for key, _ in self.settings)
+        return self.kind == "preset" or self.settings.keys() <= SPEED_ALONE
 
     def clashes(self, other: Candidate) -> bool:
         """Whether both switch the same thing, so that they cannot be combined."""
-        mine, others = ({_EXCLUSIVE.get(key, key) for key, _ in each.settings} for each in (self, other))
-        return bool(mine & others)
+        return bool(self.settings.keys() & other.settings.keys())
 
     def combined(self, other: Candidate) -> Candidate:
         """Both at once."""
-        return Candidate("combination", self.words + other.words, self.settings + other.settings)
+        return Candidate("combination", self.words + other.words, {**self.settings, **other.settings})
 
 
 BASELINE = Candidate("baseline")
@@ -59,7 +56,7 @@ BASELINE = Candidate("baseline")
 
 def setting(kind: Kind, values: Mapping[str, Any]) -> Candidate:
     """A candidate from dotted keys and values."""
-    return Candidate(kind, tuple(f"{key}={shown(value)}" for key, value in values.items()), tuple(values.items()))
+    return Candidate(kind, tuple(f"{key}={shown(value)}" for key, value in values.items()), values)
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,9 @@ class Facts:
     cores: int  # CPU cores that this process may use
     threads: int  # CPU threads that torch uses
     precision: bool | str  # `false`, `bf16` or `fp16`, as the forward pass is computed
-    in_memory: bool  # whether the samples are in memory
-    workers: int  # processes that read them otherwise
+    workers: int | None  # processes that read samples; None if they are in memory
     kernels: Mapping[str, bool]  # those of `fused` and `foreach` that the optimizer has, and whether they are on
     convolutions: bool  # whether the model has weights of four dimensions
-    no_compiler: str = ""  # why nothing can be compiled here, or an empty string
-    automatic: bool | str = False  # what `amp=auto` computes in on this device
 
 
 Skipped = tuple[str, str]
@@ -95,9 +89,11 @@ def candidates(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Cand
             found += [setting("toggle", values) for values in made]
     found += varied(config)
     if "performance" in config.toggles if config.toggles is not None else config.combine:
-        presets, others = _presets(config, facts, sources)
-        found += presets
-        skipped += others
+        for preset in _presets(config, sources):
+            if preset.settings.get("compile") and not config.compile and (why := _why_not_compiled(config, facts)):
+                skipped.append((preset.name, why))
+            else:
+                found.append(preset)
     return list({candidate.name: candidate for candidate in found}.values()), skipped
 
 
@@ -108,7 +104,7 @@ def varied(config: Bench) -> list[Candidate]:
         setting("varied", {key: value})
         for key, given in (keys.flatten(config.vary) if config.vary else {}).items()
         for value in (given if isinstance(given, list) else [given])
-        if value != now.get(key) or type(value) is not type(now.get(key))
+        if value != now.get(key)
     ]
 
 
@@ -117,24 +113,22 @@ def _toggles(config: Bench, facts: Facts) -> dict[str, str | list[dict[str, Any]
     device, cores, both = facts.device, facts.cores, (True, False)
     counts = sorted({*(2**power for power in range(cores.bit_length())), cores})
     compiled = True if config.compile == "model" else config.compile
-    not_compiled = _why_not_compiled(config, facts, "takes a minute to compile on the CPU", "compile")
     not_cuda = "" if device == "cuda" else f"has no effect on {device}: it is a setting of CUDA's"
-    one_core = "there is one core" if counts == [facts.threads] else ""
     rows: dict[str, tuple[Sequence[Any], Any, str]] = {  # values, the present one, why it does not apply
         "amp": ((False, "bf16", "fp16"), facts.precision, ""),
         "channels_last": (both, config.channels_last, "" if facts.convolutions else "the model has no convolution"),
         "activation_checkpointing": (both, config.activation_checkpointing is not False, ""),
-        "compile": ((False, True, "step"), compiled, "" if compiled else not_compiled),
+        "compile": ((False, True, "step"), compiled, "" if compiled else _why_not_compiled(config, facts)),
         "cudnn_benchmark": (both, bool(config.cudnn_benchmark), not_cuda),
         "tf32": (both, bool(config.tf32), not_cuda),
         # On CUDA tf32 is what sets high.
         "matmul_precision": (
             ("medium", None),
             config.matmul_precision,
-            "" if device != "mps" else "has no effect on mps",
+            "has no effect here" if device == "mps" else "",
         ),
-        "threads": (counts, facts.threads, one_core if device == "cpu" else f"the {device} computes"),
-        "data.num_workers": ([0, *counts], facts.workers, "the samples are in memory" if facts.in_memory else ""),
+        "threads": (counts, facts.threads, "" if device == "cpu" else f"the {device} computes"),
+        "data.num_workers": ([0, *counts], facts.workers, "the samples are in memory" if facts.workers is None else ""),
     }
     return {
         "optimizer.fused": _kernel(config, facts, "fused", "foreach"),
@@ -152,54 +146,34 @@ def _kernel(config: Bench, facts: Facts, name: str, other: str) -> str | list[di
     if name not in facts.kernels:
         return f"{config.optimizer['_target_']} does not have it"
     switched = not facts.kernels[name]
-    instead = {f"optimizer.{other}": False} if switched and config.optimizer.get(other) else {}
+    instead = {f"optimizer.{other}": False} if switched and other in facts.kernels else {}
     return [{f"optimizer.{name}": switched, **instead}]
 
 
-def _why_not_compiled(config: Bench, facts: Facts, reason: str, toggles: str) -> str:
-    """Why compiling is not tried: there is no compiler, or the CPU computes and the user does not ask for it."""
-    if facts.no_compiler or facts.device != "cpu" or (config.toggles is not None and "compile" in config.toggles):
-        return facts.no_compiler
-    return f"{reason}; toggles=[{toggles}] measures it"
+def _why_not_compiled(config: Bench, facts: Facts) -> str:
+    """Why compiling is not tried: the CPU computes, and the user does not ask for it."""
+    if facts.device != "cpu" or "compile" in (config.toggles or ()):
+        return ""
+    return "takes a minute to compile on the CPU; toggles=[compile,performance] measures it"
 
 
 def _placement(config: Bench, facts: Facts) -> str | list[dict[str, Any]]:
-    memory = ["ram"] if facts.device == "cpu" else ["ram", "device"]
-    if facts.in_memory:
-        places = ["disk"] if facts.device == "cpu" else ["disk", *memory]
-    elif config.data.placement == "disk":
-        places = memory
-    else:
+    if facts.workers is not None and config.data.placement != "disk":
         return "the samples are read one by one"
+    places = ["disk", "ram"] if facts.device == "cpu" else ["disk", "ram", "device"]
+    now = "ram" if facts.workers is None and facts.device == "cpu" else config.data.placement
     # Samples in memory allow no other number of workers.
     automatic = {} if config.data.num_workers == "auto" else {"data.num_workers": "auto"}
-    return [
-        {"data.placement": place, **(automatic if place != "disk" else {})}
-        for place in places
-        if place != config.data.placement
-    ]
+    return [{"data.placement": place, **(automatic if place != "disk" else {})} for place in places if place != now]
 
 
-def _presets(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Candidate], list[Skipped]]:
+def _presets(config: Bench, sources: Sources) -> list[Candidate]:
     """The options of the group `performance` that are not the baseline itself."""
-    found: list[Candidate] = []
-    skipped: list[Skipped] = []
+    found = []
     now = keys.flatten(to_plain(config))
-
-    def changes_nothing(key: str, value: Any) -> bool:
-        if key == "amp" and value == "auto":
-            return facts.automatic == facts.precision
-        return (key == "channels_last" and not facts.convolutions) or bool(now.get(key) == value)
-
     for option in sources.options("performance"):
-        word = f"performance={option.name}"
         content = yaml.safe_load(text_of(option.path)) or {}
         settings = keys.flatten({key: value for key, value in content.items() if key not in ("defaults", "hydra")})
-        if all(changes_nothing(key, value) for key, value in settings.items()):
-            continue
-        compiles = settings.get("compile") and not config.compile
-        if compiles and (why := _why_not_compiled(config, facts, "compiles", "compile,performance")):
-            skipped.append((word, why))
-        else:
-            found.append(Candidate("preset", (word,), tuple(settings.items())))
-    return found, skipped
+        if any(now.get(key) != value for key, value in settings.items()):
+            found.append(Candidate("preset", (f"performance={option.name}",), settings))
+    return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,159 +14,171 @@ from runner.config.cores import cores
 from runner.config.errors import first_line
 from runner.config.schema.verbs import Bench
 from runner.config.sources import Sources
-from runner.runtime.device import missing_compiler
-from runner.runtime.precision import choose_precision
-from runner.tracking.formats import number
-from runner.verbs._report import Report
-from runner.verbs.bench import stats
-from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, Workbench
-from runner.verbs.bench.candidates import BASELINE, Candidate, Facts, Skipped, candidates
-from runner.verbs.bench.stats import Result, Round, Sizes, Spread
+from runner.data.workers import WorkerLoader
+from runner.tracking.formats import amount, number
+from runner.verbs._report import Report, mib
+from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, Workbench, room_for
+from runner.verbs.bench.candidates import BASELINE, Candidate, Facts, candidates
+from runner.verbs.bench.stats import Result, paying, recommended
 from runner.verbs.bench.timing import run
 
-_FEWEST_ROUNDS = 3
-
-
-class BenchResult(NamedTuple):
-    """What is written and returned."""
-
-    record: dict[str, Any]  # for `bench.json`
-    speeds: list[tuple[str, Spread]]  # samples a second by name, for the plot; the first is the reference
-    best: float  # samples a second of what is recommended
+_FEWEST_ROUNDS = 3  # however long they take: fewer say nothing
 
 
 class Comparison:
-    """Measures candidates in turns with the baseline, within the time that there is."""
+    """Measures candidates in turns with the baseline, until the time is over."""
 
     def __init__(self, config: Bench, bench: Workbench, report: Report, sources: Sources) -> None:
-        self.config, self.bench, self.report = config, bench, report
-        self.deadline = time.perf_counter() + config.budget_s
-        self.rounds: list[Round] = []
-        self.results: dict[str, Result] = {}  # the baseline first
-        self.notes: list[str] = []
+        self._config, self._bench, self._report = config, bench, report
+        self._deadline = time.perf_counter() + config.budget_s
+        self._results: dict[str, Result] = {}  # the baseline first
+        self._notes: list[str] = []
         first = CandidateRunner(bench)
         # Two steps load kernels and libraries, which would count against whoever comes first.
         run(first.training, first.loader, 2)
         report.header(f"{config.name}  as configured", describe(config, first.training))
         report.warnings(first.training.warnings)
         bench.keep_statistics(first.training.data)
-        self.baseline = CandidateRunner(bench)
-        self.candidates: list[Candidate]
-        self.skipped: list[Skipped]
-        self.candidates, self.skipped = candidates(config, facts_of(self.baseline), sources)
-        self.keep = True  # whether a candidate stays in memory after its turn
+        self._baseline = CandidateRunner(bench)
+        self._candidates, self._skipped = candidates(config, facts_of(self._baseline), sources)
+        self._keep = True  # whether a candidate stays in memory after its turn
 
-    def choose_sizes(self, step_s: float, build_s: float, compare: int, warmup: int, shares: float) -> Sizes:
-        """How much to measure in one of so many shares of the time that is left."""
-        config = self.config
-        steps = config.steps or stats.usual_steps(step_s)
-        wanted = Sizes(steps, min(warmup, steps), config.repeats, compare)
-        sizes = wanted.within((self.deadline - time.perf_counter()) / shares, step_s, build_s)
-        self.notes += stats.note_of_fewer(wanted, sizes, step_s, config.budget_s)
-        return sizes
+    def run(self) -> tuple[list[Result], Result, dict[str, Any]]:
+        """Measure everything that there is time for, and show it.
 
-    def take_turns(
-        self, runners: list[CandidateRunner], repeats: int, measure: Callable[[CandidateRunner], Round]
-    ) -> None:
-        """Measure each candidate once a round, so that a change of the machine's speed affects all alike.
-
-        A candidate that fails is removed from `runners`.
+        Returns:
+            The results, the baseline first, then the fastest; which of them is recommended; and a record of it all.
         """
-        with self.report.counting("bench", repeats * len(runners)) as begin:
-            self._take_turns(runners, repeats, measure, begin)
-        for runner in runners:
-            result = self.results[runner.name]
-            result.seconds = [turn[runner.name] for turn in self.rounds if runner.name in turn]
-            result.ratios = stats.ratios(self.rounds, runner.name)
-
-    def _take_turns(
-        self,
-        runners: list[CandidateRunner],
-        repeats: int,
-        measure: Callable[[CandidateRunner], Round],
-        begin: Callable[[str], None],
-    ) -> None:
-        for done in range(repeats):
-            if done >= _FEWEST_ROUNDS and time.perf_counter() > self.deadline:
-                self.notes.append(f"{done} measurements instead of {repeats}, because time ran out")
-                break
-            turn: Round = {}
-            for runner in list(runners):
-                begin(runner.name)
-                try:
-                    turn |= measure(runner)
-                except CANNOT as error:
-                    if runner is self.baseline:
-                        raise
-                    self.drop(runner, first_line(error))
-                    runners.remove(runner)
-                if not self.keep:
-                    runner.release()
-            self.rounds.append(turn)
-
-    def drop(self, runner: CandidateRunner, why: str) -> None:
-        """Go on without a candidate."""
-        self.results.pop(runner.name, None)
-        self.skipped.append((runner.name, why))
-        runner.release()
-
-    def ranked(self) -> tuple[list[Result], Result]:
-        """The results, the baseline first, then the fastest; and what is recommended, which may be the baseline."""
-        reference, *others = self.results.values()
-        others.sort(key=lambda result: -result.ratio.median)
-        return [reference, *others], stats.recommended(others) or reference
-
-    def verdict_text(self, result: Result) -> str:
-        """The verdict for people; of the baseline there is none."""
-        return "" if result.candidate is BASELINE else result.verdict or "pays"
-
-    def finish(
-        self, lines: list[str], record: dict[str, Any], best: Result, speeds: list[tuple[str, Spread]]
-    ) -> BenchResult:
-        """Show sentences, what was skipped and notes, and complete the record."""
-        self.report.lines(*lines)
-        self.report.skipped(self.skipped)
-        self.report.lines(*(f"note: {note}" for note in self.notes))
-        common = {
-            "device": str(self.baseline.device),
+        self._report.line(f"measuring {amount(len(self._candidates), 'candidate')} in turns with it")
+        self._results[BASELINE.name] = self._baseline.first_steps(self._config.steps)
+        self._keep = room_for(self._baseline, len(self._candidates) + 1)
+        self._compare(self._candidates)
+        if self._config.combine:
+            self._compare(self._combinations())
+        reference, *others = self._results.values()
+        results = [reference, *sorted(others, key=lambda result: -result.ratio.median)]
+        best = recommended(others) or reference
+        self._show(results)
+        baseline, *records = map(_record, results)
+        record = {
+            "device": str(self._baseline.device),
             "recommended": list(best.candidate.words),
-            "left_out": [{"what": what, "why": why} for what, why in self.skipped],
-            "notes": self.notes,
+            "left_out": [{"what": what, "why": why} for what, why in self._skipped],
+            "notes": self._notes,
+            "steps": self._config.steps,
+            "baseline": baseline,
+            "candidates": records,
         }
-        return BenchResult(common | record, speeds, best.samples_per_s.median)
+        return results, best, record
+
+    def _compare(self, tried: Sequence[Candidate]) -> None:
+        runners = [runner for candidate in tried if (runner := self._try(candidate)) is not None]
+        if not runners and self._results[BASELINE.name].seconds:
+            return
+        # Each once a round, so that a change of the machine's speed affects all alike.
+        with self._report.counting("bench", self._config.repeats * (1 + len(runners))) as begin:
+            for done in range(self._config.repeats):
+                if done >= _FEWEST_ROUNDS and time.perf_counter() > self._deadline:
+                    self._notes.append(f"{done} measurements instead of {self._config.repeats}, because time ran out")
+                    break
+                usual = self._turn(self._baseline, None, begin)
+                for runner in list(runners):
+                    try:
+                        self._turn(runner, usual, begin)
+                    except CANNOT as error:
+                        self._results.pop(runner.name)
+                        self._skipped.append((runner.name, first_line(error)))
+                        runner.release()
+                        runners.remove(runner)
+        for runner in runners:
+            runner.release()
+
+    def _try(self, candidate: Candidate) -> CandidateRunner | None:
+        """A candidate after its first steps; None if it cannot be run, or there is no time."""
+        why = "no time was left; set a larger budget_s, or fewer steps"
+        if time.perf_counter() <= self._deadline:
+            try:
+                runner = CandidateRunner(self._bench, candidate)
+                usual = self._results[BASELINE.name].first_s
+                self._results[runner.name] = runner.first_steps(self._config.steps, usual)
+                if not self._keep:
+                    runner.release()
+                return runner
+            except CANNOT as error:
+                why = first_line(error)
+        self._skipped.append((candidate.name, why))
+        return None
+
+    def _turn(self, runner: CandidateRunner, usual: float | None, begin: Callable[[str], None]) -> float:
+        """Measure a candidate, beside a baseline that took `usual` seconds a sample, or the baseline itself."""
+        begin(runner.name)
+        seconds, result = runner.measure(self._config.steps), self._results[runner.name]
+        result.seconds.append(seconds)
+        result.ratios.append((usual or seconds) / seconds)
+        if not self._keep:
+            runner.release()
+        return seconds
+
+    def _combinations(self) -> list[Candidate]:
+        """The two toggles that pay most, together, then with the third, and so on."""
+        found: list[Candidate] = []
+        for result in paying(self._results.values()):
+            if not found:
+                found.append(result.candidate)
+            elif not found[-1].clashes(result.candidate):
+                found.append(found[-1].combined(result.candidate))
+        return found[1:]
+
+    def _show(self, results: list[Result]) -> None:
+        reference, report = results[0], self._report
+        memory = "peak MiB" if self._baseline.device.type == "cuda" else "peak RSS MiB"
+        columns: dict[str, Callable[[Result], str]] = {
+            "overrides": lambda result: result.candidate.name,
+            "samples/s": lambda result: number(result.samples_per_s.median),
+            "step ms": lambda result: number(result.step_ms.median),
+            "quartiles": lambda result: f"{number(result.step_ms.low)} to {number(result.step_ms.high)}",
+            "ratio": lambda result: f"{result.ratio.median:.2f}",
+            memory: lambda result: mib(result.peak_bytes, 1),
+            "saved MiB": lambda result: "" if result.saved_bytes is None else mib(result.saved_bytes),
+            "loss": lambda result: number(result.loss),
+            "start s": lambda result: f"{result.start_s:.2f}",
+            "verdict": lambda result: "" if result is reference else result.verdict or "pays",
+        }
+        rows = [[cell(result) for cell in columns.values()] for result in results]
+        report.table(f"medians of alternating measurements of {self._config.steps} steps each", [*columns], rows)
+        report.line(f"losses are means over the first {self._config.steps} steps")
+        report.skipped(self._skipped)
+        report.lines(*(f"note: {note}" for note in self._notes))
 
 
-def range_text(spread: Spread) -> str:
-    """The quartiles for people."""
-    return f"{number(spread.low)} to {number(spread.high)}"
-
-
-def result_record(result: Result, **more: Any) -> dict[str, Any]:
-    """A result as plain containers."""
+def _record(result: Result) -> dict[str, Any]:
     return {
+        "kind": result.candidate.kind,
         "overrides": list(result.candidate.words),
-        "settings": dict(result.candidate.settings),
+        "settings": result.candidate.settings,
         "samples_per_s": dataclasses.asdict(result.samples_per_s),
+        "step_ms": dataclasses.asdict(result.step_ms),
         "ratio": dataclasses.asdict(result.ratio),
         "ratios": result.ratios,
         "verdict": result.verdict,
-        **more,
+        "seconds_per_sample": result.seconds,
+        "peak_memory_bytes": result.peak_bytes,
+        "saved_bytes": result.saved_bytes,
+        "loss": result.loss,
+        "start_s": result.start_s,
     }
 
 
 def facts_of(baseline: CandidateRunner) -> Facts:
     """What decides which toggles apply."""
-    training = baseline.training
+    training, loader = baseline.training, baseline.loader
     precisions: dict[torch.dtype | None, bool | str] = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}
     return Facts(
         device=training.device.type,
         cores=cores(),
         threads=torch.get_num_threads(),
         precision=precisions[training.precision.dtype],
-        in_memory=baseline.in_memory,
-        workers=baseline.workers,
+        workers=loader.workers if isinstance(loader, WorkerLoader) else None,
         kernels=training.kernels.arguments,
         convolutions=any(parameter.ndim == 4 for parameter in training.model.parameters()),
-        no_compiler=missing_compiler(training.device),
-        automatic=precisions[choose_precision("auto", training.device).dtype],
     )

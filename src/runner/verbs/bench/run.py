@@ -14,7 +14,7 @@ from runner.tracking.plots import bars
 from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs._report import Report
 from runner.verbs.bench.candidate_runner import CandidateRunner, Workbench
-from runner.verbs.bench.toggles import ToggleComparison
+from runner.verbs.bench.comparison import Comparison
 
 
 def run(composition: Composition) -> float:
@@ -27,19 +27,20 @@ def run(composition: Composition) -> float:
     report = Report(config.json)
     bench = Workbench(config, composition)
     try:
-        found, speeds, best = ToggleComparison(config, bench, report, composition.sources).run()
+        results, best, found = Comparison(config, bench, report, composition.sources).run()
     finally:
         bench.close()
         CandidateRunner(bench).configure()  # torch's switches, for the next job of a sweep, or of this process
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     picture, path = folder / "bench.png", folder / "bench.json"
-    spreads = [(spread.median, spread.low, spread.high) for _, spread in speeds]
+    names, speeds = [result.candidate.name for result in results], [result.samples_per_s for result in results]
+    spreads = [(speed.median, speed.low, speed.high) for speed in speeds]
     title = f"{config.name}, {called(config.model['_target_'], config.model.get('name'))} on {found['device']}"
-    bars([name for name, _ in speeds], spreads, spreads[0][0], "samples/s, median and quartiles", picture, title)
+    bars(names, spreads, spreads[0][0], "samples/s, median and quartiles", picture, title)
     record: dict[str, Any] = {"overrides": mask_words(composition.overrides), **found}
     record |= {"environment": environment(), "written": [str(path), str(picture)]}
     write_json(path, record)
     if not report.json(record):
-        report.line(f"recommended: {' '.join(record['recommended']) or 'nothing to change'}")
+        report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
         report.folder(folder)
-    return best
+    return best.samples_per_s.median

@@ -3,71 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Mapping
 
 import torch
 
 from runner.build.run import Run
+from runner.config.errors import UserError
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.engine.position import Position
 from runner.engine.protocols import Source
 
+# A candidate that is slower in its first steps than this would only take time from the others.
+_TOO_SLOW = 5
+_SHORT_S = 0.1  # steps that take less are never too slow: on a busy machine, waiting for a core takes as long
+
 
 class Clock:
-    """A callback that times a loop, and waits for the device only where it takes the time.
+    """A callback that waits for the device and takes the time at the start, after the warm-up and at the end.
 
     Args:
         device: what to wait for.
-        marks: numbers of steps after which to take the time, besides the start and the end, each with a function to call
-            then, or None.
+        warmup: steps after which to take the time; 0 for none.
+        usual_s: seconds that the steps after those take usually.
     """
 
-    def __init__(self, device: torch.device, marks: Mapping[int, Callable[[Clock], None] | None]) -> None:
-        self._device, self._marks = device, marks
-        self._taken: dict[int, tuple[float, int]] = {}
+    def __init__(self, device: torch.device, warmup: int, usual_s: float) -> None:
+        self._device, self._warmup, self._limit_s = device, warmup, max(_SHORT_S, _TOO_SLOW * usual_s)
+        self._taken: list[tuple[float, int]] = []
         self._done = 0
 
     def on_start(self, loop: Loop) -> None:
-        """Take the time after the steps that are done."""
+        """Take the time."""
         wait(self._device)
-        self._taken[self._done] = (time.perf_counter(), loop.samples_seen)
+        self._taken.append((time.perf_counter(), loop.samples_seen))
 
     on_end = on_start
 
     def on_step(self, loop: Loop) -> None:
-        """Count a step, and take the time if it is one of the marks."""
+        """Count a step, and take the time after the warm-up.
+
+        Raises:
+            UserError: if the steps after it take too long.
+        """
         self._done += 1
-        if self._done in self._marks:
+        if self._done == self._warmup:
             self.on_start(loop)
-            if (then := self._marks[self._done]) is not None:
-                then(self)
+        elif self._done > self._warmup and time.perf_counter() - self._taken[-1][0] > self._limit_s:
+            raise UserError(f"more than {_TOO_SLOW} times slower than the baseline in its first steps")
 
-    def seconds(self, step: int) -> float:
-        """Seconds from the start to the end of a step whose time was taken."""
-        return self._taken[step][0] - self._taken[0][0]
+    @property
+    def warmup_s(self) -> float:
+        """Seconds of the warm-up."""
+        return self._taken[1][0] - self._taken[0][0]
 
-    def per_sample(self, since: int) -> float:
-        """Seconds a sample after a step whose time was taken."""
-        (began, before), (ended, after) = self._taken[since], self._taken[self._done]
+    @property
+    def per_sample(self) -> float:
+        """Seconds a sample after the warm-up."""
+        (began, before), (ended, after) = self._taken[-2:]
         return (ended - began) / (after - before)
 
 
-def run(
-    training: Run,
-    source: Source,
-    steps: int,
-    marks: Mapping[int, Callable[[Clock], None] | None] | None = None,
-) -> Clock:
+def run(training: Run, source: Source, steps: int, warmup: int = 0, usual_s: float = math.inf) -> Clock:
     """Do some optimizer steps from the beginning of the first epoch, without evaluation, checkpoints or logging.
 
-    `source` gives the batches, and `marks` are those of `Clock`.
+    `source` gives the batches; `steps` includes the `warmup`, and `usual_s` is that of `Clock`.
     """
     training.state.position = Position()
     # Only batches that are used: workers would make others while another candidate is measured.
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, steps * training.plan.accumulate))
-    clock = Clock(training.device, marks or {})
+    clock = Clock(training.device, warmup, usual_s)
     limits = Limits(None, steps)
     Loop(training.state, source, plan, training.parts, limits, None, [clock], training.monitor).run()
     return clock
