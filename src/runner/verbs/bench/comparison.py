@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from runner.verbs.bench.stats import Result, paying, recommended
 from runner.verbs.bench.timing import run
 
 _FEWEST_ROUNDS = 3  # however long they take: fewer say nothing
+_LEAST_S, _MOST_STEPS = 0.2, 200  # of a measurement
 
 
 class Comparison:
@@ -50,7 +52,9 @@ class Comparison:
             The results, the baseline first, then the fastest; which of them is recommended; and a record of it all.
         """
         self._report.line(f"measuring {amount(len(self._candidates), 'candidate')} in turns with it")
-        self._results[BASELINE.name] = self._baseline.first_steps(self._config.steps)
+        first = self._results[BASELINE.name] = self._baseline.first_steps(self._config.steps)
+        # What takes a few milliseconds measures the scheduler of the system more than the steps.
+        self._steps = max(self._config.steps, min(_MOST_STEPS, math.ceil(_LEAST_S / (first.first_s * first.samples))))
         self._keep = room_for(self._baseline, len(self._candidates) + 1)
         self._compare(self._candidates)
         if self._config.combine:
@@ -65,7 +69,7 @@ class Comparison:
             "recommended": list(best.candidate.words),
             "left_out": [{"what": what, "why": why} for what, why in self._skipped],
             "notes": self._notes,
-            "steps": self._config.steps,
+            "steps": self._steps,
             "baseline": baseline,
             "candidates": records,
         }
@@ -112,7 +116,7 @@ class Comparison:
     def _turn(self, runner: CandidateRunner, usual: float | None, begin: Callable[[str], None]) -> float:
         """Measure a candidate, beside a baseline that took `usual` seconds a sample, or the baseline itself."""
         begin(runner.name)
-        seconds, result = runner.measure(self._config.steps), self._results[runner.name]
+        seconds, result = runner.measure(self._steps), self._results[runner.name]
         result.seconds.append(seconds)
         result.ratios.append((usual or seconds) / seconds)
         if not self._keep:
@@ -145,7 +149,7 @@ class Comparison:
             "verdict": lambda result: "" if result is reference else result.verdict or "pays",
         }
         rows = [[cell(result) for cell in columns.values()] for result in results]
-        report.table(f"medians of alternating measurements of {self._config.steps} steps each", [*columns], rows)
+        report.table(f"medians of alternating measurements of {self._steps} steps each", [*columns], rows)
         report.line(f"losses are means over the first {self._config.steps} steps")
         report.skipped(self._skipped)
         report.lines(*(f"note: {note}" for note in self._notes))
