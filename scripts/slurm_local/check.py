@@ -200,6 +200,7 @@ def sweep_killed(check: Check) -> None:
     process.wait()
     check.environment = environment
     process = check.begin(*RUNNER, *words, "output_root=killed")
+    check.wait(lambda: events(check, "killed").get("launch") == 2, "the second launch")  # before, Ctrl-C ends with 130
     check.wait(lambda: len([*check.folder.glob("killed/*/sweeps/*/*/metrics.jsonl")]) == 2, "progress")
     process.send_signal(signal.SIGINT)
     status = process.wait(timeout=_PATIENCE_S)
