@@ -81,7 +81,7 @@ def story(
             ("eval", "split=test"),
             ("predict", f"input={inputs}", f"output={workdir / 'rows.jsonl'}"),
             ("export", f"output={workdir / 'model.pt2'}"),
-            ("check", "only=[readable,image-shapes,target-range]", "budget_s=5"),
+            ("check", "only=[readable,image-shapes,target-range]"),
         ):
             if verb[0] in ("export", "check") and not thorough:
                 continue

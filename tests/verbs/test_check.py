@@ -18,7 +18,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "verbs" / "c
 
 
 def test_a_default_run_passes_and_every_check_has_a_line(run: Callable[..., Any], workdir: Path) -> None:
-    result = run("check", "threads=1", "device=cpu", "budget_s=300")
+    result = run("check", "threads=1", "device=cpu")
     assert result.status == 0, result.out
     for each in CHECKS:
         assert re.search(rf"^{each.group} +{each.name} +(pass|skip) +\S", result.out, re.MULTILINE), each.name
@@ -88,15 +88,6 @@ def test_missing_data_fail(run: Callable[..., Any]) -> None:
     assert "the data was not built" in result.out
 
 
-def test_checks_beyond_the_budget_are_skipped_and_reported(run: Callable[..., Any]) -> None:
-    result = run(*QUICK, "budget_s=0.001", "json=true")
-    assert result.status == 5
-    found = json.loads(result.out)
-    late = [each for each in found["checks"] if (each["status"], each["lack"]) == ("skip", "time")]
-    assert len(late) == len(CHECKS) + 1
-    assert not found["complete"]
-
-
 def test_short_words_stand_for_keys() -> None:
     expand = VERBS["check"].expand_shorthand
     assert expand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
@@ -137,6 +128,6 @@ def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeyp
         return verdict
 
     monkeypatch.setattr(check_run, "run_check", spying)
-    words = ("skip=[zero-input,baselines]", "train=true", "train_steps=20", "scheduler=constant", "budget_s=300")
+    words = ("skip=[zero-input,baselines]", "train=true", "train_steps=20", "scheduler=constant")
     assert run(*QUICK, *words).status == 0
     assert len(seen) == 1

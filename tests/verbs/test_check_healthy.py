@@ -18,7 +18,7 @@ import healthy
 def test_a_healthy_training_raises_nothing(run: Callable[..., Any], name: str) -> None:
     # scripts/check_healthy.py runs every training on its own, with all checks.
     skipped = () if name in healthy.WHOLE else ("skip=[data,labels,baselines,loop]",)
-    result = run("check", "json=true", "budget_s=300", *healthy.WORDS, *healthy.IN_SUITE[name], *skipped)
+    result = run("check", "json=true", *healthy.WORDS, *healthy.IN_SUITE[name], *skipped)
     assert result.out, result.err
     checks = json.loads(result.out)["checks"]
     found = {each["name"]: each["evidence"] for each in checks if each["status"] != "pass" and each["fix"]}

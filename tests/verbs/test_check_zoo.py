@@ -46,7 +46,7 @@ def check_by_hydra(run: Callable[..., Any]) -> Callable[..., dict[str, dict[str,
     """The same as from the command line."""
 
     def call(*words: str) -> dict[str, dict[str, Any]]:
-        result = run("check", "json=true", "budget_s=300", *HEALTHY, *words)
+        result = run("check", "json=true", *HEALTHY, *words)
         assert result.status in (0, 1), result.err
         return {each["name"]: each for each in json.loads(result.out)["checks"]}
 

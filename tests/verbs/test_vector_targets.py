@@ -140,7 +140,7 @@ def test_several_numbers_are_learned_and_every_verb_knows_them(
     "words", [LABELS, (*LABELS, "+data.dataset.whole=true"), NUMBERS], ids=["labels", "whole", "numbers"]
 )
 def test_check_finds_nothing_wrong(words: tuple[str, ...], run: Callable[..., Any]) -> None:
-    found = run("check", *words, "threads=1", "only=[labels,loss,outputs,overfit,reach,objective]", "budget_s=20")
+    found = run("check", *words, "threads=1", "only=[labels,loss,outputs,overfit,reach,objective]")
     assert found.status == 0, found.out + found.err
     assert " fail " not in found.out, found.out
     assert "target-range             pass" in found.out

@@ -18,8 +18,8 @@ _NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't start ne
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
-OK, FAILED, USAGE, DIVERGED, WORSE, INCOMPLETE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 5, 75, 130
-"""Exit codes of all verbs: `WORSE` than a baseline (report), `INCOMPLETE` if some checks could not run and none failed (check)."""
+OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
+"""Exit codes of all verbs: `WORSE` than a baseline (report)."""
 
 
 @dataclass(frozen=True)

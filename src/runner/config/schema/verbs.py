@@ -66,7 +66,6 @@ class Check(Train):
     samples: Annotated[int, Ge(16)] = 2048
     train: bool = False
     train_steps: Count = 200
-    budget_s: Annotated[float, Gt(0)] = 60.0
     json: bool = False
 
 

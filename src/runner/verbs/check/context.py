@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from runner.build.batch_size import auto_batch_size
 from runner.build.evaluation import load_best
@@ -24,20 +22,17 @@ from runner.config.targets import build
 from runner.data.build import DataModule, build_data
 from runner.data.loaders import Batch
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
-from runner.instrument.no_trace import SavedBuffers, evaluating
+from runner.data.sources.arrays import ImageArrays
+from runner.instrument.no_trace import SavedBuffers
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
 from runner.verbs.check.result import NotApplicable, need
 from runner.verbs.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets
 
-_SAMPLES, _EVALUATED = 64, 16  # of the batch that goes through the model, and of one of an evaluation
-_FEWEST, _FEWEST_ON_CPU = 16, 4  # of it for large images and models
-_PIXELS = 2**21  # of this batch
-_FLOPS = 2**34  # of the model for this batch
-_SHARE_OF_READING = 0.4  # of the time left, for reading images from disk
-_MOST_SAMPLES = 256  # of a split in full size
-_VALUES = 2**24  # pixels and channels of these samples together
-_ENOUGH, _ENOUGH_OF_CLASS = 128, 2  # images of a split, and of each class on average, that a check needs to pass
+_SAMPLES, _VALUES = 64, 2**21  # images of the batch that goes through the model, and values of all its images
+_EVALUATED = 16  # images of a batch of an evaluation
+_SHOWN, _SHOWN_VALUES = 256, 2**24  # images of a split in full size, and their values
+_FEWEST = 16  # of either, however large the images are
 
 # The base classes are private, and torch has no public ones.
 DROPOUT, BATCH_NORM = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
@@ -51,20 +46,15 @@ class CheckContext:
     Args:
         config: the validated config.
         found: a checkpoint with the weights of the model, or None.
-
-    Attributes:
-        began: start of the time budget, by `time.monotonic`.
-        used_stats: whether `stats` was used since this was last set to False.
     """
 
     def __init__(self, config: Check, found: find.LoadedCheckpoint | None) -> None:
-        self.config, self.found, self.began = config, found, time.monotonic()
+        self.config, self.found = config, found
         prepare_repeating(config.deterministic)
         self.device, _ = choose_device(config.device)
         self._splits: DataModule | None = None
         self._training: Run | None = None
-        self._cache: dict[Callable[[CheckContext], Any], tuple[Any, BaseException | None, bool]] = {}
-        self.used_stats = False
+        self._cache: dict[Callable[[CheckContext], Any], tuple[Any, Exception | None]] = {}
 
     def build(self) -> None:
         """Build data, model, loss and optimizer.
@@ -99,25 +89,16 @@ class CheckContext:
 
     def cached(self, compute: Callable[[CheckContext], T]) -> T:
         """`compute(self)`, computed for the first check that asks for it; what that raises, others raise at once."""
-        before = self.used_stats
         if compute not in self._cache:
-            self.used_stats, value, raised = False, None, None
             try:
-                value = compute(self)
-            except BaseException as error:  # also for lack of time: it would take as long again
-                raised = error
-            self._cache[compute] = value, raised, self.used_stats
+                self._cache[compute] = compute(self), None
+            except Exception as error:
+                self._cache[compute] = None, error
         found: T
-        found, raised, used = self._cache[compute]
-        self.used_stats = before or used
+        found, raised = self._cache[compute]
         if raised is not None:
             raise raised
         return found
-
-    @property
-    def left(self) -> float:
-        """Seconds left of the budget."""
-        return self.config.budget_s - (time.monotonic() - self.began)
 
     # Data
 
@@ -134,31 +115,13 @@ class CheckContext:
         nodes = self.config.transform.sample_eval
         return [build(f"transform.sample_eval.{index}", node) for index, node in enumerate(nodes)]
 
-    @property
-    def stats(self) -> dict[str, SplitStats]:
-        """Statistics of each split. A check that uses them passes only if they cover enough images."""
-        self.used_stats = True
-        return self.unmarked_stats
-
     @functools.cached_property
-    def unmarked_stats(self) -> dict[str, SplitStats]:
-        """The same for a check that needs only a few images."""
-        found, left, parts = {}, self.left, self.splits.parts
-        for place, (name, part) in enumerate(parts.items(), 1):
-            until = left * (1 - _SHARE_OF_READING * place / len(parts))
-            most, seed = self.config.samples, self.config.seed
-            in_time = functools.partial(lambda until: self.left > until, until)
-            found[name] = compute_split_stats(name, part, self.sample_transforms, most, seed, in_time)
-        return found
-
-    def undersampled(self) -> list[str]:
-        """Splits of which too few images were read for a check to pass, in words."""
-        enough = max(_ENOUGH, _ENOUGH_OF_CLASS * self.classes)
-        return [
-            f"{stats.read:,} of {stats.samples:,} images of {name}"
-            for name, stats in self.unmarked_stats.items()
-            if stats.read < min(stats.asked, enough)
-        ]
+    def stats(self) -> dict[str, SplitStats]:
+        """Statistics of each split."""
+        parts, most, seed = self.splits.parts, self.config.samples, self.config.seed
+        return {
+            name: compute_split_stats(name, part, self.sample_transforms, most, seed) for name, part in parts.items()
+        }
 
     @property
     def train_stats(self) -> SplitStats:
@@ -186,34 +149,34 @@ class CheckContext:
                 found[name] = targets.long()
         return found
 
-    def read(self, split: str, indices: Sequence[int], epoch: int = 0, again: bool = True) -> Batch:
+    def read(self, split: str, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Samples of a split by their indices in the data set, prepared as for an evaluation.
 
-        The epoch matters only for random transforms. `again` also reads images that were kept when the split was measured.
+        The epoch matters only for random transforms.
         """
         data, device = self.splits.eval_split(split), self.splits.example[0].device
         assert data is not None
-        if not again and all(index in self.unmarked_stats[split].kept for index in indices):
-            items = [self.unmarked_stats[split].kept[index] for index in indices]
-        else:
-            seeded = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
-            items = seeded.__getitems__([(epoch, index) for index in indices])
-        read, places = collate(items), torch.tensor(list(indices), device=device)
+        seeded = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
+        read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
+        places = torch.tensor(list(indices), device=device)
         images = data.prepare(read.images.to(device), places, epoch)
         return Batch(images, torch.from_numpy(read.targets).to(device), places)
 
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite; the same at each call."""
-        stats = self.unmarked_stats[split]
+        stats = self.stats[split]
         good = stats.indices[stats.finite]
-        if not stats.kept:  # images that are kept were read in a random order
+        if isinstance(stats.dataset, ImageArrays):  # others are read in a random order
             good = good[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
         return list(map(int, good[:count]))
+
+    def _fitting(self, most: int, values: int) -> int:
+        return max(_FEWEST, min(most, values // math.prod(self.splits.image_shape)))
 
     @property
     def most_samples(self) -> int:
         """How many images in full size to look at together."""
-        return max(16, min(_MOST_SAMPLES, _VALUES // math.prod(self.splits.image_shape)))
+        return self._fitting(_SHOWN, _SHOWN_VALUES)
 
     @functools.cached_property
     def sample_images(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -224,14 +187,9 @@ class CheckContext:
         found = {}
         for name, (dataset, _) in self.splits.parts.items():
             seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms)
-            kept = self.unmarked_stats[name].kept
-            pairs: list[tuple[Tensor, Tensor]] = []
-            # It takes long to read images again.
-            for index in (each for each in self.readable(name, self.most_samples) if not kept or each in kept):
-                image, target = kept[index] if kept else seeded[0, index]
-                image = as_tensor(image)
-                if not pairs or (image.shape, image.dtype) == (pairs[0][0].shape, pairs[0][0].dtype):
-                    pairs.append((image, as_target(target)))
+            read = [seeded[0, index] for index in self.readable(name, self.most_samples)]
+            pairs = [(as_tensor(image), as_target(target)) for image, target in read]
+            pairs = [pair for pair in pairs if (pair[0].shape, pair[0].dtype) == (pairs[0][0].shape, pairs[0][0].dtype)]
             if len(pairs) >= 2:
                 images, targets = map(torch.stack, zip(*pairs, strict=True))
                 found[name] = images.float() / (255 if images.dtype == torch.uint8 else 1), targets
@@ -239,12 +197,10 @@ class CheckContext:
 
     @functools.cached_property
     def batch(self) -> Batch:
-        """Up to 64 training samples without augmentation, of as many classes as possible, to send through the model."""
-        fewest = _FEWEST_ON_CPU if self.device.type == "cpu" else _FEWEST
-        most = max(fewest, min(_SAMPLES, _PIXELS // math.prod(self.splits.image_shape), _FLOPS // max(1, self._flops)))
-        indices = self.readable("train", most)
+        """Training samples without augmentation, of as many classes as possible, to send through the model."""
+        indices = self.readable("train", self._fitting(_SAMPLES, _VALUES))
         need(len(indices) >= 2, "there are not two readable training images without NaN")
-        return self.read("train", indices, again=False)
+        return self.read("train", indices)
 
     @property
     def noise(self) -> Tensor:
@@ -253,15 +209,6 @@ class CheckContext:
         return made.to(self.splits.example[0].device, getattr(torch, self.config.dtype))
 
     # Model
-
-    @property
-    def _flops(self) -> int:
-        """Operations of the model for one sample; 0 if there is no model."""
-        if self._training is None:
-            return 0
-        with evaluating(self.model), FlopCounterMode(display=False) as counter:
-            self.model(self.noise[:1])
-        return int(counter.get_total_flops())
 
     def shortened(self, batch: Batch) -> Batch:
         """At most as many samples as `batch` has, for checks that work with any batch size."""

@@ -71,6 +71,6 @@ def loss_range(context: CheckContext) -> tuple[float, float]:
 
 def guess_loss(context: CheckContext) -> float:
     """The loss of a guess for random training samples."""
-    targets = context.unmarked_stats["train"].targets
+    targets = context.train_stats.targets
     drawn = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))[:_DRAWN]]
     return min(optimize_outputs(context, context.training.task.targets(drawn.to(context.device)), equal=True)[1])

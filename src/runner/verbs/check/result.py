@@ -17,7 +17,6 @@ class Result:
     status: Status  # skip: the check does not apply or could not run
     evidence: str  # the measured numbers; for a skipped check the reason
     fix: str = ""  # the key to set or the code to change; empty if nothing is wrong
-    lack: Literal["", "time", "images"] = ""  # what a check that applies ran short of
 
 
 class NotApplicable(Exception):
@@ -43,11 +42,6 @@ def graded(evidence: str, fix: str, *, fail: bool = False, warn: bool = False) -
 def none_of(names: Sequence[str], what: str, fix: str, otherwise: str, status: Status = "fail") -> Result:
     """Passed if there are no names; else their number, what is wrong with them, and the first of them."""
     return Result(status, f"{len(names)} {what}: {join_names(names)}", fix) if names else passed(otherwise)
-
-
-def out_of_time(evidence: str) -> Result:
-    """The check applies, but the time budget is too short for it."""
-    return Result("skip", evidence, lack="time")
 
 
 def join_names(names: Sequence[object], most: int = 3) -> str:

@@ -5,44 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
-import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from runner.build.describe import describe
 from runner.build.hardware import set_switches
 from runner.config.app import Composition
-from runner.config.errors import FAILED, INCOMPLETE, ConfigError, Problem, UserError, nearest
+from runner.config.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.schema.verbs import Check as Settings
-from runner.config.signals import raising_after
 from runner.engine.errors import Diverged
 from runner.tracking.console import Console
 from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs._report import Report
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time
+from runner.verbs.check.result import NotApplicable, Result, failed, join_names
 from runner.verbs.check.split_stats import is_classes
-from runner.verbs.check.table import BUILD, CHECKS, Check, turn
+from runner.verbs.check.table import BUILD, CHECKS, Check
 
-_SHARE = 0.5  # of the time left, for one check: others need the time too
 _MOST_CLASSES = 12  # that the report lists
-_KINDS = {  # status or lack: the words of the summary, and whether it names the checks
-    "fail": ("failed", True),
-    "warn": ("warned", True),
-    "pass": ("passed", False),
-    "skip": ("skipped", False),
-    "time": ("not run for lack of time", True),
-    "images": ("not decided, as too few images were seen", True),
-}
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
-
-
-class OutOfTime(BaseException):
-    """The budget is used up. Not an `Exception`: a data set or a model that catches those must not catch this one."""
 
 
 def run(composition: Composition) -> float:
@@ -52,21 +35,20 @@ def run(composition: Composition) -> float:
         The number of checks that failed, for sweepers.
 
     Raises:
-        SystemExit: with exit status 1 if a check failed, 5 if one could not run, unless the job is part of a sweep.
+        SystemExit: with exit status 1 if a check failed, unless the job is part of a sweep.
     """
+    began = time.monotonic()
     config, found = config_and_checkpoint(composition, Settings, "best")
     chosen, report = select_checks(config), Report(config.json)
     context = CheckContext(config, found)
     set_switches(config, context.device)
     with contextlib.closing(context):
         results = run_checks(context, chosen, report)
-        seen, seconds = images_seen(context), time.monotonic() - context.began
+        seen, seconds = images_seen(context), time.monotonic() - began
     bad = sum(result.status in (("fail", "warn") if config.strict else ("fail",)) for result, _ in results.values())
-    complete = not any(result.lack for result, _ in results.values())
     record = {
         "ok": not bad,
         "counts": dict(Counter(result.status for result, _ in results.values())),
-        "complete": complete,
         "seconds": round(seconds, 3),
         "seen": seen,
         "checks": [
@@ -78,8 +60,8 @@ def run(composition: Composition) -> float:
     }
     if not report.json(record):
         show(report, results, seen, seconds)
-    if composition.job_dir is None and (bad or not complete):
-        raise SystemExit(FAILED if bad else INCOMPLETE)
+    if composition.job_dir is None and bad:
+        raise SystemExit(FAILED)
     return float(bad)
 
 
@@ -117,37 +99,26 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
     results: Results = {}
     errors: dict[str, str] = {}
     with console.counting("check", 1 + len(chosen)) as begin:
-        for each in (BUILD, *sorted(chosen, key=turn)):
+        for each in (BUILD, *chosen):
             begin(each.name)
             before = time.monotonic()
             results[each] = run_check(each, context, errors), time.monotonic() - before
             if each is BUILD and results[each][0].status == "pass":
                 config = context.config
                 console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
-    return {each: results[each] for each in (BUILD, *chosen)}
+    return results
 
 
 def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
     """The result of one check, after which the context is restored.
 
-    It may take half of the time left, or a second. One that raises has failed; later ones that raise the same are skipped:
-    `errors` collects the first check of each.
+    One that raises has failed; later ones that raise the same are skipped: `errors` collects the first check of each.
     """
-    budget = f"budget_s={context.config.budget_s:g}"
-    if context.left <= 0:
-        return out_of_time(f"{budget} is used up")
-    context.used_stats = False
     try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(context.restore)
-            share = context.left if each is BUILD else max(1.0, _SHARE * context.left)
-            stack.enter_context(time_limit(min(context.left, share)))
-            result = each.run(context)
-            # A fault found in a few images is a fault; that a few images show none proves little.
-            few = context.undersampled() if context.used_stats and result.status == "pass" else []
-        return Result("skip", f"saw only {join_names(few)}", lack="images") if few else result
-    except OutOfTime:
-        return out_of_time(f"{budget} is too short: it took half of the time left, or all")
+        try:
+            return each.run(context)
+        finally:
+            context.restore()
     except NotApplicable as reason:
         return Result("skip", str(reason))
     except (MemoryError, KeyboardInterrupt):
@@ -167,24 +138,13 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
         return failed(text, fix)
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTime` in the block after that many seconds.
-
-    A single call into torch is not interrupted. In threads other than the main one, and on systems without timers, nothing is.
-    """
-    timed = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    with raising_after(seconds, OutOfTime) if timed else contextlib.nullcontext():
-        yield
-
-
 def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
     """By split how many `samples` it has, how many were `read`, and how many of these each of the `classes` has.
 
     Empty if no check needed an image.
     """
     found: dict[str, dict[str, Any]] = {}
-    for split, stats in vars(context).get("unmarked_stats", {}).items():
+    for split, stats in vars(context).get("stats", {}).items():
         names = dict(enumerate(context.splits.classes))
         classes: dict[str, int] = {}
         if names and is_classes(stats.targets) and len(stats.targets):
@@ -198,9 +158,9 @@ def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
 def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], seconds: float) -> None:
     """Print a table of all results, what was seen of the images, and how many results there are of each kind."""
     rows = []
-    names: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    names: dict[str, list[str]] = {"fail": [], "warn": [], "pass": [], "skip": []}
     for check, (result, _) in results.items():
-        names[result.lack or result.status].append(check.name)
+        names[result.status].append(check.name)
         rows.append([check.group, check.name, result.status, result.evidence])
         if result.fix:
             rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
@@ -212,10 +172,10 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
         order = sorted(classes, key=classes.__getitem__) if many else classes
         seen_of = join_names([f"{name} {classes[name]:,}" for name in order], _MOST_CLASSES)
         console.line(f"{line}: {'fewest ' if many else ''}{seen_of}" if classes else line)
+    words = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
     counts = [
-        f"{len(found)} {words}" + (f" ({', '.join(found)})" if named else "")
-        for (words, named), found in zip(_KINDS.values(), names.values(), strict=True)
+        f"{len(found)} {words[status]}" + (f" ({', '.join(found)})" if status in ("fail", "warn") else "")
+        for status, found in names.items()
         if found
     ]
-    more = "; a larger budget_s runs them" if names["time"] or names["images"] else ""
-    console.line(f"{', '.join(counts)} in {seconds:.1f} s{more}")
+    console.line(f"{', '.join(counts)} in {seconds:.1f} s")

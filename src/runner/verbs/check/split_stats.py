@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from runner.data.splits import targets_of
 _SIDE = 16  # pixels of a thumbnail
 _WHOLE_BYTES = 2**28  # of images in memory that are all measured
 _CHUNK = 2048
-_KEPT_BYTES = 2**25  # of images that are read one by one
 
 
 @dataclass
@@ -31,12 +30,10 @@ class SplitStats:
     name: str
     dataset: Dataset[Any]
     samples: int  # of the split
-    asked: int  # samples that were to be measured
     shapes: Counter[tuple[int, ...]]
     dtypes: Counter[str]
     whole_numbers: bool  # whether float images hold whole numbers only
     unreadable: dict[int, str]  # the error by index of images that could not be read
-    kept: dict[int, tuple[Tensor, Tensor]]  # image and target by index of images read one by one, to read them once
     digests: list[bytes]  # hashes of the bytes of each image
     thumbnails: Tensor  # M of the images, averaged to 16 by 16 pixels, float32 (M, C, h, w)
     thumbnail_rows: Tensor  # their positions among the N, int64 (M,)
@@ -105,27 +102,24 @@ def compute_split_stats(
     transforms: Sequence[SampleTransform],
     most: int,
     seed: int,
-    in_time: Callable[[], bool],
 ) -> SplitStats:
     """Measure a split: all of it if it is small and in memory, otherwise a random sample, stratified over the classes.
 
-    `part` is the data set and which of its samples are in the split. At most `most` images are read one by one, while
-    `in_time` returns True, and at most as many thumbnails are made.
+    `part` is the data set and which of its samples are in the split. At most `most` images are read one by one, and at most
+    as many thumbnails are made.
     """
     dataset, indices = part
     known = known_targets(part)
     order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), seed)
     unreadable: dict[int, str] = {}
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
     source: Iterator[tuple[Tensor, Tensor, Tensor]]
     if isinstance(dataset, ImageArrays) and not transforms:
         places, rank = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())].sort()
         shown, chunks = rank < most, torch.split(indices[places], _CHUNK)
         source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in chunks)
     else:
-        places = order[:most]
-        shown = torch.ones(len(places), dtype=torch.bool)
-        source = _one_by_one(SeededDataset(dataset, 0, transforms), indices[places], in_time, unreadable, kept)
+        shown = torch.ones(most, dtype=torch.bool)
+        source = _one_by_one(SeededDataset(dataset, 0, transforms), indices[order[:most]], unreadable)
     shapes: Counter[tuple[int, ...]] = Counter()
     dtypes: Counter[str] = Counter()
     columns: list[tuple[Tensor, ...]] = []
@@ -149,7 +143,7 @@ def compute_split_stats(
     alike = len({each.shape[1:] for each in small}) == 1
     none = torch.zeros(0, dtype=torch.int64)
     return SplitStats(
-        *(name, dataset, len(indices), len(places), shapes, dtypes, whole_numbers, unreadable, kept, digests),
+        *(name, dataset, len(indices), shapes, dtypes, whole_numbers, unreadable, digests),
         torch.cat(small) if alike else torch.zeros(0, 1, 1, 1),
         shown[: len(digests)].nonzero().flatten() if alike else none,
         torch.cat(grey) if alike else torch.zeros(0, 1, 1, 1),
@@ -158,17 +152,10 @@ def compute_split_stats(
 
 
 def _one_by_one(
-    dataset: SeededDataset,
-    indices: Tensor,
-    in_time: Callable[[], bool],
-    unreadable: dict[int, str],
-    kept: dict[int, tuple[Tensor, Tensor]],
+    dataset: SeededDataset, indices: Tensor, unreadable: dict[int, str]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Index, image and target of each sample as a batch of one, while there is time; adds to the two dicts."""
-    room = _KEPT_BYTES
+    """Index, image and target of each sample as a batch of one; adds to `unreadable`."""
     for index in indices.tolist():
-        if not in_time():
-            break
         try:
             image, target = dataset[0, index]
             image, target = as_tensor(image), as_target(target)
@@ -177,9 +164,6 @@ def _one_by_one(
         except Exception as error:  # a decoder or a custom data set can raise anything
             unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
             continue
-        if image.nbytes <= room:
-            room -= image.nbytes
-            kept[index] = image, target
         yield torch.tensor([index]), image[None], target[None]
 
 

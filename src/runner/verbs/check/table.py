@@ -1,4 +1,4 @@
-"""All checks: the group of each, the order in which they are reported, and the order in which they run."""
+"""All checks, by group, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -92,22 +92,5 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     ),
     "steps": (training.short_training,),
 }
-# Before all others: they read no images.
-_FIRST = (settings.optimizer_settings, settings.schedule, settings.averaging, settings.norm_statistics,
-          settings.dropout_rate, settings.epoch_length, contradictions.metric_direction,
-          contradictions.class_weights, contradictions.frozen_start)
-# After all others, in this order: with a pass or two through the model, then a few steps, then many.
-_LATER = (
-    loss.loss_of_samples, loss.loss_axis, loss.loss_broadcast, baselines.learnable, baselines.class_meaning,
-    *_GROUPS["outputs"], loss.initial_loss, loss.accumulation, *_GROUPS["reach"], *_GROUPS["objective"],
-    *_GROUPS["model"], loop.stale_gradients, loop.mode_in_training, loop.evaluation_leaves_state,
-    training.short_training, loop.overfit, training.learning_rate, training.training, loop.zero_input,
-    loop.repeatability, baselines.beats_baselines,
-)
 # fmt: on
 CHECKS = tuple(Check(group, run) for group, checks in _GROUPS.items() for run in checks)
-
-
-def turn(check: Check) -> int:
-    """When the check runs, for sorting."""
-    return _LATER.index(check.run) + 1 if check.run in _LATER else -int(check.run in _FIRST)
