@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,7 @@ T = TypeVar("T")
 
 
 class CheckContext:
-    """What checks look at.
-
-    Args:
-        config: the validated config.
-        found: a checkpoint with the weights of the model, or None.
-    """
+    """What checks look at; `found` is a checkpoint with the weights of the model."""
 
     def __init__(self, config: Check, found: find.LoadedCheckpoint | None) -> None:
         self.config, self.found = config, found
@@ -54,14 +49,10 @@ class CheckContext:
         self.device, _ = choose_device(config.device)
         self._splits: DataModule | None = None
         self._training: Run | None = None
-        self._cache: dict[Callable[[CheckContext], Any], tuple[Any, Exception | None]] = {}
+        self._cache: dict[Callable[[CheckContext], Any], Any] = {}
 
     def build(self) -> None:
-        """Build data, model, loss and optimizer.
-
-        Raises:
-            UserError: as in `train`.
-        """
+        """Build data, model, loss and optimizer."""
         self.config, _ = auto_batch_size(self.config, functools.partial(build_run, make_cache=False))
         config = self.config
         # The check `readable` counts unreadable images.
@@ -91,14 +82,13 @@ class CheckContext:
         """`compute(self)`, computed for the first check that asks for it; what that raises, others raise at once."""
         if compute not in self._cache:
             try:
-                self._cache[compute] = compute(self), None
+                self._cache[compute] = compute(self)
             except Exception as error:
-                self._cache[compute] = None, error
-        found: T
-        found, raised = self._cache[compute]
-        if raised is not None:
-            raise raised
-        return found
+                self._cache[compute] = error
+        found = self._cache[compute]
+        if isinstance(found, Exception):
+            raise found
+        return cast(T, found)
 
     # Data
 
@@ -201,12 +191,6 @@ class CheckContext:
         indices = self.readable("train", self._fitting(_SAMPLES, _VALUES))
         need(len(indices) >= 2, "there are not two readable training images without NaN")
         return self.read("train", indices)
-
-    @property
-    def noise(self) -> Tensor:
-        """Two random images as the model takes them, for what needs no image of the data."""
-        made = torch.rand(2, *self.splits.image_shape, generator=torch.Generator().manual_seed(0))
-        return made.to(self.splits.example[0].device, getattr(torch, self.config.dtype))
 
     # Model
 

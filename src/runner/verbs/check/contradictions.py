@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
 import torch
@@ -32,9 +31,8 @@ def metric_direction(context: CheckContext) -> Result:
     except UserError as error:
         raise NotApplicable(f"{name} does not say which of its values are better") from error
     wrong = [f"{key}={mode}" for key, mode in given.items() if mode != right]
-    return graded(
-        f"{join_names(wrong) or right} for {name}, whose {right} is best", f"{right}, or null", fail=bool(wrong)
-    )
+    evidence = f"{join_names(wrong) or right} for {name}, whose {right} is best"
+    return graded(evidence, f"{right}, or null", fail=bool(wrong))
 
 
 def class_weights(context: CheckContext) -> Result:
@@ -89,9 +87,8 @@ def constant_areas(context: CheckContext) -> Result:
     varies = (images != images[:1]).any(0)
     need(varies.any(), "all images are equal")
     if dead := [place for place, channel in enumerate(varies) if not bool(channel.any())]:
-        return warned(
-            f"channel {join_names(dead)} is the same in all {len(images)} images", "images without this channel"
-        )
+        evidence = f"channel {join_names(dead)} is the same in all {len(images)} images"
+        return warned(evidence, "images without this channel")
     margins = []
     for lines in (varies.any(0).any(1), varies.any(0).any(0)):
         places = lines.nonzero().flatten()
@@ -105,21 +102,13 @@ def colorless_class(context: CheckContext) -> Result:
     images, targets = _samples(context)
     need(images.shape[1] == 3 and is_classes(targets), "the images have no three channels, or the targets no classes")
     colored = ((images.amax(1) - images.amin(1)).flatten(1).amax(1) > 0.02).float()
-    shares = {
-        label: float(colored[targets == label].mean())
-        for label, count in Counter(targets.tolist()).items()
-        if count >= 8
-    }
+    classes = [label for label, count in Counter(targets.tolist()).items() if count >= 8]
+    shares = {label: float(colored[targets == label].mean()) for label in classes}
     need(len(shares) > 1, "fewer than two classes have 8 images")
     low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     evidence = f"{shares[low]:.0%} of class {low} and {shares[high]:.0%} of class {high} have color"
-    return graded(
-        evidence, "images of all classes from the same source", warn=shares[low] < 0.05 and shares[high] > 0.95
-    )
-
-
-def _count(calls: Counter[nn.Module], module: nn.Module, *_: object) -> None:
-    calls[module] += module.training
+    warn = shares[low] < 0.05 and shares[high] > 0.95
+    return graded(evidence, "images of all classes from the same source", warn=warn)
 
 
 def repeated_norms(context: CheckContext) -> Result:
@@ -128,16 +117,18 @@ def repeated_norms(context: CheckContext) -> Result:
     norms = {name: each for name, each in modules if isinstance(each, BATCH_NORM) and each.track_running_stats}
     need(norms, "the model has no BatchNorm with running statistics")
     calls: Counter[nn.Module] = Counter()
-    hooks = [each.register_forward_hook(functools.partial(_count, calls)) for each in norms.values()]
+
+    def count(module: nn.Module, *_: object) -> None:
+        calls[module] += module.training
+
+    hooks = [each.register_forward_hook(count) for each in norms.values()]
     context.training.state.train()
     with torch.no_grad():
         context.model(context.batch.images)
     for hook in hooks:
         hook.remove()
-    often, fix = (
-        [name for name, each in norms.items() if calls[each] > 1],
-        "a BatchNorm for each place, or a single call",
-    )
+    often = [name for name, each in norms.items() if calls[each] > 1]
+    fix = "a BatchNorm for each place, or a single call"
     return none_of(often, "BatchNorm layers run several times in a forward pass", fix, f"{len(norms)} run once", "warn")
 
 
@@ -177,6 +168,5 @@ def output_scale(context: CheckContext) -> Result:
     need(float(plain.square().sum()) > 0, "the outputs do not depend on the images")
     factor = float((plain * mean).sum() / plain.square().sum())
     evidence = f"outputs in training mode are {factor:.2f} times those in evaluation mode on average"
-    return graded(
-        evidence, "nn.Dropout or F.dropout, which divide by 1 - p in training", warn=not 0.6 <= factor <= 1.67
-    )
+    fix = "nn.Dropout or F.dropout, which divide by 1 - p in training"
+    return graded(evidence, fix, warn=not 0.6 <= factor <= 1.67)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from runner.config.targets import preferred_data
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import NotApplicable, Result, failed, graded, join_names, need, passed, warned
+from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
 
 _FAR = 20.0  # median deviations from the median that make an outlier
 _AUGMENTED = 128  # images that are augmented
@@ -19,7 +19,7 @@ _FEWEST = 16  # images that statistics are compared for
 def readable(context: CheckContext) -> Result:
     """Images that cannot be read."""
     bad = [(index, name, why) for name, stats in context.stats.items() for index, why in stats.unreadable.items()]
-    count = sum(len(stats.indices) + len(stats.unreadable) for stats in context.stats.values())
+    count = sum(stats.read for stats in context.stats.values())
     if not bad:
         return passed(f"{count:,} images read")
     index, name, reason = bad[0]
@@ -115,8 +115,7 @@ def image_range(context: CheckContext) -> Result:
 def _train_moments(context: CheckContext) -> Tensor:
     """Mean and standard deviation of each channel of the training split, (2, C), neither of them degenerate."""
     moments = context.train_stats.channel_statistics()
-    if moments is None or float(moments[1].min()) < 1e-6:
-        raise NotApplicable("the images have no statistics to compare with")
+    need(moments[1].min() > 1e-6, "the images have no statistics to compare with")
     return moments
 
 
@@ -162,8 +161,7 @@ def channel_order(context: CheckContext) -> Result:
     """Swapped channels: relative to data.normalize, or between splits."""
     need(context.splits.channels >= 2, "one channel")
     ours = context.train_stats.channel_statistics()
-    if ours is None:
-        raise NotApplicable("no image is finite")
+    need(ours.isfinite().all(), "no image is finite")
     evidence = f"the channel means are {_numbers(ours[0])}"
     if len(context.splits.mean) == len(ours[0]):
         given = torch.tensor([context.splits.mean, context.splits.std], dtype=torch.float64)
@@ -171,8 +169,8 @@ def channel_order(context: CheckContext) -> Result:
             evidence += f"; data.normalize.mean={_numbers(given[0])} fits them in the order {order}"
             return failed(evidence, "swap the channels where images are read (BGR to RGB), or in data.normalize")
     for stats in context.held_out_stats:
-        other = stats.channel_statistics() if len(stats.indices) >= _FEWEST else None
-        if other is not None and (order := _better_permutation(ours, other)) is not None:
+        other = stats.channel_statistics()
+        if int(stats.finite.sum()) >= _FEWEST and (order := _better_permutation(ours, other)) is not None:
             evidence += f" in train and {_numbers(other[0])} in {stats.name}"
             return failed(evidence, f"read the channels of {stats.name} in the order {order}, as in train")
     return passed(f"channel means {_numbers(ours[0])}")
@@ -183,7 +181,7 @@ def splits_alike(context: CheckContext) -> Result:
     moments, found = _train_moments(context), []
     for stats in context.held_out_stats:
         other = stats.channel_statistics()
-        if other is not None and len(stats.indices) >= _FEWEST:
+        if int(stats.finite.sum()) >= _FEWEST:
             away, wide = _distance(moments, other)
             found.append((max(away / 0.5, wide / 1.5), stats.name, away, wide))
     need(found, f"there is no other split of {_FEWEST} images")
@@ -222,8 +220,6 @@ def augmentation(context: CheckContext) -> Result:
         return failed("a batch of augmented images contains NaN or infinity", where)
     if context.splits.train.mix is None and not any(stats.unreadable for stats in context.stats.values()):
         plain = context.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
-    if plain.shape[1] != augmented.shape[1]:
-        return failed(f"{augmented.shape[1]} channels with augmentation, {plain.shape[1]} without", where)
     ours, theirs = moments_without_padding(context, plain, augmented)
     wide = ours[1].clamp_min(1e-6)
     factor = float((theirs[1] / wide).clamp_min(1e-6).log().abs().max().exp())

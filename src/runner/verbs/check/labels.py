@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import torch
@@ -47,10 +48,11 @@ def _label_shares(context: CheckContext) -> dict[str, Tensor]:
 
 
 def _class_counts(context: CheckContext) -> dict[str, Tensor]:
-    """How many samples each class has, by split, float64 (C,) or more if numbers are out of range."""
+    """How many samples each class has, by split, float64 (C,)."""
     need(context.classes and "train" in context.labels, "the targets are not class numbers")
     count = context.classes
-    return {name: torch.bincount(each.clamp_min(0), minlength=count).double() for name, each in context.labels.items()}
+    kept = {name: each[(each >= 0) & (each < count)] for name, each in context.labels.items()}
+    return {name: torch.bincount(each, minlength=count).double() for name, each in kept.items()}
 
 
 def missing_classes(context: CheckContext) -> Result:
@@ -62,19 +64,20 @@ def missing_classes(context: CheckContext) -> Result:
         return warned(evidence, fix) if never else passed(f"training samples have each of {context.classes} labels")
     counts = _class_counts(context)
     ours = counts["train"]
-    empty = (ours[: context.classes] == 0).nonzero().flatten().tolist()
+    empty = (ours == 0).nonzero().flatten().tolist()
     if not empty:
         for name, theirs in counts.items():
             expected = ours / ours.sum() * len(context.labels[name])
-            size = min(len(ours), len(theirs), context.classes)
-            if gone := ((theirs[:size] == 0) & (expected[:size] >= _EXPECTED)).nonzero().flatten().tolist():
+            if gone := ((theirs == 0) & (expected >= _EXPECTED)).nonzero().flatten().tolist():
                 evidence = f"no sample of {name} is of class {join_names(gone)}"
                 evidence += f"; with the class shares of train there would be {float(expected[gone[0]]):.0f}"
                 return warned(evidence, f"data.split.stratified=true, or samples of every class in {name}")
         return passed(f"all {context.classes} classes have training samples")
     evidence = f"no training sample of {len(empty)} of {context.classes} classes: {join_names(empty)}"
     if empty == [0]:
-        return failed(f"{evidence}; labels run from 1 to {len(ours) - 1}", "count classes from 0: subtract 1")
+        return failed(
+            f"{evidence}; labels run from 1 to {int(context.labels['train'].max())}", "count classes from 0: subtract 1"
+        )
     if others := [name for name, theirs in counts.items() if bool(theirs[empty].any())]:
         evidence += f"; {', '.join(others)} has samples of them"
         return failed(evidence, "data.split.stratified=true, or other data")
@@ -101,7 +104,7 @@ def class_balance(context: CheckContext) -> Result:
         evidence = f"every training sample is of class {int(ours.argmax())}"
         return failed(evidence, "use other data: there is nothing to distinguish")
     for name, theirs in counts.items():
-        apart = float((theirs / theirs.sum())[:classes].sub((ours / ours.sum())[:classes]).abs().sum()) / 2
+        apart = float((theirs / theirs.sum() - ours / ours.sum()).abs().sum()) / 2
         # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
         samples = len(context.labels[name])
         if samples > 50 and apart > 0.15 + (classes / samples) ** 0.5:
@@ -120,10 +123,9 @@ def class_order(context: CheckContext) -> Result:
     need(ours, "the data set names no classes")
     for name, theirs in named.items():
         if theirs and theirs != ours:
-            pairs = enumerate(zip(ours, theirs, strict=False))
-            place = next((number for number, pair in pairs if pair[0] != pair[1]), len(theirs))
-            labels = " and ".join(repr(each[place]) if place < len(each) else "none" for each in (ours, theirs))
-            evidence = f"class {place} is {labels} in train and {name}"
+            pairs = enumerate(itertools.zip_longest(ours, theirs))
+            place, (first, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+            evidence = f"class {place} is {first!r} and {other!r} in train and {name}"
             return failed(evidence, f"give {name} the classes of train, in their order")
     return passed("the same in every split")
 
@@ -177,18 +179,20 @@ def leakage(context: CheckContext) -> Result:
     need(context.held_out_stats, "there is no other split")
     train = context.train_stats
     ours = {digest: place for place, digest in _digests(train)}
-    counts, share, most, example, worst = [], 0.0, 0, "", ""
+    found = []
     for stats in context.held_out_stats:
         shared = [(ours[digest], place) for place, digest in enumerate(stats.digests) if digest in ours]
-        counts.append(f"{len(shared):,} of {len(stats.digests):,} of {stats.name}")
-        if shared and len(shared) / len(stats.digests) > share:
-            share, most, worst = len(shared) / len(stats.digests), len(shared), stats.name
-            a, b = int(train.indices[shared[0][0]]), int(stats.indices[shared[0][1]])
-            example = f", such as sample {b} of {worst}, which is {a} of train"
-    fix = f"remove them from train or from {worst}: a score on them says nothing about unseen images"
+        found.append((len(shared) / max(1, len(stats.digests)), stats, shared))
+    share, stats, shared = max(found, key=lambda each: each[0])
+    evidence = ", ".join(f"{len(shared):,} of {len(stats.digests):,} of {stats.name}" for _, stats, shared in found)
+    evidence += " are also in train"
+    if shared:
+        a, b = int(train.indices[shared[0][0]]), int(stats.indices[shared[0][1]])
+        evidence += f", such as sample {b} of {stats.name}, which is {a} of train"
+    fix = f"remove them from train or from {stats.name}: a score on them says nothing about unseen images"
     # Simple drawings, such as icons and digits, are alike now and then: a few of them are not leakage.
-    fail, warn = (most > few and share > bound for few, bound in ((2, _LEAKED), (1, _SOME)))
-    return graded(f"{', '.join(counts)} are also in train{example}", fix, fail=fail, warn=warn)
+    fail, warn = (len(shared) > few and share > bound for few, bound in ((2, _LEAKED), (1, _SOME)))
+    return graded(evidence, fix, fail=fail, warn=warn)
 
 
 def near_duplicates(context: CheckContext) -> Result:

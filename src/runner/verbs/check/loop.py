@@ -92,13 +92,12 @@ def run_callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], No
     """The callbacks of the run that affect training, and what `on_nonfinite=rollback` does: back to the start."""
     training = context.training
     extra = build_callbacks(context.config, training.task, training.monitor)
-    kept = {name: resume.copied(each.state_dict()) for name, each in extra.items() if hasattr(each, "state_dict")}
+    kept = {name: resume.copied(each.state_dict()) for name, each in extra.items() if hasattr(each, "load_state_dict")}
 
     def roll_back(loop: Loop) -> None:
         context.restore()
         for name, before in kept.items():
-            if hasattr(extra[name], "load_state_dict"):
-                extra[name].load_state_dict(resume.copied(before))
+            extra[name].load_state_dict(resume.copied(before))
 
     return [UnfreezeCallback(lambda line: None), *extra.values()], roll_back
 
@@ -149,7 +148,7 @@ def overfit(context: CheckContext) -> Result:
         evidence += f", {curve.right:.0%} right"
     if not math.isfinite(last):
         return failed(evidence, "find the operation with debug=anomaly")
-    right = curve.right is None or curve.right >= 0.9
+    right = curve.right is None or curve.right >= _RIGHT
     if curve.learned or (curve.right == 1.0 and last < 0.5 * first) or (right and first < 1e-3):
         return passed(evidence)
     fix = "debug=overfit shows more; see which checks above fail: dead units, gradients, softmax, targets"
@@ -264,11 +263,12 @@ def _tensors(context: CheckContext) -> dict[str, Tensor]:
 
 def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     """Names of new and changed tensors; NaN equals NaN."""
-    same = [name for name, old in before.items() if name in after and after[name].shape == old.shape]
-    equal = {
-        name for name in same if torch.allclose(before[name].float(), after[name].float(), 0.0, 0.0, equal_nan=True)
-    }
-    return [name for name in after if name not in equal]
+    zeros = torch.zeros(0)
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and torch.allclose(a.float(), b.float(), 0.0, 0.0, equal_nan=True)
+
+    return [name for name, new in after.items() if not equal(before.get(name, zeros), new)]
 
 
 def repeatability(context: CheckContext) -> Result:

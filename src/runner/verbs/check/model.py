@@ -17,7 +17,6 @@ from runner.tracking.formats import amount
 from runner.verbs.check.context import BATCH_NORM, CheckContext
 from runner.verbs.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
 
-_MOST_TRIED = 32  # modules that are changed one by one
 _DEAD_WARN, _DEAD_FAIL = 0.5, 0.9
 _SMALL, _TINY = 1e-3, 1e-6  # shares of the largest signal
 _FAINT, _FAINTEST = 1e-9, 1e-12  # shares of the largest gradient; ConvNeXt scales some layers by 1e-6
@@ -35,7 +34,7 @@ class ObservedPass:
     biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
     units: list[tuple[str, int, int]] = field(
         default_factory=list
-    )  # by rectifier: module, units, those that never fired
+    )  # of rectifiers: module, units, those that never fired
     missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
     gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
 
@@ -102,7 +101,7 @@ def observe_pass(context: CheckContext) -> ObservedPass:
         gradient = parameter.grad
         if parameter.requires_grad and gradient is None:
             found.missing.append(name)
-        elif gradient is not None and parameter.ndim >= 2 and gradient.layout is torch.strided:
+        elif gradient is not None and parameter.ndim >= 2:
             found.gradients.append((name, float(gradient.float().square().mean().sqrt())))
     return found
 
@@ -138,7 +137,7 @@ def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
     model.eval()
     with torch.no_grad():
         before = model(images)
-        for names in list(by_module.values())[:_MOST_TRIED]:
+        for names in by_module.values():
             kept = [parameters[name].clone() for name in names]
             for name in names:
                 # Large random changes: a small one may hide behind a rectifier.
@@ -168,8 +167,7 @@ def shared_weights(context: CheckContext) -> Result:
     """A weight that occurs several times in the model, for example in a list that repeats one block."""
     places = defaultdict(list)
     for name, parameter in context.model.named_parameters(remove_duplicate=False):
-        if parameter.numel() and parameter.device.type != "meta":
-            places[parameter.data_ptr(), parameter.numel()].append(name)
+        places[parameter].append(name)
     shared = [" = ".join(names[:3]) for names in places.values() if len(names) > 1]
     fix = "unless intended, build each layer: [Block() for _ in range(n)], not [Block()] * n"
     return none_of(shared, "weights occur several times", fix, f"{len(places)} weights, each in one place", "warn")
@@ -228,10 +226,7 @@ def gradient_scale(context: CheckContext) -> Result:
         return failed(f"the gradient of {wrong[0]} is not finite", fix)
     if zero := [name for name, gradient in gradients if gradient == 0]:
         weights = [p for name, p in context.model.named_parameters() if not name.endswith("bias")]
-        need(
-            all(bool(p.any()) for p in weights),
-            "a weight starts at zero, which lets no gradient through before the first step",
-        )
+        need(all(bool(p.any()) for p in weights), "a weight starts at zero, which lets no gradient through at first")
         fix = "see dead-units and reachable-targets: a ReLU that is always 0, a saturated output, a product with 0"
         return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {join_names(zero)}", fix)
     least, most, evidence = _extremes(gradients, "of")
@@ -300,7 +295,7 @@ def equal_units(context: CheckContext) -> Result:
     equal, similar, count = [], [], 0
     for name, weight in context.model.named_parameters():
         gradient = weight.grad
-        if gradient is None or weight.ndim < 2 or len(weight) < 2 or gradient.layout is not torch.strided:
+        if gradient is None or weight.ndim < 2 or len(weight) < 2:
             continue
         count += 1
         rows, slopes = weight.detach().flatten(1), gradient.flatten(1)

@@ -15,7 +15,6 @@ from runner.build.hardware import set_switches
 from runner.config.app import Composition
 from runner.config.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.schema.verbs import Check as Settings
-from runner.engine.errors import Diverged
 from runner.tracking.console import Console
 from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs._report import Report
@@ -31,11 +30,7 @@ Results = dict[Check, tuple[Result, float]]  # the result of each check, and the
 def run(composition: Composition) -> float:
     """Run the checks and report them.
 
-    Returns:
-        The number of checks that failed, for sweepers.
-
-    Raises:
-        SystemExit: with exit status 1 if a check failed, unless the job is part of a sweep.
+    Exits with status 1 if a check failed; a job of a sweep returns the number of failed checks instead.
     """
     began = time.monotonic()
     config, found = config_and_checkpoint(composition, Settings, "best")
@@ -66,11 +61,7 @@ def run(composition: Composition) -> float:
 
 
 def select_checks(config: Settings) -> list[Check]:
-    """The checks that `only` and `skip` select.
-
-    Raises:
-        ConfigError: if a name is unknown, if `skip` names the build, or if no check is left.
-    """
+    """The checks that `only` and `skip` select."""
     always = {BUILD.group, BUILD.name}
     names = [*dict.fromkeys(each.group for each in CHECKS), *(each.name for each in CHECKS)]
     allowed = {"only": [BUILD.group, *names, BUILD.name], "skip": names}
@@ -121,17 +112,14 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
             context.restore()
     except NotApplicable as reason:
         return Result("skip", str(reason))
-    except (MemoryError, KeyboardInterrupt):
+    except MemoryError:
         raise
     except Exception as error:  # a custom model, loss or data set can raise anything
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exception(error)
-        fix = "HYDRA_FULL_ERROR=1 shows the traceback"
-        if isinstance(error, Diverged):
-            fix = "a smaller optimizer.lr, or grad_clip.norm=1.0"
-        elif isinstance(error, UserError):
-            fix = "as the message says; `train` stops there too"
-        named = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        named, fix = f"{type(error).__name__}: {error}", "HYDRA_FULL_ERROR=1 shows the traceback"
+        if isinstance(error, UserError):
+            named, fix = str(error), "as the message says; `train` stops there too"
         text = " ".join(named.split())
         if errors.setdefault(text, each.name) != each.name:
             return Result("skip", f"raised the same error as {errors[text]}")
@@ -145,12 +133,10 @@ def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for split, stats in vars(context).get("stats", {}).items():
-        names = dict(enumerate(context.splits.classes))
         classes: dict[str, int] = {}
-        if names and is_classes(stats.targets) and len(stats.targets):
+        if is_classes(stats.targets):
             counts = Counter(stats.targets.tolist())
-            other = {f"no class {number}": count for number, count in sorted(counts.items()) if number not in names}
-            classes = {label: counts[number] for number, label in names.items()} | other
+            classes = {label: counts[number] for number, label in enumerate(context.splits.classes)}
         found[split] = {"samples": stats.samples, "read": stats.read, "classes": classes}
     return found
 
@@ -168,10 +154,8 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
     console.table("", ["group", "check", "result", "evidence"], rows)
     for split, of_split in seen.items():
         line, classes = f"saw {of_split['read']:,} of {of_split['samples']:,} images of {split}", of_split["classes"]
-        many = len(classes) > _MOST_CLASSES
-        order = sorted(classes, key=classes.__getitem__) if many else classes
-        seen_of = join_names([f"{name} {classes[name]:,}" for name in order], _MOST_CLASSES)
-        console.line(f"{line}: {'fewest ' if many else ''}{seen_of}" if classes else line)
+        fewest = [f"{name} {classes[name]:,}" for name in sorted(classes, key=classes.__getitem__)]
+        console.line(f"{line}: {join_names(fewest, _MOST_CLASSES)}" if classes else line)
     words = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
     counts = [
         f"{len(found)} {words[status]}" + (f" ({', '.join(found)})" if status in ("fail", "warn") else "")

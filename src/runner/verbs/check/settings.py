@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
@@ -23,10 +23,6 @@ _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight 
 _EXTREME, _USELESS = 0.8, 0.95  # dropout
 
 
-def _kind(context: CheckContext) -> str:
-    return type(context.training.state.optimizer).__name__
-
-
 def _factors(context: CheckContext) -> list[float]:
     """The factors of the schedule at evenly spread steps of the run."""
     total, schedule = context.training.total_steps, context.training.state.schedule
@@ -36,8 +32,9 @@ def _factors(context: CheckContext) -> list[float]:
 
 def optimizer_settings(context: CheckContext) -> Result:
     """A learning rate, momentum, betas, eps or weight decay that no training works with."""
-    kind, groups = _kind(context), context.training.state.optimizer.param_groups
-    faults = [fault for group in groups for fault in _group_faults(group, kind, context.training.total_steps)]
+    optimizer, steps = context.training.state.optimizer, context.training.total_steps
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    faults = [fault for group in groups for fault in _group_faults(group, kind, steps)]
     for severe, result in ((True, failed), (False, warned)):
         if found := {evidence: fix for wrong, bad, evidence, fix in faults if wrong and bad == severe}:
             return result(join_names(list(found)), next(iter(found.values())))
@@ -94,8 +91,8 @@ def schedule(context: CheckContext) -> Result:
     peak = factors.index(top) / len(factors)
     idle = f"the rate is practically 0 in {1 - active:.0%} of the run"
     rising = last > 2 * max(factors[: max(1, len(factors) // 2)])
-    falling = list(itertools.accumulate(factors[factors.index(top) :], min))
-    again = max(now - lowest for now, lowest in zip(factors[factors.index(top) :], falling, strict=True)) > 0.3 * top
+    after = np.array(factors[factors.index(top) :])
+    again = (after - np.minimum.accumulate(after)).max() > 0.3 * top
     meant = context.config.swa or any(word in str(context.config.scheduler).lower() for word in ("cyclic", "restarts"))
     evidence = f"at most {top:.3g} times the rate, first {first:.3g} and last {last:.3g}, in {total:,} steps"
     for result, wrong, problem in (
@@ -132,9 +129,8 @@ def _moves(context: CheckContext) -> tuple[dict[str, float], float]:
     for _ in range(_STEPS):
         training.step(state, training.parts, batch, 1.0, len(batch.images), True)
     after = dict(training.model.named_parameters())
-    return {
-        name: float((after[name].detach() - old).norm() / old.norm()) / _STEPS for name, old in before.items()
-    }, norm
+    moved = {name: float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items()}
+    return {name: each / _STEPS for name, each in moved.items()}, norm
 
 
 def step_size(context: CheckContext) -> Result:
@@ -143,7 +139,8 @@ def step_size(context: CheckContext) -> Result:
     need(moves, "the model has no weights of two dimensions")
     if not all(map(math.isfinite, moves.values())):
         return failed("weights are not finite after three steps", "a smaller optimizer.lr, or grad_clip.norm=1.0")
-    clip, total, adam = context.config.grad_clip, context.training.total_steps, _kind(context).lower() in _ADAM
+    clip, total = context.config.grad_clip, context.training.total_steps
+    adam = type(context.training.state.optimizer).__name__.lower() in _ADAM
     run = statistics.fmean(_factors(context)) * total  # in steps at the full rate
     high, middle = max(moves.values()), statistics.median_high(moves.values())
     reach = high * run
@@ -219,8 +216,9 @@ def dropout_rate(context: CheckContext) -> Result:
             calls.append(arguments[1] if name == "native_dropout" else 1 - arguments[1])
 
     context.training.state.train()
+    dtype = getattr(torch, context.config.dtype)
     with Operations(look), torch.no_grad():
-        context.model(context.noise)
+        context.model(torch.rand(2, *context.splits.image_shape).to(context.splits.example[0].device, dtype))
     modules = context.model.named_modules()
     rates = {name: float(each.p) for name, each in modules if isinstance(each, DROPOUT) and each.p > 0}
     rates |= {f"number {place} in forward": rate for place, rate in enumerate(calls)}

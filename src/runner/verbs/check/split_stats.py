@@ -60,11 +60,11 @@ class SplitStats:
         """Which images hold a single value, bool (N,)."""
         return self.low == self.high
 
-    def channel_statistics(self) -> Tensor | None:
-        """Mean and standard deviation of each channel over all finite images, float64 (2, C); None if there are none."""
+    def channel_statistics(self) -> Tensor:
+        """Mean and standard deviation of each channel over all finite images, float64 (2, C); NaN if there are none."""
         means, stds = self.means[self.finite].double(), self.stds[self.finite].double()
         mean = means.mean(0)
-        return torch.stack([mean, ((stds**2 + means**2).mean(0) - mean**2).clamp_min(0).sqrt()]) if len(means) else None
+        return torch.stack([mean, ((stds**2 + means**2).mean(0) - mean**2).clamp_min(0).sqrt()])
 
 
 def is_classes(targets: Tensor) -> bool:

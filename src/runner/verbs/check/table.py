@@ -62,14 +62,14 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
         labels.target_range, labels.missing_classes, labels.class_balance, labels.class_order, labels.duplicates,
         labels.conflicting_labels, labels.leakage, labels.near_duplicates, labels.target_scale,
     ),
+    "outputs": (
+        outputs.logits, outputs.sample_mixing, outputs.modes, outputs.repeatable_evaluation,
+        contradictions.output_scale,
+    ),
     "model": (
         model.frozen_parameters, model.optimizer_parameters, model.detached_parameters, model.unused_parameters,
         model.shared_weights, model.bias_before_norm, model.dead_units, model.activation_scale, model.gradient_scale,
         contradictions.repeated_norms, contradictions.trainable_set,
-    ),
-    "outputs": (
-        outputs.logits, outputs.sample_mixing, outputs.modes, outputs.repeatable_evaluation,
-        contradictions.output_scale,
     ),
     "loss": (loss.initial_loss, loss.loss_of_samples, loss.loss_axis, loss.loss_broadcast, loss.accumulation),
     "loop": (

@@ -20,13 +20,7 @@ from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.guess import guess_loss, loss_range, overfit_samples
-from runner.verbs.check.loop import (
-    build_loop,
-    held_out_loader,
-    run_callbacks,
-    train_on_batch,
-    without_noise,
-)
+from runner.verbs.check.loop import build_loop, held_out_loader, run_callbacks, train_on_batch, without_noise
 from runner.verbs.check.result import Result, failed, graded, need, passed, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
@@ -89,12 +83,8 @@ def _squeezed(context: CheckContext, steps: int, scale: float = 1.0, constant: b
         return scale * (1.0 if constant else real.factor(min(total - 1, step * total // steps)))
 
     # Evaluations after so few steps mean little to it.
-    states: Any = {
-        "state_dict": real.state_dict,
-        "load_state_dict": real.load_state_dict,
-        "observe": lambda metric: None,
-    }
-    state.schedule = SimpleNamespace(factor=factor, **states)
+    states: Any = {"state_dict": real.state_dict, "load_state_dict": real.load_state_dict}
+    state.schedule = SimpleNamespace(factor=factor, observe=lambda metric: None, **states)
     try:
         yield
     finally:
@@ -137,10 +127,8 @@ def training(context: CheckContext) -> Result:
         return failed(f"the loss of step {wrong[0]} of {steps} is not finite", f"a smaller optimizer.lr: {fix}")
     parts = losses[: max(1, len(losses) // 10)], losses[-max(1, len(losses) // 5) :]
     (first, last), guess = map(statistics.fmean, parts), guess_loss(context)
-    evidence = (
-        f"mean loss {first:.4g} in the first {len(parts[0])} of {steps} steps, {last:.4g} in the last {len(parts[1])}"
-    )
-    evidence += f"; a guess gives {guess:.4g}"
+    evidence = f"mean loss {first:.4g} in the first {len(parts[0])} of {steps} steps, "
+    evidence += f"{last:.4g} in the last {len(parts[1])}; a guess gives {guess:.4g}"
     margin = _FALLEN * (guess - lowest)
     if last >= guess - margin or last > first + margin:
         return failed(evidence, fix)
