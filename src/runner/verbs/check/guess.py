@@ -22,6 +22,17 @@ def overfit_samples(context: CheckContext) -> Batch:
     return Batch(images[:_SAMPLES], context.targets(context.batch)[:_SAMPLES], indices[:_SAMPLES])
 
 
+def takes_logits(context: CheckContext) -> bool:
+    """Whether the loss takes outputs of any size, not only probabilities."""
+    targets = overfit_samples(context).targets
+    outputs = torch.linspace(-20, 20, len(targets) * context.training.task.outputs(context.splits.classes))
+    try:
+        context.training.parts.loss(outputs.view(len(targets), -1).to(targets.device), targets)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def free_outputs(
     context: CheckContext, targets: Tensor, equal: bool = False
 ) -> tuple[Tensor, Callable[[], tuple[Tensor, Tensor]]]:
@@ -35,15 +46,13 @@ def free_outputs(
     numbers = not context.classes and targets.is_floating_point()
     scale, shift = (values.std().clamp_min(1e-6), values.mean()) if numbers else (1.0, 0.0)
 
-    def scored(outputs: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = outputs.expand(len(targets), -1)
+    logits = context.cached(takes_logits)
+
+    def scored() -> tuple[Tensor, Tensor]:
+        outputs = (free * scale + shift if logits else free.sigmoid()).expand(len(targets), -1)
         return outputs, context.training.parts.loss(outputs, targets)
 
-    try:
-        scored(free * scale + shift)
-    except (RuntimeError, ValueError):  # a loss that takes only probabilities
-        return free, lambda: scored(free.sigmoid())
-    return free, lambda: scored(free * scale + shift)
+    return free, scored
 
 
 def optimize_outputs(context: CheckContext, targets: Tensor, equal: bool = False) -> tuple[Tensor, list[float]]:

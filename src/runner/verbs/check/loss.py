@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.guess import free_outputs, optimize_outputs, overfit_samples
+from runner.verbs.check.guess import free_outputs, optimize_outputs, overfit_samples, takes_logits
 from runner.verbs.check.loop import train_on_batch
 from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
 from runner.verbs.check.split_stats import is_classes
@@ -62,10 +62,8 @@ def initial_loss(context: CheckContext) -> Result:
     if low and counts is not None and outputs.ndim == 2 and len(counts) == outputs.shape[1]:
         # Outputs that know only the class frequencies, as `init=prior_bias` makes them.
         shares = (counts.clamp_min(1) / counts.clamp_min(1).sum()).to(outputs)
-        try:
-            prior = _loss(context, shares.log().expand_as(outputs), targets)
-        except (RuntimeError, ValueError):  # a loss that takes only probabilities
-            prior = guess
+        known = shares.log() if context.cached(takes_logits) else shares
+        prior = _loss(context, known.expand_as(outputs), targets)
         evidence += f", and the class shares {prior:.4g}"
         low = value < 0.5 * min(guess, prior)
     fix = "small initial weights in the last layer (for regression also a bias equal to the mean of the targets)"
@@ -106,10 +104,8 @@ def loss_axis(context: CheckContext) -> Result:
     generator = torch.Generator().manual_seed(1)
     value = _loss(context, outputs, targets)
     shifts = [torch.rand(shape, generator=generator) for shape in ((len(outputs), 1), (1, outputs.shape[1]))]
-    try:
-        by_row, by_column = (_loss(context, outputs + shift.to(outputs), targets) for shift in shifts)
-    except (RuntimeError, ValueError):  # a loss that takes only probabilities
-        return passed("the loss takes probabilities, and computes no softmax")
+    need(context.cached(takes_logits), "the loss takes probabilities, and computes no softmax")
+    by_row, by_column = (_loss(context, outputs + shift.to(outputs), targets) for shift in shifts)
     evidence = f"adding a number to the outputs of each sample changes the loss by {by_row - value:.3g}, "
     evidence += f"to those of each class by {by_column - value:.3g}"
     over_batch = _close(by_column, value) and not _close(by_row, value)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
+from runner.verbs.check.guess import takes_logits
 from runner.verbs.check.model import observe_pass
 from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
 from runner.verbs.check.split_stats import is_classes
@@ -41,11 +42,9 @@ def logits(context: CheckContext) -> Result:
     right = F.one_hot(targets, outputs.shape[1]).to(outputs)
     what = "rows that sum to 1: a softmax" if probabilities else f"values from {low:.3g} to {high:.3g}: a sigmoid"
     loss = context.training.parts.loss
-    try:
-        with torch.no_grad():
-            best, certain = float(loss(right, targets)), float(loss((2 * right - 1) * _CERTAIN, targets))
-    except (RuntimeError, ValueError):  # a loss that takes only probabilities
-        return passed(f"{what}, and the loss takes nothing else")
+    need(context.cached(takes_logits), f"{what}, and the loss takes nothing else")
+    with torch.no_grad():
+        best, certain = float(loss(right, targets)), float(loss((2 * right - 1) * _CERTAIN, targets))
     if best <= certain + 0.05:
         return passed(f"{what}, and the loss is lowest at probabilities")
     evidence = f"{what}; with every answer right the loss is {best:.3g}, with logits {certain:.3g}"
@@ -138,10 +137,8 @@ def reachable_targets(context: CheckContext) -> Result:
     targets = context.targets(context.batch)
     if is_classes(targets):
         certain = (-_CERTAIN, _CERTAIN)
-        try:
-            guess, best, floor = (_lowest_loss(context, targets, *pair) for pair in ((0.0, 0.0), bounds, certain))
-        except (RuntimeError, ValueError):  # a loss that takes only probabilities
-            return passed(f"{evidence}, and the loss takes nothing else")
+        need(context.cached(takes_logits), f"{evidence}, and the loss takes nothing else")
+        guess, best, floor = (_lowest_loss(context, targets, *pair) for pair in ((0.0, 0.0), bounds, certain))
         evidence += f"; with every answer right the loss is {best:.3g}, unbounded {floor:.3g}, of a guess {guess:.3g}"
         fail = best > floor + 0.15 * max(0.0, guess - floor)
         return graded(evidence, fix, fail=fail, warn=low > -1e-3 and math.isinf(high))

@@ -112,6 +112,20 @@ def compute_split_stats(
     known = known_targets(part)
     order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), seed)
     unreadable: dict[int, str] = {}
+
+    def one_by_one() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        seeded = SeededDataset(dataset, 0, transforms)
+        for index in indices[order[:most]].tolist():
+            try:
+                image, target = seeded[0, index]
+                image, target = as_tensor(image), as_target(target)
+            except MemoryError:
+                raise
+            except Exception as error:  # a decoder or a custom data set can raise anything
+                unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
+            else:
+                yield torch.tensor([index]), image[None], target[None]
+
     source: Iterator[tuple[Tensor, Tensor, Tensor]]
     if isinstance(dataset, ImageArrays) and not transforms:
         places, rank = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())].sort()
@@ -119,7 +133,7 @@ def compute_split_stats(
         source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in chunks)
     else:
         shown = torch.ones(most, dtype=torch.bool)
-        source = _one_by_one(SeededDataset(dataset, 0, transforms), indices[order[:most]], unreadable)
+        source = one_by_one()
     shapes: Counter[tuple[int, ...]] = Counter()
     dtypes: Counter[str] = Counter()
     columns: list[tuple[Tensor, ...]] = []
@@ -140,31 +154,14 @@ def compute_split_stats(
         pixels = images.contiguous().flatten(1).view(torch.uint8).numpy()
         digests += [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in pixels]
         columns.append((rows, targets, *_measured(images)))
-    alike = len({each.shape[1:] for each in small}) == 1
+    if len({each.shape[1:] for each in small}) != 1:
+        small, grey, shown = [torch.zeros(0, 1, 1, 1)], [torch.zeros(0, 1, 1, 1)], shown[:0]
     none = torch.zeros(0, dtype=torch.int64)
     return SplitStats(
         *(name, dataset, len(indices), shapes, dtypes, whole_numbers, unreadable, digests),
-        torch.cat(small) if alike else torch.zeros(0, 1, 1, 1),
-        shown[: len(digests)].nonzero().flatten() if alike else none,
-        torch.cat(grey) if alike else torch.zeros(0, 1, 1, 1),
+        *(torch.cat(small), shown[: len(digests)].nonzero().flatten(), torch.cat(grey)),
         *map(torch.cat, zip(*(columns or [(none, none, *_measured(torch.zeros(0, 1, 1, 1)))]), strict=True)),
     )
-
-
-def _one_by_one(
-    dataset: SeededDataset, indices: Tensor, unreadable: dict[int, str]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Index, image and target of each sample as a batch of one; adds to `unreadable`."""
-    for index in indices.tolist():
-        try:
-            image, target = dataset[0, index]
-            image, target = as_tensor(image), as_target(target)
-        except MemoryError:
-            raise
-        except Exception as error:  # a decoder or a custom data set can raise anything
-            unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
-            continue
-        yield torch.tensor([index]), image[None], target[None]
 
 
 def _measured(images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
