@@ -5,7 +5,7 @@ import io
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure
-import torchmetrics.classification  # noqa: F401
+import torch._dynamo  # noqa: F401  which optimizers import, for a second
 from torch.utils import tensorboard  # noqa: F401
 
 from runner.config.schema.train import Train

@@ -14,7 +14,7 @@ from runner.config.command import Command
 from runner.config.composition import Composition
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.hydra_messages import REPLACED
-from runner.config.keys import within
+from runner.config.keys import walk, within
 from runner.config.output_folders import holds_run
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
@@ -30,7 +30,9 @@ from runner.verbs._errors import print_error
 from runner.verbs._job import run_job
 from runner.verbs._table import Verb
 
-_PRELOAD = ("runner.verbs._preloaded",)
+_PRELOADED = "runner.verbs._preloaded"
+_SLOW = {"torchvision": "torchvision", "timm": "timm", "torchmetrics": "torchmetrics.classification"}
+"""Packages that take seconds to import, by what is in the `_target_` of components that need them, and their modules."""
 
 
 def run_sweep(verb: Verb, command: Command) -> int:
@@ -106,13 +108,19 @@ def _monitor(composition: Composition) -> tuple[str, str]:
     return expected_monitor(resolve_config(composition, Train))
 
 
+def _preload(values: dict[str, Any]) -> list[str]:
+    """What the process that jobs are forked from imports, so that not every job has to."""
+    targets = " ".join(str(value) for key, value in walk(values) if key.endswith("_target_"))
+    return [_PRELOADED, *(module for name, module in _SLOW.items() if name in targets)]
+
+
 def _launcher(command: Command) -> Launcher:
     """The launcher that `hydra/launcher` names; one of this machine begins to import torch for its jobs."""
     jobs = command.composition.values["search"]["jobs"]
     chosen = command.chosen("hydra/launcher")
     if chosen == "basic":
         local = Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
-        local.prepare(_PRELOAD)
+        local.prepare(_preload(command.composition.values))
         return local
     settings: Any = OmegaConf.to_container(command.cfg.hydra.launcher, resolve=True)
     kind: Any = get_class(settings.pop("_target_"))
@@ -124,5 +132,5 @@ def _launcher(command: Command) -> Launcher:
     except TypeError as error:
         raise UserError("hydra.launcher", str(error)) from error
     if isinstance(launcher, Local):
-        launcher.prepare(_PRELOAD)
+        launcher.prepare(_preload(command.composition.values))
     return launcher
