@@ -60,7 +60,7 @@ def test_torch_export_takes_any_batch_size(
     def absent(*_: Any, **__: Any) -> None:
         raise AssertionError("the data is not to be read")
 
-    monkeypatch.setattr("runner.verbs._checkpoint.build_data", absent)
+    monkeypatch.setattr("runner.verbs._checkpoint.read_data", absent)
     record = export()
     loaded = torch.export.load(trained / "export" / "model.pt2").module()
     for count in (1, 5, 33):

@@ -268,7 +268,7 @@ def test_a_checkpoint_predicts_without_its_data(
 
     words = (*CALL, f"ckpt_path={path}", "input=photos/00.png", "output=rows.csv")
     with monkeypatch.context() as patch:
-        patch.setattr("runner.verbs._checkpoint.build_data", absent)
+        patch.setattr("runner.verbs._checkpoint.read_data", absent)
         assert run(*words).status == 0
 
 
