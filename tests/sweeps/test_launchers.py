@@ -207,6 +207,7 @@ def test_jobs_of_ray_save_when_their_worker_or_the_sweep_is_killed_and_a_second_
 
     program = ForkedProgram(words)
     began = until(lambda: len(found := jobs_of(workdir)) == 2 and not {*found.values()} & {*jobs.values()} and found)
+    until(lambda: status("0") == status("1") == "running")  # before, the summaries are those of the earlier processes
     for job in began.values():
         os.kill(job, signal.SIGSTOP)  # it does not save
     program.send_signal(signal.SIGTERM)
