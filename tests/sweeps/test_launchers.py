@@ -97,12 +97,17 @@ def jobs_of(workdir: Path) -> dict[str, int]:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Commands of the processes that work in a folder, apart from this one."""
-    found = []
+    """Commands of the processes that work in a folder, apart from this one, its fork server, and agents of Ray.
+
+    Ray leaves its agents for minutes if its cluster is shut down seconds after it has started.
+    """
+    agents, found = ("ray::DashboardAgent", "ray::RuntimeEnvAgent"), []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and Path(process.cwd()) == folder and process.status() != "zombie":
-                found.append(" ".join(process.cmdline()))
+            own = os.getpid() in (process.pid, process.ppid())
+            if not own and Path(process.cwd()) == folder and process.status() != "zombie":
+                command = " ".join(process.cmdline()).strip()
+                found += [] if command in agents else [command]
         except psutil.Error:
             continue
     return found
