@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import signal
@@ -147,6 +148,23 @@ def test_a_signal_of_the_run_stops_it(server: Server, path: Path) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert [each.name for each in path.parent.iterdir()] == [".file.lock"]
+
+
+def test_a_signal_while_another_process_fetches_leaves_what_that_one_writes(server: Server, path: Path) -> None:
+    path.parent.mkdir()
+    other = path.with_name(".file.partial")
+    other.write_bytes(CONTENT[:1000])
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with path.with_name(".file.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(FetchStopped, match="before it began"):
+                fetch(path, MD5, [server.url("good")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert other.read_bytes() == CONTENT[:1000]
+    assert server.requests == []
 
 
 def test_processes_that_fetch_one_file_at_once_ask_for_it_once(server: Server, path: Path) -> None:

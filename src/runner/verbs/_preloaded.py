@@ -13,5 +13,7 @@ from runner.config.validate import adapter
 from runner.verbs import _job, train  # noqa: F401
 
 adapter(Train)
-matplotlib.figure.Figure().savefig(io.BytesIO())  # loads a font and the writer of PNG
+figure = matplotlib.figure.Figure()
+figure.subplots()
+figure.savefig(io.BytesIO())  # loads the font of the labels and the writer of PNG
 gc.freeze()  # a collection in a job would copy the pages of what was imported

@@ -66,13 +66,17 @@ def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
     """
     if has_md5(path, md5):
         return
-    unfinished, failures = path.with_name(f".{path.name}.partial"), list[str]()
-    with noticing_signals() as stopped, exclusive(path, "fetches", stopped, _writing(path)):
+    failures = list[str]()
+    with noticing_signals() as stopped, exclusive(path, "fetches", stopped, _writing(path)) as locked:
+        # Without the lock, as after a signal, another process may be writing to the usual name.
+        unfinished = path.with_name(f".{path.name}.partial" if locked else f".{path.name}.{os.getpid()}.partial")
         for url in urls:
+            if stopped():
+                raise FetchStopped("data.download", "a signal stopped it before it began")
             if has_md5(path, md5):  # another process has fetched it in the meantime
                 return
             try:
-                _receive(url, unfinished, stopped)
+                _receive(url, path.name, unfinished, stopped)
                 if has_md5(unfinished, md5):
                     with _writing(path):
                         unfinished.replace(path)
@@ -107,14 +111,14 @@ def unpack(archive: Path, folder: Path, files: Iterable[str]) -> None:
                     unfinished.replace(folder / name)
 
 
-def _receive(url: str, path: Path, stopped: Callable[[], bool]) -> None:
+def _receive(url: str, name: str, path: Path, stopped: Callable[[], bool]) -> None:
     """Write what an address gives to a file."""
     with urlopen(Request(url, headers={"User-Agent": "runner"}), timeout=_SILENCE_S) as response:
         total, done = int(response.headers.get("Content-Length") or 0), 0
         of_total = f" of {total / _MB:,.1f}" if total else ""
 
         def say(done: int, rate: float) -> str:
-            return f"fetching {path.name[1:-8]}: {done / _MB:,.1f}{of_total} MB, {rate / _MB:.2f} MB/s"
+            return f"fetching {name}: {done / _MB:,.1f}{of_total} MB, {rate / _MB:.2f} MB/s"
 
         with _writing(path):
             file = path.open("wb")
