@@ -27,38 +27,34 @@ class Mistake:
     image: Tensor  # (C, H, W), as the model was given it, on the CPU
 
 
-@dataclass
-class Mistakes:
-    """What went wrong in a split: `confusion[true][predicted]` samples, and the surest mistakes first."""
-
-    samples: int
-    wrong: int
-    confusion: list[list[int]]
-    surest: list[Mistake]
-
-
 def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
     """The batches of a split as it is evaluated."""
     count = math.ceil(split.samples / split.loader.batch_size)
     return split.loader.batches(0, 0, count if limit is None else min(count, limit))
 
 
-def mistakes_in(training: Run, split: SplitData, classes: int, limit: int | None, most: int) -> Mistakes:
-    """Evaluate a split and collect the mistakes, with no more than a batch of images in memory."""
+def mistakes_in(
+    training: Run, split: SplitData, classes: int, *, limit: int | None, most: int
+) -> tuple[Tensor, list[Mistake]]:
+    """Evaluate a split, with no more than a batch of images in memory.
+
+    Returns:
+        The number of samples by class and predicted class, int64 (C, C); and at most `most` mistakes, the surest first.
+    """
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
     surest: list[Mistake] = []
     with evaluating(training.model):
         for batch in batches_of(split, limit):
             with training.precision.autocast():
                 logits = training.model(batch.images)
-            probabilities, predicted = (found.cpu() for found in logits.float().softmax(dim=1).max(dim=1))
+            probabilities, predicted = (largest.cpu() for largest in logits.float().softmax(dim=1).max(dim=1))
             true = class_numbers(training.task.targets(batch.targets)).cpu()
             confusion += torch.bincount(true * classes + predicted, minlength=classes * classes).view(classes, classes)
             for place in (predicted != true).nonzero().flatten().tolist():
                 sure = float(probabilities[place])
+                # Images are copied only of mistakes that are among the surest so far.
                 if len(surest) < most or sure > surest[-1].probability:
                     image = batch.images[place].float().cpu().clone()
                     mistake = Mistake(sure, int(batch.indices[place]), int(true[place]), int(predicted[place]), image)
                     surest = sorted([*surest, mistake], key=lambda each: -each.probability)[:most]
-    total, right = int(confusion.sum()), int(confusion.diag().sum())
-    return Mistakes(total, total - right, confusion.tolist(), surest)
+    return confusion, surest

@@ -86,8 +86,8 @@ class Inspection:
         self,
         key: str,
         summaries: Sequence[Summary],
-        kind: str,
-        titles: tuple[str, str],
+        title: str,
+        *,
         more: tuple[str, Mapping[str, str]] | None = None,
         notes: Sequence[str] = (),
         marks: Mapping[str, str] | None = None,
@@ -97,19 +97,21 @@ class Inspection:
         Args:
             key: of the record, and the name of the picture.
             summaries: of the tensors.
-            kind: of tensors that have the names: `parameter` or `output`.
-            titles: of the table and the picture.
+            title: of the table and the picture.
             more: title of a further column, and its cells by tensor.
             notes: lines above the table.
             marks: notes in the histograms by tensor.
         """
         self.record[key] = [dataclasses.asdict(each) for each in summaries]
-        rows = [[*_cells(each), *([more[1].get(each.name, "")] if more else [])] for each in summaries]
+        column, cells = more or ("", {})
+        rows = [[*_cells(each), *([cells.get(each.name, "")] if column else [])] for each in summaries]
         if rows or notes:
-            self.parts.append(Table(titles[0], [kind, "shape", *_NUMBERS, *([more[0]] if more else [])], rows, notes))
+            kind = "parameter" if key in ("weights", "gradients") else "output"
+            columns = [kind, "shape", *_NUMBERS, *([column] if column else [])]
+            self.parts.append(Table(title, columns, rows, notes))
         if rows:
             quantity = {"weights": "weight", "activations": "activation"}.get(key, "gradient")
-            self.draw(f"{key}.png", pictures.draw_histograms, summaries, marks or {}, quantity, titles[1])
+            self.draw(f"{key}.png", pictures.draw_histograms, summaries, marks or {}, quantity, title)
 
 
 def _cells(each: Summary) -> list[str]:
@@ -160,7 +162,7 @@ def layers(found: Inspection) -> None:
 def weights(found: Inspection) -> None:
     """The weights in numbers and histograms."""
     if found.weights:
-        found.add_summaries("weights", found.weights, "parameter", ("weights", "weights"))
+        found.add_summaries("weights", found.weights, "weights")
     else:
         found.skipped.append("weights: the model has none")
 
@@ -174,7 +176,7 @@ def activations(found: Inspection) -> None:
     notes = ["a dead unit is 0 for every sample of the batch and at every position"] if passed.dead else []
     title = f"activations of a training batch of {len(found.batch.images):,}"
     more = ("dead units", cells)
-    found.add_summaries("activations", passed.activations, "output", (title, title), more, notes, marks)
+    found.add_summaries("activations", passed.activations, title, more=more, notes=notes, marks=marks)
 
 
 def gradients(found: Inspection) -> None:
@@ -188,10 +190,9 @@ def gradients(found: Inspection) -> None:
         notes.append(f"frozen: {', '.join(passed.frozen)}")
     norms = {weight.name: weight.norm for weight in found.weights}
     ratios = {each.name: number(each.norm / norms[each.name]) for each in passed.gradients if norms[each.name] > 0}
-    titles = "gradients by the weights", f"gradients of the loss by the weights, {batch}"
-    found.add_summaries("gradients", passed.gradients, "parameter", titles, ("norm / weight's", ratios), notes)
-    titles = "gradients by the outputs", f"gradients of the loss by the outputs, {batch}"
-    found.add_summaries("gradients_of_outputs", passed.flows, "output", titles)
+    title, more = f"gradients of the loss by the weights, {batch}", ("norm / weight's", ratios)
+    found.add_summaries("gradients", passed.gradients, title, more=more, notes=notes)
+    found.add_summaries("gradients_of_outputs", passed.flows, f"gradients of the loss by the outputs, {batch}")
 
 
 def inputs(found: Inspection) -> None:
@@ -232,28 +233,28 @@ def errors(found: Inspection) -> None:
             raise UserError("what", "errors needs 2 to 2048 classes, and this task has others", "the other parts")
         found.skipped.append("errors: the task has no classes, or over 2048 of them")
         return
-    mistakes = mistakes_in(
-        training, split_of(training.data, config.split), outputs, config.limit.eval_batches, config.samples
-    )
+    split = split_of(training.data, config.split)
+    confusion, surest = mistakes_in(training, split, outputs, limit=config.limit.eval_batches, most=config.samples)
+    samples, matrix = int(confusion.sum()), confusion.tolist()
+    wrong = samples - int(confusion.diag().sum())
     found.record["errors"] = {
         "split": config.split,
-        "samples": mistakes.samples,
-        "wrong": mistakes.wrong,
-        "confusion": mistakes.confusion,
+        "samples": samples,
+        "wrong": wrong,
+        "confusion": matrix,
         "surest": [
             {"index": m.index, "true": classes[m.true], "predicted": classes[m.predicted], "probability": m.probability}
-            for m in mistakes.surest
+            for m in surest
         ],
     }
-    share = percent(mistakes.wrong / max(1, mistakes.samples))
-    found.lines.append(
-        f"{mistakes.wrong:,} of {mistakes.samples:,} {config.split} samples are predicted as another class ({share})"
-    )
-    title = f"{config.data.name} {config.split}, {mistakes.samples:,} samples"
-    confusion_matrix(mistakes.confusion, classes, found.folder / "confusion.png", title)
+    share = percent(wrong / max(1, samples))
+    found.lines.append(f"{wrong:,} of {samples:,} {config.split} samples are predicted as another class ({share})")
+    title = f"{config.data.name} {config.split}, {samples:,} samples"
+    confusion_matrix(matrix, classes, found.folder / "confusion.png", title)
     found.parts.append((found.folder / "confusion.png", title))
-    if mistakes.surest:
-        found.draw("errors.png", pictures.draw_errors, mistakes, classes, training.data)
+    if surest:
+        title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
+        found.draw("errors.png", pictures.draw_errors, surest, title, classes, training.data)
 
 
 PARTS: dict[str, Callable[[Inspection], None]] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from runner.data.build import DataModule
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
-from runner.tracking.formats import compact, percent
+from runner.tracking.formats import percent
 from runner.tracking.image_grid import (
     MOST_PANELS,
     Histogram,
@@ -25,7 +25,7 @@ from runner.tracking.image_grid import (
     image_grid,
     map_grid,
 )
-from runner.verbs.inspect.errors import Mistakes
+from runner.verbs.inspect.errors import Mistake
 from runner.verbs.inspect.layers import is_picture, shape_text
 from runner.verbs.inspect.statistics import Summary
 
@@ -48,32 +48,19 @@ def pixels_of(images: Tensor, splits: DataModule) -> list[Pixels]:
     return list(plain[:, 0].contiguous().numpy())
 
 
-def words_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
-    """A line or two for each target: the class, the two largest shares of a blended sample, or the number."""
-    if targets.ndim == 2 and targets.shape[1] == len(classes) and classes:
-        if not bool(((targets.float().sum(1) - 1).abs() < 1e-3).all()):  # labels, of which a sample has any number
-            return [
-                [f"{classes[place]}" + (f" {percent(row[place])}" if row[place] < 1 else "") for place in _largest(row)]
-                or ["no label"]
-                for row in targets.tolist()
-            ]
-        shares, places = targets.float().cpu().topk(min(2, targets.shape[1]), dim=1)
-        return [
-            [f"{percent(share)} {classes[place]}" for share, place in zip(some, where, strict=True) if share > 0]
-            if some[0] < 1
-            else [classes[where[0]]]
-            for some, where in zip(shares.tolist(), places.tolist(), strict=True)
-        ]
-    if not targets.is_floating_point() and targets.ndim == 1 and classes:
+def captions_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
+    """A line or two for each target: its class, its two largest classes with their shares, or its numbers."""
+    if targets.ndim == 1 and not targets.is_floating_point() and classes:
         return [[classes[number]] for number in targets.tolist()]
-    return [
-        [", ".join(f"{value:.4g}" for value in row[:3])] for row in targets.float().reshape(len(targets), -1).tolist()
-    ]
-
-
-def _largest(row: Sequence[float]) -> list[int]:
-    """The places of the two largest numbers of a row that are above 0."""
-    return sorted((place for place, value in enumerate(row) if value > 0), key=lambda place: -row[place])[:2]
+    rows = targets.float().reshape(len(targets), -1).tolist()
+    if not classes or targets.shape[1:] != (len(classes),):
+        return [[", ".join(f"{value:.4g}" for value in row[:3])] for row in rows]
+    captions = []
+    for row in rows:
+        largest = sorted(range(len(row)), key=lambda place: -row[place])[:2]
+        lines = [f"{percent(row[at])} {classes[at]}" if row[at] < 1 else classes[at] for at in largest if row[at] > 0]
+        captions.append(lines or ["no label"])
+    return captions
 
 
 def draw_inputs(images: Tensor, targets: Tensor, splits: DataModule, target: Path) -> str:
@@ -82,11 +69,8 @@ def draw_inputs(images: Tensor, targets: Tensor, splits: DataModule, target: Pat
     first = "" if channels in (1, 3) else f", first of {channels} channels"
     what = "1 training sample" if count == 1 else f"{count} training samples"
     title = f"{what} as the model sees them, normalisation undone ({shape_text(images.shape[1:])}{first})"
-    tiles = [
-        Tile(pixels, lines)
-        for pixels, lines in zip(pixels_of(images, splits), words_of(targets, splits.classes), strict=True)
-    ]
-    image_grid(tiles, target, title)
+    captions = captions_of(targets, splits.classes)
+    image_grid(list(map(Tile, pixels_of(images, splits), captions)), target, title)
     return title
 
 
@@ -99,18 +83,16 @@ def draw_filters(model: nn.Module, splits: DataModule, target: Path) -> str:
     count, channels, height, width = kernels.shape
     if height * width == 1:
         return ""
-    drawn = min(count, _MOST_FILTERS if channels == 3 else max(1, _MOST_FILTERS // channels))
+    drawn = min(count, _MOST_FILTERS)
     if channels == 3:
         shown: Pixels = kernels[:drawn].permute(0, 2, 3, 1).contiguous().numpy()
-        of = "each scaled to its own largest weight, grey is 0"
-    elif channels == 1:
-        shown, of = kernels[:drawn, 0].numpy(), "red is positive, blue is negative"
+        scale = "each scaled to its own largest weight, grey is 0"
     else:
-        shown = kernels[:drawn].flatten(0, 1)[:_MOST_FILTERS].numpy()
-        which = f"the {channels}" if channels <= _MOST_FILTERS else f"{_MOST_FILTERS} of the {channels}"
-        of = f"{which} input channels of each side by side, red is positive, blue is negative"
+        shown = kernels[:drawn, 0].numpy()
+        scale = "red is positive, blue is negative"
+    first = "" if channels in (1, 3) else f", first of {channels} channels"
     some = f"{drawn} of " if drawn < count else ""
-    title = f"weights of {name}: {some}{count} filters, {shape_text((channels, height, width))}; {of}"
+    title = f"weights of {name}: {some}{count} filters, {shape_text((channels, height, width))}{first}; {scale}"
     filter_grid(shown, target, title)
     return title
 
@@ -133,9 +115,8 @@ def draw_maps(
     images, targets = images[:_ROWS], targets[:_ROWS]
     with evaluating(model):
         found = Extractor(model, names, "tensors")(images)
-    pixels, words = pixels_of(images, splits), words_of(targets, splits.classes)
+    pixels, captions = pixels_of(images, splits), captions_of(targets, splits.classes)
     written: list[tuple[Path, str]] = []
-    taken: set[str] = set()
     for name, features in found.items():
         maps = _as_maps(features.detach().float().cpu(), splits.image_size)
         if maps is None:
@@ -144,23 +125,14 @@ def draw_maps(
         title = f"{name}: {len(channels)} of {maps.shape[1]} channels that vary most, {shape_text(maps.shape[2:])}"
         rows = [
             Maps(image, lines[0], values[channels].numpy())
-            for image, lines, values in zip(pixels, words, maps, strict=True)
+            for image, lines, values in zip(pixels, captions, maps, strict=True)
         ]
-        path = folder / f"features_{_file_name(name, taken)}.png"
+        # An untrusted file may have named the modules, and a name must not lead to another folder.
+        plain = re.sub(r"[^\w.-]", "_", name)[:_LONGEST]
+        path = folder / f"features_{plain}.png"
         map_grid(rows, channels, path, title)
         written.append((path, title))
     return written
-
-
-def _file_name(layer: str, taken: set[str]) -> str:
-    """A layer's name as part of a file name; an untrusted file may have named the modules."""
-    name = plain = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST]
-    number = 1
-    while name.lower() in taken:
-        number += 1
-        name = f"{plain}_{number}"
-    taken.add(name.lower())
-    return name
 
 
 def _as_maps(features: Tensor, image_size: tuple[int, int]) -> Tensor | None:
@@ -188,26 +160,23 @@ def _liveliest(maps: Tensor) -> list[int]:
 def draw_histograms(
     summaries: Sequence[Summary], marks: Mapping[str, str], quantity: str, title: str, target: Path
 ) -> str:
-    """Draw the histograms of tensors; where there are too many, those of vectors (biases, norms) are skipped."""
+    """Draw the histograms of tensors, of too many without those of vectors (biases, norms); returns a title."""
     larger = [summary for summary in summaries if len(summary.shape) > 1]
     if len(summaries) > MOST_PANELS and 0 < len(larger) < len(summaries):
-        summaries, shown = larger, f"{title}, without vectors"
-    else:
-        shown = title
+        summaries, title = larger, f"{title}, without vectors"
     panels = [Histogram(s.name, s.counts, s.low, s.high, marks.get(s.name, "")) for s in summaries]
-    histograms(panels, quantity, target, shown, logarithmic=quantity != "weight")
+    histograms(panels, quantity, target, title, logarithmic=quantity != "weight")
     return title
 
 
-def draw_errors(mistakes: Mistakes, classes: Sequence[str], splits: DataModule, target: Path) -> str:
-    """Draw the samples that were most surely taken for another class; returns a title."""
-    surest, wrong = mistakes.surest, compact(mistakes.wrong)
-    title = f"{len(surest)} of {wrong} wrong predictions among {mistakes.samples:,} samples, the most confident first"
-    words = [
-        [f"is {classes[each.true]}", f"taken for {classes[each.predicted]}", f"at {percent(each.probability)}"]
-        for each in surest
-    ]
-    pixels = pixels_of(torch.stack([each.image for each in surest]), splits)
-    tiles = [Tile(image, lines, [_GREEN, _RED]) for image, lines in zip(pixels, words, strict=True)]
+def draw_errors(
+    mistakes: Sequence[Mistake], title: str, classes: Sequence[str], splits: DataModule, target: Path
+) -> str:
+    """Draw samples that were taken for another class; returns the title."""
+    pixels = pixels_of(torch.stack([each.image for each in mistakes]), splits)
+    tiles = []
+    for image, each in zip(pixels, mistakes, strict=True):
+        lines = [f"is {classes[each.true]}", f"taken for {classes[each.predicted]}", f"at {percent(each.probability)}"]
+        tiles.append(Tile(image, lines, [_GREEN, _RED]))
     image_grid(tiles, target, title)
     return title

@@ -19,7 +19,7 @@ from runner.tracking.formats import compact, percent
 from runner.verbs._report import Report, mib
 from runner.verbs.profile.measure import Measured
 from runner.verbs.profile.ops import Op, small_share, table_of
-from runner.verbs.profile.verdict import facts_of, verdict
+from runner.verbs.profile.verdict import step_profile, verdict
 
 _MOST_OPS = 8
 _PARTS = (WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER, OTHER)
@@ -34,8 +34,14 @@ def record_of(config: Profile, training: Run, measured: Measured, ops: list[Op])
     kernels = [op.self_ms for op in ops if op.kernel]
     busy = min(1.0, sum(kernels) / 1000 / mean) if kernels else None
     compute = _compute(training, rate)
-    shares = {name: part["share"] for name, part in split.items()}
-    facts = facts_of(config, training, shares, busy, small_share(ops), compute["utilization"])
+    step = step_profile(
+        config,
+        training,
+        shares={name: part["share"] for name, part in split.items()},
+        busy=busy,
+        small_ops=small_share(ops),
+        utilization=compute["utilization"],
+    )
     return {
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -56,7 +62,7 @@ def record_of(config: Profile, training: Run, measured: Measured, ops: list[Op])
         "device_busy": busy,
         "compute": compute,
         "memory": _memory(training, measured),
-        "bottleneck": verdict(facts),
+        "bottleneck": verdict(step),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,8 +24,8 @@ _SMALL = 0.5  # share of the operations' time from which their calls are what ta
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the sentence depends on."""
+class StepProfile:
+    """The measurements and settings that the sentence depends on."""
 
     shares: Mapping[str, float]  # share of a step by range
     busy: float | None  # share of a step in which the GPU computes; None without one
@@ -37,85 +36,80 @@ class Facts:
     accumulate: int  # batches of a step
     workers: int | None  # worker processes that read samples; None if images are in memory
     cores: int  # CPU cores there are
-    cached: bool  # whether decoded images are kept, or could not be
     in_memory_possible: bool  # whether the images could be, or are, held in memory
     on_device: bool  # whether they are there already
-    fused: bool  # whether the optimizer is fused, or cannot be
     off: Sequence[str]  # the keys for speed that are off and could help, in the order in which to try them
 
 
-def verdict(facts: Facts) -> str:
-    """What takes the time, how much of it, and what to try."""
+def verdict(step: StepProfile) -> str:
+    """The part of a step that takes the time, how much of it, and what to try."""
     wait, prepare, optimizer, other, forward, backward = (
-        facts.shares.get(name, 0.0) for name in (WAIT, PREPARE, OPTIMIZER, OTHER, FORWARD, BACKWARD)
+        step.shares.get(name, 0.0) for name in (WAIT, PREPARE, OPTIMIZER, OTHER, FORWARD, BACKWARD)
     )
-    larger_batch = f"try data.batch_size={4 * facts.batch_size} (now {facts.batch_size})"
+    larger_batch = f"try data.batch_size={4 * step.batch_size} (now {step.batch_size})"
     much = max(_MUCH, (forward + backward) / 2)
     if wait >= _MUCH and wait >= prepare:
-        return f"Waiting for data takes {percent(wait)} of a step: {_for_waiting(facts)}."
+        return f"Waiting for data takes {percent(wait)} of a step: {_for_waiting(step)}."
     if prepare >= _MUCH:
-        return f"Copying and augmenting takes {percent(prepare)} of a step: {_for_preparing(facts)}."
+        return f"Copying and augmenting takes {percent(prepare)} of a step: {_for_preparing(step)}."
     if optimizer >= much:
-        fix = f"try accumulate={2 * facts.accumulate}, or {larger_batch}" if facts.fused else "try optimizer.fused=true"
-        return f"The optimizer takes {percent(optimizer)} of a step: {fix}."
+        return f"The optimizer takes {percent(optimizer)} of a step: try accumulate={2 * step.accumulate}, or {larger_batch}."
     if other >= much:
         return (
             f"Callbacks and the loop around them take {percent(other)} of a step: {larger_batch}, or remove callbacks."
         )
-    if facts.busy is not None and facts.busy < _LAUNCHES:
-        fix = f"try compile=true, or {larger_batch}" if "compile" in facts.off else larger_batch
-        return f"The GPU computes in only {percent(facts.busy)} of a step and waits for its next kernel in the rest: {fix}."
-    if facts.device == "cpu" and facts.small_ops is not None and facts.small_ops >= _SMALL:
-        what = f"Operations of less than {SMALL_OP_MS} ms take {percent(facts.small_ops)} of the computing"
+    if step.busy is not None and step.busy < _LAUNCHES:
+        fix = f"try compile=true, or {larger_batch}" if "compile" in step.off else larger_batch
+        return (
+            f"The GPU computes in only {percent(step.busy)} of a step and waits for its next kernel in the rest: {fix}."
+        )
+    if step.device == "cpu" and step.small_ops is not None and step.small_ops >= _SMALL:
+        what = f"Operations of less than {SMALL_OP_MS} ms take {percent(step.small_ops)} of the computing"
         return f"{what}, so calling them costs more than computing them: {larger_batch}."
-    used, fix = "", f"try {facts.off[0]}=true" if facts.off else ""
-    if facts.utilization is not None:
-        used = f", at {percent(facts.utilization)} of what the {facts.device} can compute"
-        fix = larger_batch if facts.utilization < _LITTLE else fix
+    used, fix = "", f"try {step.off[0]}=true" if step.off else ""
+    if step.utilization is not None:
+        used = f", at {percent(step.utilization)} of what the {step.device} can compute"
+        fix = larger_batch if step.utilization < _LITTLE else fix
     name, share = max((FORWARD, forward), (BACKWARD, backward), key=lambda part: part[1])
     fix = fix or "the keys for speed are on, so try a smaller model or smaller images"
     return f"{name.capitalize()} takes most of a step ({percent(share)}{used}): {fix}."
 
 
-def _for_waiting(facts: Facts) -> str:
-    if facts.workers is None:
+def _for_waiting(step: StepProfile) -> str:
+    if step.workers is None:
         return "the data set returns its samples slowly"
-    if facts.in_memory_possible:
+    if step.in_memory_possible:
         return "try data.placement=auto, which keeps the images in memory"
-    if facts.workers < facts.cores:
-        return f"try data.num_workers={facts.cores} (now {facts.workers})"
-    smaller = "a smaller data.image_size" if facts.cached else "data.cache=disk"
-    return f"all {facts.cores} CPU cores read already, so try {smaller}"
+    if step.workers < step.cores:
+        return f"try data.num_workers={step.cores} (now {step.workers})"
+    return f"all {step.cores} CPU cores read already, so try data.cache=disk, or a smaller data.image_size"
 
 
-def _for_preparing(facts: Facts) -> str:
-    if facts.device != "cpu" and facts.in_memory_possible and not facts.on_device:
+def _for_preparing(step: StepProfile) -> str:
+    if step.device != "cpu" and step.in_memory_possible and not step.on_device:
         return "try data.placement=device"
-    if facts.workers is not None and facts.device != "cpu":
-        return "try data.pin_memory=true with data.non_blocking=true, or fewer transforms in transform.train"
     return "try fewer transforms in transform.train, or transform=none to see what they cost"
 
 
-def facts_of(
+def step_profile(
     config: Profile,
     training: Run,
+    *,
     shares: Mapping[str, float],
     busy: float | None,
     small_ops: float | None,
     utilization: float | None,
-) -> Facts:
-    """Gather what the sentence depends on."""
+) -> StepProfile:
+    """Add the settings of a run to what was measured."""
     device, loader = training.device, training.data.train.loader
     convolutions = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in training.model.modules())
-    takes_fused = "fused" in inspect.signature(type(training.state.optimizer)).parameters
-    decided = bool(training.kernels.arguments.get("fused")) or config.optimizer.get("fused") is not None
     could_help = {
         "amp": config.amp is False and has_matrix_units(device),
         "tf32": device.type == "cuda" and kind_of(None, device) != "tf32" and not config.deterministic,
         "channels_last": convolutions and not config.channels_last,
         "compile": device.type == "cuda" and not config.compile,
     }
-    return Facts(
+    return StepProfile(
         shares=shares,
         busy=busy,
         small_ops=small_ops,
@@ -125,9 +119,7 @@ def facts_of(
         accumulate=config.accumulate,
         workers=loader.workers,
         cores=cores(),
-        cached=config.data.cache is not None,
         in_memory_possible=loader.could_be_resident or loader.resident is not None,
         on_device=loader.resident == device,
-        fused=decided or not takes_fused,
         off=[key for key, helps in could_help.items() if helps],
     )
