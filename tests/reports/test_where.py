@@ -59,7 +59,6 @@ def test_a_condition_means_what_it_says(text: str, holds: bool) -> None:
         ("1=1", "compares nothing of a run"),
         ("seed is 0", "an unsupported comparison"),
         ("(" * 500 + "amp" + ")" * 500, "is not a condition"),
-        ("amp=true " * 1000, "characters"),
     ],
 )
 def test_anything_else_is_refused_and_never_evaluated(text: str, reason: str) -> None:

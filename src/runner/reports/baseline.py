@@ -1,4 +1,4 @@
-"""Whether runs got worse than a baseline: statistics over repetitions, with a tolerance for each measure.
+"""The comparison of runs with a baseline: statistics over repetitions, with a tolerance for each measure.
 
 A measure is worse if its mean changed for the worse by more than the tolerance, and Welch's t-test finds the change significant:
 its one-sided p-value is below `ALPHA`, divided by the number of comparisons (Bonferroni). Times are only worse if the fastest
@@ -33,7 +33,7 @@ ALPHA = 0.01
 TOLERANCE = {"metric": 0.005, "loss": 0.05, "step": 0.2, "memory": 0.05, "startup": 0.5}
 """Allowed changes: of a metric absolute (relative above 1), of the others relative to the baseline's mean."""
 _UNITS = {"step": "ms", "memory": "MiB", "startup": "s"}
-_OF_MACHINE = tuple(_UNITS)
+_LABELS = {"loss": "training loss", "step": "time of a step", "startup": "start-up"}
 _LARGEST = 2**26  # bytes
 _POINTS = 100
 _BUSY = 0.5  # share of the time that a run waited for a core
@@ -70,13 +70,6 @@ class Comparison:
     measures: list[Measure]
     reasons: list[str]
     notes: list[str]
-
-    @property
-    def title(self) -> str:
-        """The result in a few words."""
-        if self.worse:
-            return "worse than the baseline"
-        return "no worse than the baseline"
 
 
 def measure(runs: Sequence[Run]) -> dict[str, Any]:
@@ -149,20 +142,9 @@ def read_baseline(place: str | Path) -> dict[str, Any]:
         found = json.loads(read_regular(path, _LARGEST))
         if found["format"] != FORMAT:
             raise ValueError
-        _check(found)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise UserError("against", f"cannot be {path}: it is not a baseline", "a file from save_baseline=") from None
     return dict(found)
-
-
-def _check(found: dict[str, Any]) -> None:
-    for setting in found["settings"]:
-        for part in (found["machine"], found["code"], setting["config"], setting["varied"]):
-            part.items()
-        for run in setting["runs"]:
-            values = [*run["metric"].values(), *(step for point in run["curve"] for step in point)]
-            if not all(is_number(value) for value in values) or set(run["metric"]) != set(run["mode"]):
-                raise ValueError
 
 
 def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str, float]) -> Comparison:
@@ -183,24 +165,17 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             raise UserError(f"tolerance.{name}", f"cannot be {value}", "0 or more; inf to allow any change")
     allowed = TOLERANCE | dict(tolerance)
     pairs, notes = _pairs(before["settings"], now["settings"])
-    same_machine = before["machine"] == now["machine"]
-    busy = same_machine and any(
-        is_number(run.get("waited")) and run["waited"] > _BUSY for each in (before, now) for setting in each["settings"]
-        for run in setting["runs"]
-    )  # fmt: skip
-    if busy:
-        notes.append(
-            "time and start-up are not compared, because other programs used the machine during one of these runs"
-        )
-    if not same_machine:
-        changed = _changes(before["machine"], now["machine"])
-        notes.append(f"time, memory and start-up are not compared, because the machine is another: {changed}")
-    skipped = _OF_MACHINE if not same_machine else ("step", "startup") if busy else ()
+    skipped = _not_comparable(before, now, notes)
     samples = [(_samples(old, new), _samples(new, old)) for _, old, new in pairs]
-    shared = [[name for name in was if name in now_ and name not in skipped] for was, now_ in samples]
-    measures, reasons, count = [], [], sum(map(len, shared))
-    for (setting, old, new), (was, now_), names in zip(pairs, samples, shared, strict=True):
-        own = [_judge(setting, name, [was[name], now_[name]], allowed, count, old, new) for name in names]
+    shared = [[name for name in was if name in is_now and name not in skipped] for was, is_now in samples]
+    # The more comparisons, the more of them look significant by chance.
+    alpha = ALPHA / max(1, sum(map(len, shared)))
+    measures, reasons = [], []
+    for (setting, old, new), (was, is_now), names in zip(pairs, samples, shared, strict=True):
+        own = [
+            _judge(setting, name, (was[name], is_now[name]), old=old, new=new, allowed=allowed, alpha=alpha)
+            for name in names
+        ]
         own = _with_fit(own)
         measures += own
         bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
@@ -209,11 +184,25 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         if bad:
             where = f"{setting}: " if setting else ""
             reasons.append(f"{where}{'; '.join(bad)}. {_cause(before, now, old, new)}")
-    if not count and not reasons:
-        raise UserError(
-            "against", "has nothing in common with these runs", "runs of the same settings that have finished"
-        )
+    if not measures and not reasons:
+        allowed_runs = "runs of the same settings that have finished"
+        raise UserError("against", "has nothing in common with these runs", allowed_runs)
     return Comparison(bool(reasons), measures, reasons, notes)
+
+
+def _not_comparable(before: dict[str, Any], now: dict[str, Any], notes: list[str]) -> tuple[str, ...]:
+    """The measures that another machine, or other programs on it, would change; the reason is added to the notes."""
+    if before["machine"] != now["machine"]:
+        changed = _changes(before["machine"], now["machine"])
+        notes.append(f"time, memory and start-up are not compared, because the machine is another: {changed}")
+        return tuple(_UNITS)
+    runs = [run for each in (before, now) for setting in each["settings"] for run in setting["runs"]]
+    if any(run.get("waited", 0.0) > _BUSY for run in runs):
+        notes.append(
+            "time and start-up are not compared, because other programs used the machine during one of these runs"
+        )
+        return ("step", "startup")
+    return ()
 
 
 def _pairs(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
@@ -243,56 +232,58 @@ def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[f
     ends = [run["curve"][-1][0] for run in [*runs, *other["runs"]] if run["curve"]]
     curves = [[loss for step, loss in run["curve"] if step <= min(ends)] for run in runs if run["curve"]]
     found["loss"] = [statistics.fmean(curve) for curve in curves if curve]
-    for name in _OF_MACHINE:
+    for name in _UNITS:
         found[name] = [run[name] for run in runs if is_number(run.get(name))]
     return {name: values for name, values in found.items() if values}
 
 
 def _judge(
-    setting: str, name: str, both: list[list[float]], allowed: dict[str, float], count: int, old: Any, now_: Any
+    setting: str,
+    name: str,
+    samples: tuple[list[float], list[float]],
+    *,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    allowed: dict[str, float],
+    alpha: float,
 ) -> Measure:
-    before, now = both
-    is_metric = name in old["runs"][0]["metric"]
-    was, new = statistics.fmean(before), statistics.fmean(now)
-    up_is_worse = old["runs"][0]["mode"][name] == "min" if is_metric else True
-    if is_metric and name != next(iter(old["runs"][0]["metric"])) and less_is_better(name):
-        up_is_worse = True
+    """Compare the values of a measure, those of the baseline and those of now."""
+    before, now = samples
+    modes = old["runs"][0]["mode"]
+    is_metric = name in modes
+    up_is_worse = not is_metric or modes[name] == "min" or (name != next(iter(modes)) and less_is_better(name))
+    was, is_now = statistics.fmean(before), statistics.fmean(now)
     limit = allowed["metric" if is_metric else name]
     absolute = is_metric and abs(was) <= 1
-    room = limit if absolute else limit * abs(was)
-    worse_by = new - was if up_is_worse else was - new
+    worse_by = is_now - was if up_is_worse else was - is_now
     p_worse, p_better = _p(before, now, up_is_worse), _p(before, now, not up_is_worse)
     # One run on each side has no spread, so that only a large change counts.
     factor = 2 if p_worse is None else 1
+    room = factor * (limit if absolute else limit * abs(was))
     verdict, p = "same", p_worse
-    if (
-        _fastest_is_slower(name, old, now_, limit)
-        and worse_by > factor * room
-        and (p_worse is None or p_worse < ALPHA / count)
-    ):
+    if worse_by > room and (p_worse is None or p_worse < alpha) and _fastest_is_slower(name, old, new, limit):
         verdict = "worse"
-    elif -worse_by > factor * room and (p_better is None or p_better < ALPHA / count):
+    elif -worse_by > room and (p_better is None or p_better < alpha):
         verdict, p = "better", p_better
-    change = f"{new - was:+.3g}" if absolute or was == 0 else f"{(new - was) / abs(was):+.1%}"
-    told = f"{change}, p {p:.1g}" if p is not None else change
+    change = f"{is_now - was:+.3g}" if absolute or was == 0 else f"{(is_now - was) / abs(was):+.1%}"
     unit = f" {_UNITS[name]}" if name in _UNITS else ""
-    label = {"loss": "training loss", "step": "time of a step", "startup": "start-up"}.get(name, name)
-    texts = (_spread(before) + unit, _spread(now) + unit, told)
     return Measure(
-        setting,
-        label,
-        *texts,
-        f"{factor * limit:g}" if absolute else f"{factor * limit:.0%}" if limit < 1e6 else "any",
-        verdict,
-        p,
+        setting=setting,
+        measure=_LABELS.get(name, name),
+        before=_spread(before) + unit,
+        now=_spread(now) + unit,
+        change=change if p is None else f"{change}, p {p:.1g}",
+        allowed=f"{factor * limit:g}" if absolute else f"{factor * limit:.0%}" if limit < 1e6 else "any",
+        verdict=verdict,
+        p=p,
     )
 
 
-def _fastest_is_slower(name: str, old: Any, new: Any, limit: float) -> bool:
+def _fastest_is_slower(name: str, old: dict[str, Any], new: dict[str, Any], limit: float) -> bool:
     """Whether the fastest repetition, too, is slower than allowed; true for measures that are not times."""
     if name not in ("step", "startup"):
         return True
-    key = {"step": "fastest"}.get(name, name)
+    key = "fastest" if name == "step" else name
     was, now = (min(run.get(key, run[name]) for run in each["runs"] if is_number(run.get(name))) for each in (old, new))
     return bool(now - was > limit * was)
 
@@ -301,10 +292,10 @@ def _with_fit(measures: list[Measure]) -> list[Measure]:
     """A lower training loss without a better metric counts as worse: augmentation or regularisation may be missing."""
     if any("/" in each.measure and each.verdict == "better" for each in measures):
         return measures
-    told = "lower without a better metric: is augmentation or regularisation missing?"
+    why = "lower without a better metric: is augmentation or regularisation missing?"
     return [
-        replace(each, change=f"{each.change}, {told}", verdict="worse")
-        if each.measure == "training loss" and each.verdict == "better"
+        replace(each, change=f"{each.change}, {why}", verdict="worse")
+        if each.measure == _LABELS["loss"] and each.verdict == "better"
         else each
         for each in measures
     ]
@@ -312,22 +303,24 @@ def _with_fit(measures: list[Measure]) -> list[Measure]:
 
 def _p(before: list[float], now: list[float], greater: bool) -> float | None:
     """One-sided p-value of Welch's t-test that `now` is greater (or smaller); None with one run on each side."""
-    difference = statistics.fmean(now) - statistics.fmean(before)
-    difference = difference if greater else -difference
     if len(before) == len(now) == 1:
         return None
-    parts = [(statistics.variance(each), len(each)) if len(each) > 1 else None for each in (before, now)]
-    both = [part or next(other for other in parts if other) for part in parts]
-    errors = [variance / len(each) for (variance, _), each in zip(both, (before, now), strict=True)]
-    error = math.fsum(errors)
-    if error == 0:
-        return 0.0 if difference > 0 else 1.0
-    # Welch and Satterthwaite; a side with one run has the variance of the other one and brings no degree of freedom.
-    freedom = error**2 / math.fsum(own**2 / (count - 1) for own, (_, count) in zip(errors, both, strict=True))
-    if None in parts:
-        freedom = both[0][1] - 1
-    from scipy.special import stdtr
+    from scipy.special import stdtr  # scipy.stats takes a second to import
 
+    difference = statistics.fmean(now) - statistics.fmean(before)
+    difference = difference if greater else -difference
+    # A side with one run has the variance of the other one, and brings no degree of freedom.
+    variances = [
+        statistics.variance(each if len(each) > 1 else other) for each, other in ((before, now), (now, before))
+    ]
+    errors = [variance / len(each) for variance, each in zip(variances, (before, now), strict=True)]
+    if (error := sum(errors)) == 0:
+        return 0.0 if difference > 0 else 1.0
+    if 1 in (len(before), len(now)):
+        freedom = max(len(before), len(now)) - 1.0
+    else:
+        parts = zip(errors, (before, now), strict=True)
+        freedom = error**2 / sum(own**2 / (len(each) - 1) for own, each in parts)
     return float(stdtr(freedom, -difference / math.sqrt(error)))
 
 

@@ -152,7 +152,12 @@ class Run:
         if name in self.choices:
             return self.choices[name]
         given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
-        return _typed(given[-1]) if given else self.config.get(f"{name}.name")
+        if not given:
+            return self.config.get(f"{name}.name")
+        try:
+            return json.loads(given[-1])
+        except (ValueError, RecursionError):
+            return given[-1]
 
     def _repr_html_(self) -> str:
         rows = {"status": self.status, "error": self.error, "time_s": self.summary.get("wall_s"), **self.metrics}
@@ -164,14 +169,6 @@ class Run:
             if value not in (None, "")
         )
         return f"<table><caption>{html.escape(str(self.path))}</caption>{cells}</table>"
-
-
-def _typed(text: str) -> Any:
-    """The value of an override, as a config has it."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[Run], list[str]]:

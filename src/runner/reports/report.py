@@ -13,6 +13,7 @@ from runner.config.errors import UserError
 from runner.config.secrets import mask_text, mask_values
 from runner.reports.baseline import Comparison, baseline_text, compare, measure, read_baseline
 from runner.reports.difference import Difference, difference
+from runner.reports.page import page
 from runner.reports.reading import Run, damaged_lines, find_runs
 from runner.reports.table import Spread, Table, differing_keys, make_table, selected
 from runner.tracking.files import finite, write_atomically
@@ -57,17 +58,10 @@ class Runs(Sequence[Run]):
             UserError: if pandas is not installed.
         """
         keys = differing_keys(self._runs) if self._runs else []
-        rows = [
-            {
-                "run": str(run.path),
-                "status": run.status,
-                **{key: run.value(key) for key in keys},
-                **run.metrics,
-                **run.speed,
-            }
-            | {"time_s": run.value("time_s"), "error": run.error}
-            for run in self._runs
-        ]
+        rows = []
+        for run in self._runs:
+            row = {"run": str(run.path), "status": run.status, **{key: run.value(key) for key in keys}}
+            rows.append(row | run.metrics | run.speed | {"time_s": run.value("time_s"), "error": run.error})
         return _frame(rows)
 
     def _repr_html_(self) -> str:
@@ -132,8 +126,8 @@ class Report:
         text = markdown_table(self.table.head, self.table.cells())
         for run in self.runs:
             if run.repeat:
-                told = markdown_text(f"{run.path} {run.status}: {run.error or 'no reason given'}")
-                text += ["", told, "", f"    {' '.join(clean(run.repeat).splitlines())}"]
+                failure = markdown_text(f"{run.path} {run.status}: {run.error or 'no reason given'}")
+                text += ["", failure, "", f"    {' '.join(clean(run.repeat).splitlines())}"]
         return mask_text("\n".join(text) + "\n")
 
     def _repr_html_(self) -> str:
@@ -192,8 +186,6 @@ def report(
     _check_files({"csv": csv, "md": md, "json": json, "html": html, "save_baseline": save_baseline})
     if against == "":
         raise UserError("against", "is empty", "a file from save_baseline=, a run, a sweep or a folder")
-    if tolerance is not None and not isinstance(tolerance, Mapping):
-        raise UserError("tolerance", f"cannot be {tolerance!r}", "a dict, such as {'metric': 0.01}")
     if tolerance and against is None:
         raise UserError("tolerance", "needs a baseline to compare with", "against=PLACE too")
     found = runs(*places, where=where)
@@ -203,14 +195,15 @@ def report(
     comparison = None
     if against is not None:
         comparison = compare(read_baseline(against), measure(found), tolerance or {})
-    damaged = [(run, damaged_lines(run)) for run in found] if html or save_baseline or comparison else []
-    notes = [
-        f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, skipped" for run, lines in damaged if lines
-    ]
+    notes = list(found.notes)
+    # The table needs no curves, so that reading them all is left to what does.
+    for run in found if html or save_baseline or comparison else ():
+        if lines := damaged_lines(run):
+            notes.append(f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, skipped")
     result = Report(
         found,
         make_table(found, columns, sort, seeds == "each"),
-        (*found.notes, *notes),
+        tuple(notes),
         difference(found[0], found[1]) if diff or (diff is None and two) else None,
         comparison,
     )
@@ -218,7 +211,7 @@ def report(
         (csv, result.to_csv),
         (md, result.to_markdown),
         (json, lambda: json_format.dumps(result.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"),
-        (html, lambda: _page(found)),
+        (html, lambda: page(found)),
         (save_baseline, lambda: baseline_text(measure(found))),
     ]
     for file, text in texts:
@@ -229,12 +222,6 @@ def report(
     return result
 
 
-def _page(found: Sequence[Run]) -> str:
-    from runner.reports.page import page
-
-    return page(found)
-
-
 def _paths(places: Iterable[Any]) -> list[str | Path]:
     """The paths that are meant by paths, runs and lists of them."""
     found: list[str | Path] = []
@@ -243,36 +230,19 @@ def _paths(places: Iterable[Any]) -> list[str | Path]:
             found.append(place.path)
         elif isinstance(place, str | Path):
             found.append(place)
-        elif isinstance(place, Iterable):
-            found += _paths(place)
         else:
-            raise UserError("report", f"cannot read {place!r}", "paths, patterns, runs, or lists of them")
+            found += _paths(place)
     return found
 
 
 def _check_files(files: Mapping[str, str | Path | None]) -> None:
     """Refuse files that cannot be written, before anything is computed."""
-    taken: dict[Path, str] = {}
     for name, file in files.items():
-        if file is None:
-            continue
-        if not isinstance(file, str | Path) or file == "":
-            raise UserError(name, "is empty" if file == "" else f"cannot be {file!r}", "a file to write")
-        path = Path(file).absolute()
-        if file == "-":
-            pass
-        elif path.is_dir():
-            raise UserError(
-                name, f"cannot be {file}: it is a folder", f"a file, such as {Path(file) / f'report.{name}'}"
-            )
-        elif not path.parent.is_dir():
-            folder = Path(file).parent
-            raise UserError(
-                name, f"cannot be {file}: there is no folder {folder}", f"mkdir -p {folder}, or another file"
-            )
-        if path in taken:
-            raise UserError(name, f"cannot be {file}: {taken[path]} is the same file", "a file for each")
-        taken[path] = name
+        path = Path("-" if file is None else file)
+        if path.is_dir():
+            raise UserError(name, f"cannot be '{file}': it is a folder", "a file")
+        if not path.absolute().parent.is_dir():
+            raise UserError(name, f"cannot be {file}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
 
 
 def _frame(rows: list[dict[str, Any]]) -> Any:

@@ -63,7 +63,8 @@ def _show_comparison(found: Report, console: Console) -> None:
     comparison = found.comparison
     assert comparison is not None
     console.line("")
-    console.line(comparison.title, "bold red" if comparison.worse else "bold green")
+    title = "worse than the baseline" if comparison.worse else "no worse than the baseline"
+    console.line(title, "bold red" if comparison.worse else "bold green")
     cells = [
         [each.setting, each.measure, each.before, each.now, each.change, each.allowed, each.verdict]
         for each in comparison.measures
