@@ -11,8 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from runner.verbs._checkpoint import resolve_checkpoint
 from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS, Verb
 
-_HEARD_S = 5.0
+_REPORT_S = 5.0
 
 
 def lead(job: dict[str, Any], config: Train, work: Callable[[], float | None]) -> float | None:
@@ -77,30 +76,12 @@ def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
         follow.follow(work)
     except RankFailed as failed:
         print_error(f"{failed}{failed.hint}")
-        time.sleep(_HEARD_S)  # rank 0 reports it, if it can; the launcher ends all ranks when this one does
+        # The launcher ends all ranks when this one ends, and rank 0 needs the time to report the error.
+        time.sleep(_REPORT_S)
     except DistNetworkError as error:  # of the store
         print_error(f"rank {rank()}: rank 0 or the launcher is gone: {first_line(error)}")
         return FAILED
     return status
-
-
-@dataclass(frozen=True)
-class VerbJob:
-    """What every rank of a verb other than `train` gets."""
-
-    verb: str
-    composition: Composition  # whose `ckpt_path` is a file
-    config: Train
-
-    def to_plain(self) -> dict[str, Any]:
-        """The job as what JSON can contain."""
-        return {"verb": self.verb, "composition": self.composition.to_plain(), "config": to_plain(self.config)}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> VerbJob:
-        """What `to_plain` was called on."""
-        config = config_from_plain(plain["config"], SCHEMAS[plain["verb"]])
-        return cls(plain["verb"], Composition.from_plain(plain["composition"]), config)
 
 
 def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition: Composition) -> float | None:
@@ -122,9 +103,9 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     resolved = resolve_checkpoint(composition, SCHEMAS[verb.name])
     config, size = resolved.config, 1 if led else count_ranks(resolved.config)
     composition = dataclasses.replace(composition, values=composition.values | {"ckpt_path": str(resolved.found.path)})
-    job = VerbJob(verb.name, composition, config)
+    job = {"verb": verb.name, "composition": composition.to_plain(), "config": to_plain(config)}
     if led:
-        return lead(job.to_plain(), config, functools.partial(run, composition))
+        return lead(job, config, functools.partial(run, composition))
     if size == 1:
         return run(composition)
     with tempfile.TemporaryDirectory() as logs, StopSignals() as signals:
@@ -134,28 +115,20 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     return outcome.value
 
 
-def verb_as_rank(job: VerbJob, store: Any = None) -> float | None:
-    """Run a job of a verb as one of several ranks, of which only rank 0 talks."""
-    device = device_of_rank(job.config)
-    with joined(job.config.dist.timeout_s, device, store) as world, _spoken_by(world.first):
-        value: float | None = importlib.import_module(VERBS[job.verb].module).run(job.composition)
+def verb_as_rank(job: dict[str, Any], store: Any = None) -> float | None:
+    """Run a job that `on_ranks` made as one of several ranks, of which only rank 0 prints."""
+    config = config_from_plain(job["config"], SCHEMAS[job["verb"]])
+    run = importlib.import_module(VERBS[job["verb"]].module).run
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(joined(config.dist.timeout_s, device_of_rank(config), store))
+        if not world.first:
+            nowhere = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        value: float | None = run(Composition.from_plain(job["composition"]))
     return value
 
 
 def main_of_follower() -> int:
     """A rank other than 0 that torchrun or SLURM started: do what rank 0 says, and return the exit status."""
-    return follow_rank_0(lambda plain, store: verb_as_rank(VerbJob.from_plain(plain), store))
-
-
-@contextlib.contextmanager
-def _spoken_by(speaks: bool) -> Iterator[None]:
-    """Whether what this process prints is shown."""
-    if speaks:
-        yield
-        return
-    with (
-        Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        yield
+    return follow_rank_0(verb_as_rank)

@@ -75,69 +75,62 @@ def _encodable(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-class _Table:
-    """Writes rows to a file; `lists` names the items of columns that hold lists."""
-
-    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
-        self._file, self._lists = file, lists
-        self._writer: Any = None
-
-    def write(self, rows: Sequence[Row]) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Write what is left."""
-
-
-class _Csv(_Table):
+class _Csv:
     """As RFC 4180 defines it; a text that a spreadsheet would take for a formula begins with an apostrophe.
 
     Lines end with CR LF because Python before 3.11.9 quotes no other control characters than those of the line end: a bare
     CR in a name would end the line, and what follows it would begin a cell.
     """
 
+    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
+        self._writer = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\r\n")
+        self._lists, self._empty = lists, True
+
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            cells = list(self._cells(row))
-            if self._writer is None:
-                self._writer = csv.writer(codecs.getwriter("utf-8")(self._file), lineterminator="\r\n")
-                self._writer.writerow([harmless(_encodable(name)) for name, _ in cells])
-            self._writer.writerow([harmless(value) for _, value in cells])
+            cells: dict[str, Any] = {}
+            for name, value in row.items():
+                if name in self._lists:
+                    cells |= zip((f"{name}:{item}" for item in self._lists[name]), value, strict=True)
+                else:
+                    cells[name] = value
+            if self._empty:
+                self._writer.writerow([harmless(_encodable(name)) for name in cells])
+                self._empty = False
+            self._writer.writerow(map(harmless, cells.values()))
 
-    def _cells(self, row: Row) -> Iterator[tuple[str, Any]]:
-        for name, value in row.items():
-            if name in self._lists:
-                yield from zip((f"{name}:{item}" for item in self._lists[name]), value, strict=True)
-            else:
-                yield name, value
+    def close(self) -> None:
+        pass
 
 
-class _JsonLines(_Table):
+class _JsonLines:
+    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
+        self._file = file
+
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
+    def close(self) -> None:
+        pass
 
-class _Parquet(_Table):
+
+class _Parquet:
+    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
+        self._file, self._writer = file, None
+
     def write(self, rows: Sequence[Row]) -> None:
         import pyarrow
-
-        if rows:
-            block = pyarrow.Table.from_pylist(list(rows), None if self._writer is None else self._writer.schema)
-            self._open(block.schema)
-            self._writer.write_table(block)
-
-    def close(self) -> None:
-        import pyarrow
-
-        self._open(pyarrow.schema([]))  # a file without rows is complete, too
-        self._writer.close()
-
-    def _open(self, schema: Any) -> None:
         from pyarrow.parquet import ParquetWriter
 
+        block = pyarrow.Table.from_pylist(list(rows), None if self._writer is None else self._writer.schema)
+        self._writer = self._writer or ParquetWriter(self._file, block.schema)
+        self._writer.write_table(block)
+
+    def close(self) -> None:
         if self._writer is None:
-            self._writer = ParquetWriter(self._file, schema)
+            self.write([])  # a file without rows is complete, too
+        self._writer.close()
 
 
-_FORMATS: dict[str, type[_Table]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet": _Parquet}
+_FORMATS: dict[str, type[_Csv | _JsonLines | _Parquet]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet": _Parquet}
