@@ -106,7 +106,7 @@ def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def bench(run: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=5")`."""
-    monkeypatch.setattr("runner.verbs.bench.run.bars", lambda *_: None)
+    monkeypatch.setattr("runner.verbs.bench.run.bars", lambda *_, **__: None)
 
     def call(*words: str) -> dict[str, Any]:
         result = run("bench", *TINY, *NET, *words, "json=true")
@@ -158,7 +158,7 @@ def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
 
 
 def test_if_nothing_pays_it_says_so(run: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.verbs.bench.run.bars", lambda *_: None)
+    monkeypatch.setattr("runner.verbs.bench.run.bars", lambda *_, **__: None)
     result = run("bench", *TINY, *NET, "model.with_channels_last_ms=4", "toggles=[channels_last]")
     assert result.status == 0, result.err
     assert result.out.strip().splitlines()[-2] == "recommended: nothing to change"

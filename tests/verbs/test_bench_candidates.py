@@ -13,9 +13,9 @@ from runner.config.command import opened
 from runner.config.composition import Composition
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Bench
-from runner.verbs.bench.candidates import Candidate, Facts, candidates, setting
+from runner.verbs.bench.candidates import Candidate, RunTraits, candidates, setting
 
-CPU = Facts(
+CPU = RunTraits(
     device="cpu",
     cores=6,
     threads=4,
@@ -49,11 +49,11 @@ def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
 def tried(composed: Callable[..., Any]) -> Tried:
     """Candidates by name, and what was skipped with the reason: `tried(CPU, amp=True)`."""
 
-    def call(facts: Facts, *words: str, **changes: Any) -> tuple[dict[str, Candidate], dict[str, str]]:
+    def call(traits: RunTraits, *words: str, **changes: Any) -> tuple[dict[str, Candidate], dict[str, str]]:
         config, composition = composed(*words)
         optimizer = config.optimizer | changes.pop("optimizer", {})
         changed = dataclasses.replace(config, optimizer=optimizer, **changes)
-        found, left_out = candidates(changed, facts, composition.sources)
+        found, left_out = candidates(changed, traits, composition.sources)
         return {candidate.name: candidate for candidate in found}, dict(left_out)
 
     return call
@@ -84,13 +84,13 @@ def test_on_cuda_its_own_toggles_and_compiling_are_tried(tried: Tried) -> None:
 
 
 def test_what_is_on_already_is_tried_off(tried: Tried) -> None:
-    facts = dataclasses.replace(CPU, precision="bf16", kernels={"fused": True, "foreach": False})
-    found, _ = tried(facts, amp=True, channels_last=True, optimizer={"fused": True}, compile=True)
+    traits = dataclasses.replace(CPU, precision="bf16", kernels={"fused": True, "foreach": False})
+    found, _ = tried(traits, amp=True, channels_last=True, optimizer={"fused": True}, compile=True)
     assert {"amp=false", "amp=fp16", "channels_last=false", "optimizer.fused=false", "compile=false"} <= set(found)
     assert {"compile=step", "optimizer.foreach=true optimizer.fused=false", "activation_checkpointing=true"} <= set(
         found
     )
-    assert "compile=false" in tried(facts, compile="step")[0]
+    assert "compile=false" in tried(traits, compile="step")[0]
     assert "performance=baseline" in found
     assert not {"amp=bf16", "channels_last=true", "compile=true"} & set(found)
 

@@ -438,7 +438,7 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callabl
     batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
     folder = tmp_path / "in" / "side"
     folder.mkdir(parents=True)
-    written = draw_maps(model, batch.images, batch.targets, ["away/x"], training.data, folder)
+    written = draw_maps(model, batch, ["away/x"], training.data, folder)
     assert [path.parent for path, _ in written] == [folder]
     assert set(tmp_path.rglob("*.png")) == {path for path, _ in written}
 

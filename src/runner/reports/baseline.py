@@ -73,15 +73,19 @@ class Comparison:
 
 
 def measure(runs: Sequence[Run]) -> dict[str, Any]:
-    """What a baseline file contains: the measures of each setting's repetitions, its config, and the environment."""
+    """The content of a baseline file: the measures of each setting's repetitions, its config, and the environment."""
     varied = [key for key in differing_keys(runs) if key not in _NOT_SETTINGS]
     settings = []
     for text, same in repetitions(runs, varied).items():
         config = next((run.config for run in same if run.config), {})
-        kept = {key: value for key, value in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)}
+        settings_of_result = {
+            key: value for key, value in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)
+        }
         measured = [_of_run(run) for run in same if run.status == "finished"]
         ended_badly = [run for run in same if run.status in FAILED]
-        settings.append({"varied": json.loads(text), "config": kept, "runs": measured, "failed": len(ended_badly)})
+        settings.append(
+            {"varied": json.loads(text), "config": settings_of_result, "runs": measured, "failed": len(ended_badly)}
+        )
     environment = next((run.environment for run in runs if run.environment), {})
     torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
     machine = {
@@ -280,7 +284,7 @@ def _judge(
 
 
 def _fastest_is_slower(name: str, old: dict[str, Any], new: dict[str, Any], limit: float) -> bool:
-    """Whether the fastest repetition, too, is slower than allowed; true for measures that are not times."""
+    """True if the fastest repetition, too, is slower than allowed, and for measures that are not times."""
     if name not in ("step", "startup"):
         return True
     key = "fastest" if name == "step" else name
@@ -329,7 +333,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
-    """What differs in settings and environment."""
+    """The settings and versions that differ."""
     settings, code = _changes(old["config"], new["config"]), _changes(before["code"], now["code"])
     parts = [f"settings that differ: {settings}"] if settings else []
     parts += [f"environment: {code}"] if code else []

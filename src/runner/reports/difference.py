@@ -27,7 +27,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between two runs: for each part, (name, value of the first, value of the second)."""
+    """The differences of two runs: for each part, (name, value of the first, value of the second)."""
 
     config: list[tuple[str, Any, Any]]
     environment: list[tuple[str, Any, Any]]
@@ -46,15 +46,14 @@ def difference(first: Run, second: Run) -> Difference:
     numbers = [
         (name, metrics[0].get(name), metrics[1].get(name)) for name in sorted(ordered, key=MEASURED.__contains__)
     ]
-    environments = [flatten(run.environment) for run in (first, second)]
+    environment = differing(flatten(first.environment), flatten(second.environment))
     checkpoints = (_checkpoint(first.path), _checkpoint(second.path))
-    tensors, equal, note = _compare(*checkpoints)
-    hashes = [run.summary.get("weights_sha256") for run in (first, second)]
+    tensors, equal, note = _compare(checkpoints[0], checkpoints[1])
     return Difference(
         config=differing(first.config, second.config),
-        environment=[each for each in differing(*environments) if not each[0].startswith(_NOT_COMPARED)],
+        environment=[each for each in environment if not each[0].startswith(_NOT_COMPARED)],
         metrics=numbers,
-        sha256=(hashes[0], hashes[1]),
+        sha256=(first.summary.get("weights_sha256"), second.summary.get("weights_sha256")),
         checkpoints=checkpoints,
         tensors=tensors,
         tensors_equal=equal,
@@ -108,7 +107,7 @@ def _compare(first: Path | None, second: Path | None) -> tuple[list[TensorDiffer
 
 
 def _weights_in(path: Path) -> dict[str, Callable[[], Any]]:
-    """What reads each tensor of the model in a checkpoint as a NumPy array, by its name."""
+    """A function that reads each tensor of the model in a checkpoint as a NumPy array, by its name."""
     from safetensors import safe_open
 
     file: Any = safe_open(path, framework="numpy")

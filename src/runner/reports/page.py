@@ -41,7 +41,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def content_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page's script reads."""
+    """The content of `#data`, which the page's script reads."""
     keys = differing_keys(runs)
     metric, mode = monitored(runs)
     order = {run.path: at for at, run in enumerate(runs)}

@@ -271,7 +271,7 @@ def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:
 
 
 def damaged_lines(run: Run) -> int:
-    """How many lines of `metrics.jsonl` are not objects, such as zeros after a power cut; nothing is taken from them."""
+    """The number of lines of `metrics.jsonl` that are not objects, such as zeros after a power cut; nothing is taken from them."""
     lines = lines_of(run.path / "metrics.jsonl")
     return sum(not (line.startswith(b"{") and line.endswith(b"}")) for line in lines)
 

@@ -64,7 +64,7 @@ class Row:
         return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
 
     def is_lost(self) -> bool:
-        """Whether all of its runs failed, died or were pruned, so that what they reached is no result."""
+        """True if all of its runs failed, died or were pruned, so that what they reached is no result."""
         return all(run.status in WITHOUT_RESULT for run in self.runs)
 
 
@@ -147,22 +147,22 @@ def make_table(
         UserError: if no run has a column.
     """
     listed = [name.strip() for name in columns.strip("[]").split(",")] if isinstance(columns, str) else columns
-    names, asked = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
-    for key, name in [("columns", name) for name in asked] + [("sort", (sort or "run").lstrip("-"))]:
+    names, given = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
+    for key, name in [("columns", name) for name in given] + [("sort", (sort or "run").lstrip("-"))]:
         if name not in names:
             raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", meant(name, names))
     metric, mode = monitored(runs)
     differing = differing_keys(runs)
     known = {name for run in runs for name in run.metrics} | set(MEASURED) | {"time_s"}
-    metrics = tuple(name for name in asked if name in known)
-    if not asked and metric is not None:
+    metrics = tuple(name for name in given if name in known)
+    if not given and metric is not None:
         tested = f"test/{metric.partition('/')[2]}"
         metrics = (metric, *([tested] if tested in known else []))
     # The first column and the last ones are always there.
     own = {"status", *(["run"] if each else [])}
-    keys = tuple(name for name in asked if name not in known | own) or (() if asked else tuple(differing))
+    keys = tuple(name for name in given if name not in known | own) or (() if given else tuple(differing))
     settings = [key for key in differing if key not in REPEATS]
-    if not each and not asked:
+    if not each and not given:
         keys = tuple(key for key in keys if key not in REPEATS)
     by = sort.lstrip("-") if sort else metric or ""
     wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
@@ -196,8 +196,8 @@ def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
 
     found = [run for run in runs if test(functools.partial(looked_up, run))]
     if not found:
-        told = "; ".join(f"{name} is {_some_of(values)}" for name, values in seen.items())
-        raise UserError("where", f"matches none of the {len(runs)} runs, where {told}", "a less strict condition")
+        values_of = "; ".join(f"{name} is {_some_of(values)}" for name, values in seen.items())
+        raise UserError("where", f"matches none of the {len(runs)} runs, where {values_of}", "a less strict condition")
     return found
 
 
@@ -212,7 +212,7 @@ def _some_of(values: list[Any]) -> str:
 
 
 def names_of(runs: Iterable[Run]) -> set[str]:
-    """What `where`, `columns` and `sort` can name."""
+    """The names that `where`, `columns` and `sort` know."""
     names = {*SPECIAL, *MEASURED}
     for run in runs:
         names |= run.config.keys() | run.metrics.keys() | run.choices.keys() | {key_of(word) for word in run.overrides}
@@ -303,5 +303,5 @@ def text_of(value: Any) -> str:
 
 
 def less_is_better(name: str) -> bool:
-    """Whether smaller values of a metric are better, as far as its name says."""
+    """True if smaller values of a metric are better, as far as its name says."""
     return any(part in name.rpartition("/")[2].lower() for part in _LESS_IS_BETTER)

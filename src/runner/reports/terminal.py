@@ -1,4 +1,4 @@
-"""How a report is shown in a terminal, a pipe or a file."""
+"""A report on a terminal, a pipe or a file."""
 
 from __future__ import annotations
 

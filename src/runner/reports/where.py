@@ -58,7 +58,9 @@ def _test(node: ast.expr, names: Collection[str]) -> Callable[[Value], bool]:
         return lambda value: not inner(value)
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
-        tests = [_comparison(*each, names) for each in zip(sides, node.ops, sides[1:], strict=False)]
+        tests = [
+            _comparison(left, kind, right, names) for left, kind, right in zip(sides, node.ops, sides[1:], strict=False)
+        ]
         return lambda value: all(test(value) for test in tests)
     name = _name(node)
     if name is None:
@@ -98,11 +100,11 @@ def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr, names: Collect
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Whether a value is the one that is meant: texts as patterns, without regard to case and underscores."""
+    """True if a value is the one that is meant: texts as patterns, without regard to case and underscores."""
     if not isinstance(wanted, str):
         return isinstance(found, bool) == isinstance(wanted, bool) and bool(found == wanted)
-    texts = [str(each).casefold().replace("_", "") for each in (found, wanted)]
-    return found is not None and (texts[0] == texts[1] or fnmatch.fnmatchcase(*texts))
+    text, pattern = (str(each).casefold().replace("_", "") for each in (found, wanted))
+    return found is not None and (text == pattern or fnmatch.fnmatchcase(text, pattern))
 
 
 def _name(node: ast.expr) -> str | None:

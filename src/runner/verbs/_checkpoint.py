@@ -1,4 +1,4 @@
-"""What the verbs that use a checkpoint share: its config with the command line on top, its model and its data."""
+"""The checkpoint of a verb: its config with the command line on top, its model and its data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _TRAINING_ONLY = {
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a checkpoint stores about its data."""
+    """The properties of its data that a checkpoint stores."""
 
     classes: tuple[str, ...]  # their names; empty for regression
     channels: int  # colour channels of an image
@@ -107,7 +107,7 @@ class ResolvedCheckpoint(Generic[T]):
         return splits
 
     def data_facts(self) -> DataFacts:
-        """What the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
+        """The data that the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
         channels, height, width = self.found.contents["metrics"]["images"]
         if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
             height = width = self.config.data.image_size
@@ -128,7 +128,7 @@ class ResolvedCheckpoint(Generic[T]):
                 "data.normalize.mean and data.normalize.std on the command line, one number per channel",
             )
         steps = callables("transform.eval", config.transform.eval)
-        return Pipeline(steps, mean, std, config.seed, device, config.channels_last)
+        return Pipeline(steps, mean, std, config.seed, device, channels_last=config.channels_last)
 
     def blank_input(self, data: KnownData) -> Tensor:
         """A blank image after `transform.eval`, which may change its size, and normalisation: (1, C, H, W) on the CPU."""
@@ -179,10 +179,14 @@ def resolve_checkpoint(
     found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=read)
     # Other data has to look to the model like the data that it was trained on.
     statistics = stored_data(found).get("normalize") or {}
-    parts = (found.contents["config"], str(found.path), composition, schema, statistics)
-    config, _ = resolve_with_checkpoint(*parts, builds)
-    with_data = functools.partial(resolve_with_checkpoint, *parts, EVALUATED)
-    return ResolvedCheckpoint(found, config, composition.overrides, getattr(config, "weights", "auto"), with_data)
+    resolve = functools.partial(
+        resolve_with_checkpoint, found.contents["config"], str(found.path), composition, schema, statistics
+    )
+    config, _ = resolve(builds=builds)
+    which = getattr(config, "weights", "auto")
+    return ResolvedCheckpoint(
+        found, config, composition.overrides, which, with_data=functools.partial(resolve, builds=EVALUATED)
+    )
 
 
 def config_and_checkpoint(
@@ -263,7 +267,7 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
 
 
 def activation_of(task: Task) -> str | None:
-    """What makes probabilities of the outputs: `softmax`, `sigmoid`, or None for a task without classes."""
+    """The activation that makes probabilities of the outputs: `softmax`, `sigmoid`, or None for a task without classes."""
     found: str | None = getattr(task, "activation", None if num_classes_of(task) is None else "softmax")
     return found
 

@@ -1,4 +1,4 @@
-"""How errors are shown. Imports nothing heavy."""
+"""Errors on standard error. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How verbs report: tables and sentences for people, or one JSON object for programs, and the phrases that they share."""
+"""Reports of verbs: tables and sentences for people, or one JSON object for programs, and the phrases that they share."""
 
 from __future__ import annotations
 

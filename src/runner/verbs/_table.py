@@ -33,7 +33,7 @@ class Verb:
 
     @property
     def takes_config(self) -> bool:
-        """Whether the words after the verb are overrides of a config."""
+        """True if the words after the verb are overrides of a config."""
         return bool(self.sweeps)
 
     def expand_shorthand(self, argv: Sequence[str]) -> list[str]:

@@ -81,23 +81,28 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         place(model, loss, device, config.channels_last, precision.weights)
         probe(task, model, loss, splits)
         resolved.load_weights(model, loss)
-        parts = (split.loader, task.targets, loss)
-        metrics, tables = build_metrics(config, task, device), task.tables(device)
         limit = config.limit.eval_batches
+        measure = functools.partial(
+            evaluate,
+            source=split.loader,
+            targets_of=task.targets,
+            loss=loss,
+            autocast=precision.autocast,
+            limit=limit,
+        )
+        metrics, tables = build_metrics(config, task, device), task.tables(device)
         batches = math.ceil(split.samples / split.loader.batch_size / world().size)
         with report.counting("eval", batches if limit is None else min(batches, limit)) as begin:
             counted = functools.partial(_count, begin)
-            scalars = evaluate(model, *parts, metrics | tables, precision.autocast, limit, counted)
+            scalars = measure(model, metrics=metrics | tables, interrupted=counted)
         warn_of_nonfinite(scalars["loss"], splits, config.split, report.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         averaged = None
         if config.tta:
-            views = with_tta(
-                model, task, resolved.blank_input(splits).to(precision.weights), config.tta, config.tta_mean
-            )
-            fresh = build_metrics(config, task, device)
-            averaged = evaluate(views, *parts, fresh, precision.autocast, config.limit.eval_batches)
+            image = resolved.blank_input(splits).to(precision.weights)
+            views = with_tta(model, task, image, config.tta, config.tta_mean)
+            averaged = measure(views, metrics=build_metrics(config, task, device))
             if config.tta_mean == "probabilities" and not _takes_logits(loss, task, device):
                 del averaged["loss"]
                 kind, known = activation_of(task), "tta_mean=probabilities: the averaged views have no loss"
@@ -138,7 +143,7 @@ def _count(begin: Callable[[], None]) -> bool:
 
 
 def _takes_logits(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:
-    """Whether a loss takes the logits of the task: of a softmax, adding the same number to all of them changes nothing."""
+    """True if a loss takes the logits of the task: of a softmax, adding the same number to all of them changes nothing."""
     if activation_of(task) == "sigmoid":
         return isinstance(loss, BinaryCrossEntropy | torch.nn.BCEWithLogitsLoss)
     logits = torch.linspace(-1, 1, 2 * (num_classes_of(task) or 2), device=device).view(2, -1)

@@ -66,7 +66,7 @@ class Workbench:
         return config
 
     def build(self, config: Bench) -> Run:
-        """What a run would train, on data that candidates share.
+        """A run with data that candidates share.
 
         Raises:
             UserError: if the parts do not fit together.
@@ -121,7 +121,7 @@ class CandidateRunner:
 
     @property
     def training(self) -> Run:
-        """What the candidate trains, built on first use."""
+        """The run of the candidate, built on first use."""
         if self._training is None:
             self._training = self._bench.build(self.config)
             self._recomputes = is_switched_on()
@@ -178,7 +178,7 @@ class CandidateRunner:
         switch(self._recomputes)
 
     def _saved_bytes(self) -> int | None:
-        """What the graph of a batch keeps for backward; None for a compiled model, which torch gives no access to."""
+        """Bytes that the graph of a batch keeps for backward; None for a compiled model, which torch gives no access to."""
         if self.config.compile:
             return None
         training = self.training
@@ -200,7 +200,7 @@ class CandidateRunner:
 
 
 def room_for(runner: CandidateRunner, count: int) -> bool:
-    """Whether so many candidates may keep weights and optimizer state in memory while they wait for their turn."""
+    """True if so many candidates may keep weights and optimizer state in memory while they wait for their turn."""
     device, state = runner.device, runner.training.state
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     tensors = [*state.model.parameters(), *state.model.buffers(), *tensors_in([*state.optimizer.state.values()])]

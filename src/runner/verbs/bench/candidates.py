@@ -1,4 +1,4 @@
-"""Which settings `bench` tries: the user's own config with one toggle switched, with a preset, or with several toggles."""
+"""The settings that `bench` tries: the user's own config with one toggle switched, with a preset, or with several toggles."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Candidate:
 
     @property
     def same_training(self) -> bool:
-        """Whether it changes nothing but how the training is computed."""
+        """True if it changes nothing but how the training is computed."""
         return self.kind == "preset" or self.settings.keys() <= SPEED_ALONE
 
     def clashes(self, other: Candidate) -> bool:
-        """Whether both switch the same thing, so that they cannot be combined."""
+        """True if both switch the same thing, so that they cannot be combined."""
         return bool(self.settings.keys() & other.settings.keys())
 
     def combined(self, other: Candidate) -> Candidate:
@@ -60,8 +60,8 @@ def setting(kind: Kind, values: Mapping[str, Any]) -> Candidate:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What decides which toggles apply, known once the baseline is built."""
+class RunTraits:
+    """The properties of the baseline, once it is built, that decide which toggles apply."""
 
     device: str  # type of the device
     cores: int  # CPU cores that this process may use
@@ -76,11 +76,11 @@ Skipped = tuple[str, str]
 """What is not measured, and why."""
 
 
-def candidates(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Candidate], list[Skipped]]:
-    """What to compare with the baseline, one toggle at a time; and what does not apply, with the reason."""
+def candidates(config: Bench, traits: RunTraits, sources: Sources) -> tuple[list[Candidate], list[Skipped]]:
+    """The candidates, one toggle at a time; and those that do not apply, with the reason."""
     found: list[Candidate] = []
     skipped: list[Skipped] = []
-    for name, made in _toggles(config, facts).items():
+    for name, made in _toggles(config, traits).items():
         if config.toggles is not None and name not in config.toggles:
             continue
         if isinstance(made, str):
@@ -90,7 +90,7 @@ def candidates(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Cand
     found += varied(config)
     if "performance" in config.toggles if config.toggles is not None else config.combine:
         for preset in _presets(config, sources):
-            if preset.settings.get("compile") and not config.compile and (why := _why_not_compiled(config, facts)):
+            if preset.settings.get("compile") and not config.compile and (why := _why_not_compiled(config, traits)):
                 skipped.append((preset.name, why))
             else:
                 found.append(preset)
@@ -108,17 +108,17 @@ def varied(config: Bench) -> list[Candidate]:
     ]
 
 
-def _toggles(config: Bench, facts: Facts) -> dict[str, str | list[dict[str, Any]]]:
+def _toggles(config: Bench, traits: RunTraits) -> dict[str, str | list[dict[str, Any]]]:
     """The settings to try for each toggle, other than the present one, or why it does not apply."""
-    device, cores, both = facts.device, facts.cores, (True, False)
+    device, cores, both = traits.device, traits.cores, (True, False)
     counts = sorted({*(2**power for power in range(cores.bit_length())), cores})
     compiled = True if config.compile == "model" else config.compile
     not_cuda = "" if device == "cuda" else f"has no effect on {device}: it is a setting of CUDA's"
     rows: dict[str, tuple[Sequence[Any], Any, str]] = {  # values, the present one, why it does not apply
-        "amp": ((False, "bf16", "fp16"), facts.precision, ""),
-        "channels_last": (both, config.channels_last, "" if facts.convolutions else "the model has no convolution"),
+        "amp": ((False, "bf16", "fp16"), traits.precision, ""),
+        "channels_last": (both, config.channels_last, "" if traits.convolutions else "the model has no convolution"),
         "activation_checkpointing": (both, config.activation_checkpointing is not False, ""),
-        "compile": ((False, True, "step"), compiled, "" if compiled else _why_not_compiled(config, facts)),
+        "compile": ((False, True, "step"), compiled, "" if compiled else _why_not_compiled(config, traits)),
         "cudnn_benchmark": (both, bool(config.cudnn_benchmark), not_cuda),
         "tf32": (both, bool(config.tf32), not_cuda),
         # On CUDA tf32 is what sets high.
@@ -127,13 +127,17 @@ def _toggles(config: Bench, facts: Facts) -> dict[str, str | list[dict[str, Any]
             config.matmul_precision,
             "has no effect here" if device == "mps" else "",
         ),
-        "threads": (counts, facts.threads, "" if device == "cpu" else f"the {device} computes"),
-        "data.num_workers": ([0, *counts], facts.workers, "the samples are in memory" if facts.workers is None else ""),
+        "threads": (counts, traits.threads, "" if device == "cpu" else f"the {device} computes"),
+        "data.num_workers": (
+            [0, *counts],
+            traits.workers,
+            "the samples are in memory" if traits.workers is None else "",
+        ),
     }
     return {
-        "optimizer.fused": _kernel(config, facts, "fused", "foreach"),
-        "optimizer.foreach": _kernel(config, facts, "foreach", "fused"),
-        "data.placement": _placement(config, facts),
+        "optimizer.fused": _kernel(config, traits, "fused", "foreach"),
+        "optimizer.foreach": _kernel(config, traits, "foreach", "fused"),
+        "data.placement": _placement(config, traits),
         **{
             name: why or [{name: value} for value in values if value != now]
             for name, (values, now, why) in rows.items()
@@ -141,27 +145,27 @@ def _toggles(config: Bench, facts: Facts) -> dict[str, str | list[dict[str, Any]
     }
 
 
-def _kernel(config: Bench, facts: Facts, name: str, other: str) -> str | list[dict[str, Any]]:
+def _kernel(config: Bench, traits: RunTraits, name: str, other: str) -> str | list[dict[str, Any]]:
     """The toggle of one of the ways in which an optimizer updates many tensors, of which only one can be on."""
-    if name not in facts.kernels:
+    if name not in traits.kernels:
         return f"{config.optimizer['_target_']} does not have it"
-    switched = not facts.kernels[name]
-    instead = {f"optimizer.{other}": False} if switched and other in facts.kernels else {}
+    switched = not traits.kernels[name]
+    instead = {f"optimizer.{other}": False} if switched and other in traits.kernels else {}
     return [{f"optimizer.{name}": switched, **instead}]
 
 
-def _why_not_compiled(config: Bench, facts: Facts) -> str:
-    """Why compiling is not tried: the CPU computes, and the user does not ask for it."""
-    if facts.device != "cpu" or "compile" in (config.toggles or ()):
+def _why_not_compiled(config: Bench, traits: RunTraits) -> str:
+    """The reason why compiling is not tried: the CPU computes, and the user does not ask for it."""
+    if traits.device != "cpu" or "compile" in (config.toggles or ()):
         return ""
     return "takes a minute to compile on the CPU; toggles=[compile,performance] measures it"
 
 
-def _placement(config: Bench, facts: Facts) -> str | list[dict[str, Any]]:
-    if facts.workers is not None and config.data.placement != "disk":
+def _placement(config: Bench, traits: RunTraits) -> str | list[dict[str, Any]]:
+    if traits.workers is not None and config.data.placement != "disk":
         return "the samples are read one by one"
-    places = ["disk", "ram"] if facts.device == "cpu" else ["disk", "ram", "device"]
-    now = "ram" if facts.workers is None and facts.device == "cpu" else config.data.placement
+    places = ["disk", "ram"] if traits.device == "cpu" else ["disk", "ram", "device"]
+    now = "ram" if traits.workers is None and traits.device == "cpu" else config.data.placement
     # Samples in memory allow no other number of workers.
     automatic = {} if config.data.num_workers == "auto" else {"data.num_workers": "auto"}
     return [{"data.placement": place, **(automatic if place != "disk" else {})} for place in places if place != now]

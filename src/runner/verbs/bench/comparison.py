@@ -1,4 +1,4 @@
-"""What `bench` does: build the baseline, measure the candidates in turns with it, and report."""
+"""The course of `bench`: build the baseline, measure the candidates in turns with it, and report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.data.workers import WorkerLoader
 from runner.tracking.formats import amount, number
 from runner.verbs._report import Report, mib
 from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, Workbench, room_for
-from runner.verbs.bench.candidates import BASELINE, Candidate, Facts, candidates
+from runner.verbs.bench.candidates import BASELINE, Candidate, RunTraits, candidates
 from runner.verbs.bench.stats import Result, paying, recommended
 from runner.verbs.bench.timing import run
 
@@ -42,7 +42,7 @@ class Comparison:
         report.warnings(first.training.warnings)
         bench.keep_statistics(first.training.data)
         self._baseline = CandidateRunner(bench)
-        self._candidates, self._skipped = candidates(config, facts_of(self._baseline), sources)
+        self._candidates, self._skipped = candidates(config, traits_of(self._baseline), sources)
         self._keep = True  # whether a candidate stays in memory after its turn
 
     def run(self) -> tuple[list[Result], Result, dict[str, Any]]:
@@ -173,11 +173,11 @@ def _record(result: Result) -> dict[str, Any]:
     }
 
 
-def facts_of(baseline: CandidateRunner) -> Facts:
-    """What decides which toggles apply."""
+def traits_of(baseline: CandidateRunner) -> RunTraits:
+    """The properties of a built baseline that decide which toggles apply."""
     training, loader = baseline.training, baseline.loader
     precisions: dict[torch.dtype | None, bool | str] = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return Facts(
+    return RunTraits(
         device=training.device.type,
         cores=cores(),
         threads=torch.get_num_threads(),

@@ -36,7 +36,7 @@ def run(composition: Composition) -> float:
     names, speeds = [result.candidate.name for result in results], [result.samples_per_s for result in results]
     spreads = [(speed.median, speed.low, speed.high) for speed in speeds]
     title = f"{config.name}, {called(config.model['_target_'], config.model.get('name'))} on {found['device']}"
-    bars(names, spreads, spreads[0][0], "samples/s, median and quartiles", picture, title)
+    bars(names, spreads, spreads[0][0], "samples/s, median and quartiles", target=picture, title=title)
     record: dict[str, Any] = {"overrides": mask_words(composition.overrides), **found}
     record |= {"environment": environment(), "written": [str(path), str(picture)]}
     write_json(path, record)

@@ -1,4 +1,4 @@
-"""What measurements amount to, without a clock."""
+"""The statistics of measurements, and what they recommend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Spread:
 
 @dataclass
 class Result:
-    """What was measured of a candidate."""
+    """The measurements of a candidate."""
 
     candidate: Candidate  # what was measured
     samples: float  # samples of an optimizer step
@@ -63,7 +63,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Why it is not recommended; empty if it pays, and for the baseline.
+        """The reason why it is not recommended; empty if it pays, and for the baseline.
 
         A gain pays if it is at least 2 % in the median, and no round is slower: with seven rounds, chance alone makes all of
         them faster for 1 in 128 candidates.

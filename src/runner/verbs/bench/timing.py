@@ -75,7 +75,10 @@ def run(training: Run, source: Source, steps: int, warmup: int = 0, usual_s: flo
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, steps * training.plan.accumulate))
     clock = Clock(training.device, warmup, usual_s)
     limits = Limits(None, steps)
-    Loop(training.state, source, plan, training.parts, limits, None, [clock], training.monitor).run()
+    loop = Loop(
+        training.state, source, plan, training.parts, limits, evaluate=None, callbacks=[clock], monitor=training.monitor
+    )
+    loop.run()
     return clock
 
 

@@ -1,4 +1,4 @@
-"""How an exported model compares with the model itself: outputs and latency."""
+"""The comparison of an exported model with the model itself: outputs and latency."""
 
 from __future__ import annotations
 
@@ -35,8 +35,16 @@ def compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Tens
         expected, got = model(images).double(), exported(images).double()
         difference = float((expected - got).abs().max()) if expected.shape == got.shape else math.inf
         relative = difference / max(1.0, float(expected.abs().max()))
-        times = _latency_ms(exported, images), _latency_ms(model, images)
-        found.append(Comparison(name, len(images), difference, relative, *times))
+        found.append(
+            Comparison(
+                format=name,
+                batch_size=len(images),
+                max_abs=difference,
+                max_rel=relative,
+                ms=_latency_ms(exported, images),
+                model_ms=_latency_ms(model, images),
+            )
+        )
     return found
 
 

@@ -59,7 +59,7 @@ def run(composition: Composition) -> float:
     resolved = dataclasses.replace(resolved, config=config)
     chosen = list(dict.fromkeys(as_list(config.format)))
     formats.require_packages(chosen)
-    configure_torch(_CPU, config.threads, config.deterministic, False, False, False, None)
+    configure_torch(_CPU, config.threads, config.deterministic, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()
     task, model = resolved.restore_model(data, _CPU)
@@ -85,7 +85,7 @@ def run(composition: Composition) -> float:
             with _write_complete(files[name]) as path:
                 loaded = formats.write(name, exported, images, path)
             compared += compare(name, exported, loaded, batches)
-    record = _record(resolved, task, data, images, files, compared)
+    record = _record(resolved, task, data, images, files=files, compared=compared)
     written = [*files.values(), folder / "model.json"]
     write_json(written[-1], record)
     _show(record, compared, report)
@@ -126,10 +126,11 @@ def _record(
     task: Task,
     data: DataFacts,
     images: Tensor,
+    *,
     files: dict[str, Path],
     compared: list[Comparison],
 ) -> dict[str, Any]:
-    """What programs that use the files need to know."""
+    """The description of the files for the programs that use them."""
     config = resolved.config
     included, normalize = config.include_preprocessing, config.data.normalize
     return {

@@ -1,4 +1,4 @@
-"""Where a model is wrong: the samples that it most surely takes for another class, and how often classes are confused."""
+"""The wrong predictions of a model: the most confident ones, and how often classes are confused."""
 
 from __future__ import annotations
 

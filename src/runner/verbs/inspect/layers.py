@@ -32,7 +32,7 @@ class Layer:
     flops: int = 0  # of a forward pass with one sample, without those of modules inside
 
     def add_call(self, inputs: Sequence[Any], output: Any) -> None:
-        """Note what the module was given and what it returned."""
+        """Add a call with these inputs and this output."""
         self.calls += 1
         tensor = first_tensor(output)
         if tensor is None:
@@ -44,7 +44,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted: int) -> list[Layer]:
-    """Send images through a model in evaluation mode and see what its modules give; the model itself comes first.
+    """The modules of a model, with their outputs for images in evaluation mode; the model itself comes first.
 
     Args:
         model: left as it is.
@@ -76,7 +76,7 @@ def layers_of(model: nn.Module, images: Tensor, flops: Mapping[str, int], counte
 
 
 def is_picture(shape: Sequence[int] | None) -> bool:
-    """Whether the output of one sample can be seen as maps: (C, H, W) of more than one pixel."""
+    """True if the output of one sample can be drawn as maps: (C, H, W) of more than one pixel."""
     return shape is not None and len(shape) == 3 and shape[1] * shape[2] > 1
 
 

@@ -22,7 +22,7 @@ from runner.verbs.inspect.statistics import Summary, dead_units, summarize
 
 @dataclass
 class Passed:
-    """What a forward and a backward pass showed."""
+    """The tensors of a forward and a backward pass, summarised."""
 
     loss: float = 0.0  # of the batch
     activations: list[Summary] = field(default_factory=list)  # outputs, in the order in which they are computed

@@ -40,7 +40,7 @@ class Table:
 
 @dataclass
 class Inspection:
-    """What was found so far, and what several parts need, computed when first used."""
+    """The results so far, and what several parts need, computed when first used."""
 
     config: Inspect  # what to do
     training: Run  # what is inspected
@@ -48,7 +48,7 @@ class Inspection:
     lines: list[str] = field(default_factory=list)  # shown first
     parts: list[Table | tuple[Path, str]] = field(default_factory=list)  # tables, and pictures with titles
     record: dict[str, Any] = field(default_factory=dict)  # for JSON
-    skipped: list[str] = field(default_factory=list)  # what could not be shown, and why
+    skipped: list[str] = field(default_factory=list)  # parts that could not be shown, and why
 
     @cached_property
     def flops(self) -> Flops:
@@ -76,11 +76,10 @@ class Inspection:
         """Every parameter."""
         return [summarize(name, weight) for name, weight in self.training.model.named_parameters()]
 
-    def draw(self, name: str, draw: Callable[..., str], *args: Any) -> bool:
-        """Draw with a function that takes the file last and returns a title, empty if there is nothing to draw."""
-        if title := draw(*args, self.folder / name):
-            self.parts.append((self.folder / name, title))
-        return bool(title)
+    def add_picture(self, path: Path, title: str) -> None:
+        """Add a picture; an empty title says that there was nothing to draw."""
+        if title:
+            self.parts.append((path, title))
 
     def add_summaries(
         self,
@@ -111,7 +110,8 @@ class Inspection:
             self.parts.append(Table(title, columns, rows, notes))
         if rows:
             quantity = {"weights": "weight", "activations": "activation"}.get(key, "gradient")
-            self.draw(f"{key}.png", pictures.draw_histograms, summaries, marks or {}, quantity, title)
+            path = self.folder / f"{key}.png"
+            self.add_picture(path, pictures.draw_histograms(summaries, marks or {}, quantity, title, path))
 
 
 def _cells(each: Summary) -> list[str]:
@@ -168,7 +168,7 @@ def weights(found: Inspection) -> None:
 
 
 def activations(found: Inspection) -> None:
-    """What modules give for a batch of training, and which units give nothing."""
+    """Outputs of the modules for a training batch, and the units that give nothing."""
     passed = found.passed
     found.record["dead_units"] = {name: {"dead": dead, "units": units} for name, (dead, units) in passed.dead.items()}
     cells = {name: f"{dead:,} of {units:,}" for name, (dead, units) in passed.dead.items()}
@@ -180,7 +180,7 @@ def activations(found: Inspection) -> None:
 
 
 def gradients(found: Inspection) -> None:
-    """What a batch of training changes: gradients by the weights, relative to their size, and by the outputs."""
+    """Gradients of a training batch by the weights, relative to their size, and by the outputs."""
     passed, batch = found.passed, f"of a training batch of {len(found.batch.images):,}"
     found.record |= {"loss": passed.loss, "without_gradient": passed.without, "frozen": passed.frozen}
     notes = [f"loss {number(passed.loss)}"]
@@ -199,17 +199,21 @@ def inputs(found: Inspection) -> None:
     """Samples of training as the model is given them, augmented."""
     count = found.config.samples
     images, targets = found.batch.images[:count], found.batch.targets[:count]
-    found.draw("inputs.png", pictures.draw_inputs, images, targets, found.training.data)
+    path = found.folder / "inputs.png"
+    found.add_picture(path, pictures.draw_inputs(images, targets, found.training.data, path))
 
 
 def filters(found: Inspection) -> None:
     """The kernels that see the image."""
-    if not found.draw("filters.png", pictures.draw_filters, found.training.model, found.training.data):
+    path = found.folder / "filters.png"
+    title = pictures.draw_filters(found.training.model, found.training.data, path)
+    found.add_picture(path, title)
+    if not title:
         found.skipped.append("filters: no layer has weights that lie over the image")
 
 
 def features(found: Inspection) -> None:
-    """What layers make of a few images of the split that the config names, or of the training split."""
+    """Outputs of layers for a few images of the split that the config names, or of the training split."""
     names = found.config.tensors or outer_maps(found.layers)
     if not names:
         found.skipped.append("features: no layer gives maps; tensors=[...] names others")
@@ -217,14 +221,14 @@ def features(found: Inspection) -> None:
     data = found.training.data
     split = data.eval_split(found.config.split) or data.train_for_eval
     batch = next(iter(split.loader.batches(0, 0, 1)))
-    drawn = pictures.draw_maps(found.training.model, batch.images, batch.targets, names, data, found.folder)
+    drawn = pictures.draw_maps(found.training.model, batch, names, data, found.folder)
     found.parts += drawn
     if not drawn:
         found.skipped.append(f"features: nothing of {', '.join(names)} can be seen as maps")
 
 
 def errors(found: Inspection) -> None:
-    """Where the model is wrong."""
+    """The confusion matrix, and the most confident wrong predictions."""
     config, training = found.config, found.training
     classes = unique_names(training.data.classes)
     outputs = training.task.outputs(classes)
@@ -247,14 +251,16 @@ def errors(found: Inspection) -> None:
             for m in surest
         ],
     }
-    share = percent(wrong / max(1, samples))
-    found.lines.append(f"{wrong:,} of {samples:,} {config.split} samples are predicted as another class ({share})")
+    rate = percent(wrong / max(1, samples))
+    found.lines.append(f"{wrong:,} of {samples:,} {config.split} samples are predicted as another class ({rate})")
     title = f"{config.data.name} {config.split}, {samples:,} samples"
-    confusion_matrix(matrix, classes, found.folder / "confusion.png", title)
-    found.parts.append((found.folder / "confusion.png", title))
+    path = found.folder / "confusion.png"
+    confusion_matrix(matrix, classes, path, title)
+    found.add_picture(path, title)
     if surest:
         title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
-        found.draw("errors.png", pictures.draw_errors, surest, title, classes, training.data)
+        path = found.folder / "errors.png"
+        found.add_picture(path, pictures.draw_errors(surest, title, classes, training.data, path))
 
 
 PARTS: dict[str, Callable[[Inspection], None]] = {

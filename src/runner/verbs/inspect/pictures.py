@@ -1,4 +1,4 @@
-"""What the pictures of `inspect` show: tensors made into pixels and words."""
+"""The pictures of `inspect`: tensors made into pixels and captions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.data.build import DataModule
+from runner.data.loaders import Batch
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
 from runner.tracking.formats import percent
@@ -109,10 +110,10 @@ def _first_kernels(model: nn.Module, image: tuple[int, int, int]) -> tuple[str, 
 
 
 def draw_maps(
-    model: nn.Module, images: Tensor, targets: Tensor, names: Sequence[str], splits: DataModule, folder: Path
+    model: nn.Module, batch: Batch, names: Sequence[str], splits: DataModule, folder: Path
 ) -> list[tuple[Path, str]]:
     """Draw what layers make of a few images; returns files and titles. What is neither a map nor tokens of a grid is skipped."""
-    images, targets = images[:_ROWS], targets[:_ROWS]
+    images, targets = batch.images[:_ROWS], batch.targets[:_ROWS]
     with evaluating(model):
         found = Extractor(model, names, "tensors")(images)
     pixels, captions = pixels_of(images, splits), captions_of(targets, splits.classes)

@@ -151,7 +151,7 @@ def _show(report: Console, table: Table) -> None:
 
 
 def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: Composition) -> Path:
-    """Where the results go; a new folder inside the checkpoint's run unless something else is asked for."""
+    """The folder of the results; a new one inside the checkpoint's run unless something else is asked for."""
     chosen = config.output if not config.features else None
     run = run_directory_of(found.path) if found is not None else None
     given = composition.job_dir or composition.run_dir

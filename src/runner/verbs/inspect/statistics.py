@@ -13,7 +13,7 @@ BINS = 40
 
 @dataclass(frozen=True)
 class Summary:
-    """What is in a tensor; elements that are not finite are counted, and ignored in everything else."""
+    """The distribution of a tensor; elements that are not finite are counted, and ignored in everything else."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,12 +38,12 @@ def summarize(name: str, tensor: Tensor) -> Summary:
     values = values[finite] if not_finite else values
     shape, count = tuple(tensor.shape), values.numel()
     if count == 0:
-        nothing = math.nan
-        return Summary(name, shape, nothing, nothing, nothing, nothing, nothing, 0.0, not_finite, 0.0, 0.0, [])
+        unknown = dict.fromkeys(("mean", "std", "minimum", "maximum", "norm"), math.nan)
+        return Summary(name, shape, zeros=0.0, not_finite=not_finite, low=0.0, high=0.0, counts=[], **unknown)
     low, high = float(values.min()), float(values.max())
     mean = float(values.sum(dtype=torch.float64)) / count
     squares = float(values.double().square().sum())
-    edges = (low, high) if high > low else (low - 0.5, high + 0.5)
+    left, right = (low, high) if high > low else (low - 0.5, high + 0.5)
     return Summary(
         name=name,
         shape=shape,
@@ -54,9 +54,9 @@ def summarize(name: str, tensor: Tensor) -> Summary:
         norm=math.sqrt(squares),
         zeros=float((values == 0).sum()) / count,
         not_finite=not_finite,
-        low=edges[0],
-        high=edges[1],
-        counts=[int(number) for number in torch.histc(values, BINS, *edges).tolist()],
+        low=left,
+        high=right,
+        counts=[int(number) for number in torch.histc(values, BINS, left, right).tolist()],
     )
 
 

@@ -1,4 +1,4 @@
-"""Which images `input` means: files, folders, patterns, or a split of the data."""
+"""The images that `input` means: files, folders, patterns, or a split of the data."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _named_by(word: str) -> list[Path]:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """What matches a pattern. `glob` does not get the `**`, as it would follow a link to a folder above without end."""
+    """The matches of a pattern. `glob` does not get the `**`, as it would follow a link to a folder above without end."""
     parts = pattern.parts
     if "**" not in parts:
         # Path.glob does not take an absolute pattern.

@@ -51,28 +51,26 @@ class RowBuilder:
             first_cells: the beginning of each row, such as the path of the image.
         """
         rows = [dict(cells) for cells in first_cells]
-        values = outputs.tolist()
         if not self.classes:
-            for row, numbers in zip(rows, values, strict=True):
+            for row, numbers in zip(rows, outputs.tolist(), strict=True):
                 row |= numbered("prediction", numbers)
         elif self.threshold is not None:
-            for row, shares, logits in zip(rows, outputs.sigmoid().tolist(), values, strict=True):
-                row["labels"] = labels_of(self.classes, shares, self.threshold)
-                row["probabilities"] = shares
-                if self.logits:
-                    row["logits"] = logits
+            for row, probabilities in zip(rows, outputs.sigmoid().tolist(), strict=True):
+                row["labels"] = labels_of(self.classes, probabilities, self.threshold)
+                row["probabilities"] = probabilities
         else:
-            probabilities = outputs.softmax(1)
             # A stable sort: of equal outputs, the class that comes first ranks first, as in metrics.
             order = torch.sort(outputs, dim=1, descending=True, stable=True).indices[:, : self.top_k].tolist()
-            for row, best, shares, logits in zip(rows, order, probabilities.tolist(), values, strict=True):
+            for row, best, probabilities in zip(rows, order, outputs.softmax(1).tolist(), strict=True):
                 for rank, number in enumerate(best, 1):
                     suffix = "" if rank == 1 else f"_{rank}"
-                    row |= {f"prediction{suffix}": self.classes[number], f"probability{suffix}": shares[number]}
+                    row[f"prediction{suffix}"] = self.classes[number]
+                    row[f"probability{suffix}"] = probabilities[number]
                 if self.probabilities:
-                    row["probabilities"] = shares
-                if self.logits:
-                    row["logits"] = logits
+                    row["probabilities"] = probabilities
+        if self.logits and self.classes:
+            for row, logits in zip(rows, outputs.tolist(), strict=True):
+                row["logits"] = logits
         self.count += len(rows)
         self.first += rows[: SHOWN - len(self.first)]
         return rows
@@ -86,4 +84,4 @@ def numbered(name: str, numbers: Sequence[float]) -> Row:
 
 def labels_of(names: Sequence[str], probabilities: Sequence[float], threshold: float) -> str:
     """The names of the labels above a threshold, with semicolons between them."""
-    return "; ".join(name for name, share in zip(names, probabilities, strict=True) if share > threshold)
+    return "; ".join(name for name, each in zip(names, probabilities, strict=True) if each > threshold)

@@ -81,43 +81,45 @@ def run(composition: Composition) -> float:
         data: KnownData
         if split is None:
             data = resolved.data_facts()
-            source = _files(resolved, files_in(words), (data.channels, *data.image_size), device)
+            source = _files(resolved, files_in(words), data, device)
             stack.callback(source.loader.close)
         else:
             if Path(split).is_dir():
                 report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
-            # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
-            section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
-            listing = dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
-            data = splits = stack.enter_context(contextlib.closing(listing.data(device)))
+            data = splits = stack.enter_context(contextlib.closing(_splits(resolved, device)))
             report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
             source = _split(resolved, splits, split)
         task, model = resolved.restore_model(data, device)
         threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
-        names_of = class_names(resolved, task)
-        rows = RowBuilder(names_of, config.top_k, config.probabilities, config.logits, threshold)
+        rows = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
         predictor: nn.Module = model
         if config.tta:
             predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
         names = as_list(config.features)
         layers = Extractor(model, names) if names else None
-        path = _output_file(config) if world().first else Path(os.devnull)
-        began = time.perf_counter()
-        features_file = path.with_name(f"{path.stem}_features.npz") if names and world().first else None
+        # Only rank 0 writes; the others compute batches for it.
+        first = world().first
+        path = _output_file(config) if first else Path(os.devnull)
+        features_file = path.with_name(f"{path.stem}_features.npz") if names and first else None
         opened: contextlib.AbstractContextManager[Callable[[list[Row]], object]] = contextlib.nullcontext(list)
-        if world().first:
+        if first:
             opened = open_table(path, rows.lists)
+        began = time.perf_counter()
         with opened as table:
-
-            def write(outputs: Tensor, first_cells: list[Row]) -> None:
-                table(rows.rows(outputs, first_cells))
-
-            batches = _predict(predictor, layers, source, precision, config.strict, write, report)
+            batches = _predict(
+                predictor,
+                layers,
+                source,
+                precision,
+                strict=config.strict,
+                write=lambda outputs, cells: table(rows.rows(outputs, cells)),
+                report=report,
+            )
             if features_file is None:
                 deque(batches, maxlen=0)
             else:
                 write_features(batches, features_file)
-        if not world().first:
+        if not first:
             return 0.0
         seconds = time.perf_counter() - began
         unreadable = [reason for _, reason in sorted(source.unreadable.items())]
@@ -138,9 +140,7 @@ def run(composition: Composition) -> float:
     return float(record["images_per_s"])
 
 
-def _files(
-    resolved: ResolvedCheckpoint[Predict], paths: list[Path], shape: tuple[int, int, int], device: torch.device
-) -> Source:
+def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], data: KnownData, device: torch.device) -> Source:
     config, unreadable = resolved.config, dict[int, str]()
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
 
@@ -152,14 +152,21 @@ def _files(
     loader = files_loader(
         paths,
         config.data,
-        callables("transform.sample_eval", config.transform.sample_eval),
-        shape,
-        resolved.input_pipeline(device),
-        device,
-        config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
-        note,
+        transforms=callables("transform.sample_eval", config.transform.sample_eval),
+        shape=(data.channels, *data.image_size),
+        prepare=resolved.input_pipeline(device),
+        device=device,
+        batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
+        on_unreadable=note,
     )
     return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
+
+
+def _splits(resolved: ResolvedCheckpoint[Predict], device: torch.device) -> DataModule:
+    """The data of the config. An unreadable sample is listed, as a file is; the one that replaces it in training gets no row."""
+    config = resolved.config
+    section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
+    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section)).data(device)
 
 
 def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
@@ -185,8 +192,9 @@ def _predict(
     layers: Extractor | None,
     source: Source,
     precision: Precision,
+    *,
     strict: bool,
-    write: Callable[[Tensor, list[Row]], None],
+    write: Callable[[Tensor, list[Row]], object],
     report: Report,
 ) -> Iterator[dict[str, Tensor]]:
     """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`.
@@ -221,9 +229,9 @@ def _computed(
         outputs = model(batch.images).float().cpu()
         features = layers.rows(batch.images) if layers is not None else {}
     indices, targets, unreadable = batch.indices.tolist(), batch.targets.tolist(), source.found()
-    kept = [place for place, index in enumerate(indices) if index not in unreadable]
-    cells = [source.first_cells(indices[place], targets[place]) for place in kept]
-    return outputs[kept], cells, {name: tensor[kept].cpu() for name, tensor in features.items()}, unreadable
+    readable = [place for place, index in enumerate(indices) if index not in unreadable]
+    cells = [source.first_cells(indices[place], targets[place]) for place in readable]
+    return outputs[readable], cells, {name: tensor[readable].cpu() for name, tensor in features.items()}, unreadable
 
 
 def _output_file(config: Predict) -> Path:

@@ -117,7 +117,8 @@ class _JsonLines:
 
 class _Parquet:
     def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
-        self._file, self._writer = file, None
+        self._file = file
+        self._writer: Any = None
 
     def write(self, rows: Sequence[Row]) -> None:
         import pyarrow

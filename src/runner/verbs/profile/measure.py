@@ -34,7 +34,7 @@ _UNUSUAL = 10  # times the median
 
 @dataclass
 class Measured:
-    """What the phases found."""
+    """The measurements of all phases."""
 
     steps: list[Step] = field(default_factory=list)  # those of the timed phase, but for `unusual` ones
     samples: int = 0  # trained on in these
@@ -153,9 +153,9 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
         training.plan,
         training.parts,
         Limits(None, training.total_steps),
-        None,
-        [*extra.values(), Log(config.log.every_steps, []), phases],
-        training.monitor,
+        evaluate=None,
+        callbacks=[*extra.values(), Log(config.log.every_steps, []), phases],
+        monitor=training.monitor,
         step=step_in_ranges(stopwatch, forward, backward, update_weights),
     )
     try:

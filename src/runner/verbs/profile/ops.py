@@ -28,7 +28,7 @@ class Op:
 
 
 def ops_in(profiler: Any, steps: int) -> list[Op]:
-    """What ran in a trace of so many steps, the most time first; without ranges."""
+    """The operations in a trace of so many steps, the most time first; without ranges."""
     found = []
     for event in profiler.key_averages():
         if event.key in _RANGES or getattr(event, "is_user_annotation", False) or event.key.startswith("[memory]"):
