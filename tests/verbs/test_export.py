@@ -30,7 +30,7 @@ with_packages = needs("export")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.verbs.export.compare._SECONDS", 0.0)
+    monkeypatch.setattr("runner.verbs.export.run._SECONDS", 0.0)
 
 
 @pytest.fixture

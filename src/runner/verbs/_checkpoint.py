@@ -183,9 +183,12 @@ def resolve_checkpoint(
         resolve_with_checkpoint, found.contents["config"], str(found.path), composition, schema, statistics
     )
     config, _ = resolve(builds=builds)
-    which = getattr(config, "weights", "auto")
     return ResolvedCheckpoint(
-        found, config, composition.overrides, which, with_data=functools.partial(resolve, builds=EVALUATED)
+        found,
+        config,
+        words=composition.overrides,
+        which=getattr(config, "weights", "auto"),
+        with_data=functools.partial(resolve, builds=EVALUATED),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import sys
 import tempfile
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
@@ -37,10 +39,10 @@ from runner.verbs._checkpoint import (
 )
 from runner.verbs._report import Report
 from runner.verbs.export import formats
-from runner.verbs.export.compare import Comparison, compare
 from runner.verbs.export.formats import FORMATS, INPUT, OUTPUT, Normalizing
 
 _CPU = torch.device("cpu")
+_SECONDS = 0.3  # of a measurement
 
 
 def run(composition: Composition) -> float:
@@ -76,7 +78,8 @@ def run(composition: Composition) -> float:
     run_directory = run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
-    files, compared = dict[str, Path](), list[Comparison]()
+    files: dict[str, Path] = {}
+    compared: list[dict[str, Any]] = []
     batches = [images[:size] for size in config.batch_sizes]
     with report.counting("export", len(chosen)) as begin:
         for name in chosen:
@@ -84,22 +87,50 @@ def run(composition: Composition) -> float:
             files[name] = folder / FORMATS[name][0]
             with _write_complete(files[name]) as path:
                 loaded = formats.write(name, exported, images, path)
-            compared += compare(name, exported, loaded, batches)
+            compared += _compare(name, exported, loaded, batches)
     record = _record(resolved, task, data, images, files=files, compared=compared)
     written = [*files.values(), folder / "model.json"]
     write_json(written[-1], record)
     _show(record, compared, report)
     report.lines(*written)
     report.json(record, written=[str(path) for path in written])
-    worst = next((each for each in compared if not each.max_rel <= config.tolerance), None)  # NaN is worse, too
+    worst = next((each for each in compared if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
     if worst is not None:
         print(
-            f"error: {worst.format} differs from the model by {worst.max_rel:.2g} of its largest output at batch size "
-            f"{worst.batch_size}, more than tolerance={config.tolerance:g}",
+            f"error: {worst['format']} differs from the model by {worst['max_rel']:.2g} of its largest output at batch "
+            f"size {worst['batch_size']}, more than tolerance={config.tolerance:g}",
             file=sys.stderr,
         )
         raise SystemExit(FAILED)
-    return max(each.max_rel for each in compared)
+    return float(max(each["max_rel"] for each in compared))
+
+
+@torch.inference_mode()
+def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Tensor]) -> list[dict[str, Any]]:
+    """Outputs and latency of an exported model beside those of the model itself, at each batch size."""
+    found = []
+    for images in batches:
+        expected, got = model(images).double(), exported(images).double()
+        difference = float((expected - got).abs().max()) if expected.shape == got.shape else math.inf
+        found.append(
+            {
+                "format": name,
+                "batch_size": len(images),
+                "max_abs": difference,
+                # As a share of the largest output, or of 1 if that is larger.
+                "max_rel": difference / max(1.0, float(expected.abs().max())),
+                "ms": _latency_ms(exported, images),
+                "model_ms": _latency_ms(model, images),
+            }
+        )
+    return found
+
+
+def _latency_ms(model: nn.Module, images: Tensor) -> float:
+    """Median time of a call in milliseconds."""
+    call = {"model": model, "images": images}
+    timer = Timer("model(images)", globals=call, num_threads=torch.get_num_threads())
+    return 1000 * timer.blocked_autorange(min_run_time=_SECONDS).median
 
 
 def _examples(resolved: ResolvedCheckpoint[Export], data: DataFacts, count: int) -> Tensor:
@@ -128,7 +159,7 @@ def _record(
     images: Tensor,
     *,
     files: dict[str, Path],
-    compared: list[Comparison],
+    compared: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The description of the files for the programs that use them."""
     config = resolved.config
@@ -163,7 +194,7 @@ def _record(
         },
         "files": {name: _file_record(path) for name, path in files.items()},
         "tolerance": config.tolerance,
-        "comparison": [dataclasses.asdict(each) for each in compared],
+        "comparison": compared,
         "versions": versions(),
     }
 
@@ -188,14 +219,12 @@ def _file_record(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
 
-def _show(record: dict[str, Any], compared: list[Comparison], report: Report) -> None:
+def _show(record: dict[str, Any], compared: list[dict[str, Any]], report: Report) -> None:
     report.line(f"{record['checkpoint']}  step {record['global_step']}")
-    rows = [
-        [
-            *(each.format, str(each.batch_size), f"{each.max_abs:.2g}", f"{each.max_rel:.2g}"),
-            *(f"{each.ms:.3f}", f"{each.model_ms:.3f}", f"{each.model_ms / each.ms:.2f}"),
-        ]
-        for each in compared
-    ]
+    rows = []
+    for each in compared:
+        differences = [f"{each['max_abs']:.2g}", f"{each['max_rel']:.2g}"]
+        times = [f"{each['ms']:.3f}", f"{each['model_ms']:.3f}", f"{each['model_ms'] / each['ms']:.2f}"]
+        rows.append([each["format"], str(each["batch_size"]), *differences, *times])
     columns = ["format", "batch", "largest difference", "relative", "ms", "ms of the model", "times as fast"]
     report.table("compared with the model on the CPU, float32", columns, rows)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from runner.build.model import example_input
 from runner.build.run import Run, training_flops
 from runner.config.errors import UserError
 from runner.config.schema.verbs import Inspect
+from runner.data.build import SplitData
 from runner.data.loaders import Batch
+from runner.engine.metrics import class_numbers
 from runner.instrument.flops import Flops
+from runner.instrument.no_trace import evaluating
 from runner.tracking.formats import compact, number, percent
 from runner.tracking.plots import confusion_matrix
 from runner.verbs._checkpoint import split_of, unique_names
 from runner.verbs._report import mib
 from runner.verbs.inspect import pictures
-from runner.verbs.inspect.errors import mistakes_in
 from runner.verbs.inspect.layers import Layer, layers_of, outer_maps, shape_text
 from runner.verbs.inspect.observed_pass import Passed, pass_through
 from runner.verbs.inspect.statistics import Summary, summarize
@@ -261,6 +267,41 @@ def errors(found: Inspection) -> None:
         title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
         path = found.folder / "errors.png"
         found.add_picture(path, pictures.draw_errors(surest, title, classes, training.data, path))
+
+
+def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
+    """The batches of a split as it is evaluated."""
+    count = math.ceil(split.samples / split.loader.batch_size)
+    return split.loader.batches(0, 0, count if limit is None else min(count, limit))
+
+
+def mistakes_in(
+    training: Run, split: SplitData, classes: int, *, limit: int | None, most: int
+) -> tuple[Tensor, list[pictures.Mistake]]:
+    """Evaluate a split, with no more than a batch of images in memory.
+
+    Returns:
+        The number of samples by class and predicted class, int64 (C, C); and at most `most` mistakes, the surest first.
+    """
+    confusion = torch.zeros(classes, classes, dtype=torch.int64)
+    surest: list[pictures.Mistake] = []
+    with evaluating(training.model):
+        for batch in batches_of(split, limit):
+            with training.precision.autocast():
+                logits = training.model(batch.images)
+            probabilities, predicted = (largest.cpu() for largest in logits.float().softmax(dim=1).max(dim=1))
+            true = class_numbers(training.task.targets(batch.targets)).cpu()
+            confusion += torch.bincount(true * classes + predicted, minlength=classes * classes).view(classes, classes)
+            for place in (predicted != true).nonzero().flatten().tolist():
+                sure = float(probabilities[place])
+                # Images are copied only of mistakes that are among the surest so far.
+                if len(surest) < most or sure > surest[-1].probability:
+                    image = batch.images[place].float().cpu().clone()
+                    mistake = pictures.Mistake(
+                        sure, int(batch.indices[place]), int(true[place]), int(predicted[place]), image
+                    )
+                    surest = sorted([*surest, mistake], key=lambda each: -each.probability)[:most]
+    return confusion, surest
 
 
 PARTS: dict[str, Callable[[Inspection], None]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,6 @@ from runner.tracking.image_grid import (
     image_grid,
     map_grid,
 )
-from runner.verbs.inspect.errors import Mistake
 from runner.verbs.inspect.layers import is_picture, shape_text
 from runner.verbs.inspect.statistics import Summary
 
@@ -35,6 +35,17 @@ _ROWS = 4
 _MOST_FILTERS = 64
 _LONGEST = 60  # letters of a layer in the name of a file: four bytes each at most, and 255 are allowed
 _RED, _GREEN = "#bb3344", "#228833"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A sample whose largest logit is not that of its class."""
+
+    probability: float  # softmax of that logit
+    index: int  # of the sample in its data set
+    true: int  # its class
+    predicted: int  # the class that it was taken for
+    image: Tensor  # (C, H, W), as the model was given it, on the CPU
 
 
 def pixels_of(images: Tensor, splits: DataModule) -> list[Pixels]:

@@ -38,10 +38,9 @@ from runner.verbs._checkpoint import (
     split_of,
 )
 from runner.verbs._report import Report
-from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
-from runner.verbs.inspect.parts import PARTS, Inspection, Table
+from runner.verbs.inspect.parts import PARTS, Inspection, Table, batches_of
 
 _MOST_ROWS = 60
 # A model is inspected without what only updates it; whatever else the config names is not even imported.
