@@ -254,30 +254,3 @@ def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[.
     [sweep] = Path("outputs/benchmarks").iterdir()
     for job in ("0", "1"):
         assert json.loads((sweep / job / "bench.json").read_text())["recommended"] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "messages"),
-    [
-        (
-            ("togles=[amp]", "toggles=[ampp]", "repeats=1"),
-            ("togles: is not a key; did you mean 'toggles'?", "toggles: cannot be ampp", "repeats: cannot be 1"),
-        ),
-        (
-            ("vary.data.batchsize=[1]", "vary.rate=[1]", "vary.optimizer=[sgd]", "vary.evaluate=[1]"),
-            (
-                "vary.data.batchsize: varies what is not a key; did you mean 'vary.data.batch_size'?",
-                "vary.rate: varies what is not a key",
-                "vary.optimizer: varies a whole section",
-                "vary.evaluate: varies a whole section",
-            ),
-        ),
-        (("date",), ("date: is not an override",)),
-    ],
-    ids=["keys", "vary", "word"],
-)
-def test_a_mistake_is_a_sentence(words: tuple[str, ...], messages: tuple[str, ...], run: Callable[..., Any]) -> None:
-    result = run("bench", *words)
-    assert result.status == 2
-    assert [message for message in messages if message not in result.err] == []
-    assert "Traceback" not in result.err

@@ -75,22 +75,6 @@ def test_a_checkpoint_is_searched_from_its_weights(run: Callable[..., Any], trai
         assert "the loss hardly falls" in result.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("start=1", "end=0.1"), "start: is 1, and end is 0.1"),
-        (("num_steps=3",), "num_steps: cannot be 3"),
-        (("lr=auto",), "lr: is auto, which is for train"),
-        (("start=1e-9", "end=1e-7"), "lr: no rate was found: the loss hardly falls at any rate from 1e-09 to 1e-07"),
-        (("optimizer.lr=0",), "optimizer.lr: is 0"),
-    ],
-)
-def test_what_cannot_be_searched_is_a_sentence(run: Callable[..., Any], words: tuple[str, ...], message: str) -> None:
-    result = run("find-lr", *SMALL, "num_steps=10", *words)
-    assert result.status == 2
-    assert message in result.err
-
-
 @pytest.mark.usefixtures("short_test")
 def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(
     train: Callable[..., Any], run: Callable[..., Any]

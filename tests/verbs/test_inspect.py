@@ -213,12 +213,6 @@ def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: 
     assert [len(outer_maps(many)), outer_maps(many)[0], outer_maps(many)[-1]] == [6, "l0", "l19"]
 
 
-def test_only_what_is_asked_for_is_done(inspect: Callable[..., Any]) -> None:
-    found = inspect(*SMALL, "what=weights")
-    assert found["files"] == ["weights.png"]
-    assert "layers" not in found
-
-
 @pytest.fixture
 def trained(train_once: Callable[..., Any]) -> Any:
     return train_once(*SMALL, "epochs=1", "optimizer.lr=0.02")
@@ -245,16 +239,6 @@ def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
     assert all(each["true"] != each["predicted"] for each in surest)
     assert {"confusion.png", "errors.png"} <= set(found["files"])
     assert found["checkpoint"] == evaluated["checkpoint"]
-
-
-def test_weights_are_those_of_the_checkpoint(trained: Any, inspect: Callable[..., Any]) -> None:
-    from runner.checkpoint.file import read
-
-    state = read(trained.directory / "checkpoints" / "best.safetensors")["model"]
-    found = inspect(f"ckpt_path={trained.directory}", "what=[weights]", "output=here")
-    assert found["folder"] == "here"
-    norms = {each["name"]: each["norm"] for each in found["weights"]}
-    assert norms["head.weight"] == pytest.approx(float(state["head.weight"].norm()), rel=1e-5)
 
 
 def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_checkpoint_only(
@@ -349,35 +333,6 @@ def test_no_more_than_a_batch_of_features_is_held_and_a_failure_leaves_nothing(t
     assert [path.name for path in tmp_path.iterdir()] == ["f.npz"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("features=haed",), "features: the model has no layer 'haed'; did you mean 'head'?"),
-        (("tensors=stage.1", "what=features"), "tensors: the model has no layer 'stage.1'; did you mean 'stages.1'?"),
-        (("tensors=stage.1", "what=activations"), "tensors: the model has no layer 'stage.1'"),
-        (("what=wieghts",), "what"),
-        (("features=head", "output=f.csv"), "output: cannot be f.csv"),
-        (("features=head", "split=tset"), "split: cannot be tset; did you mean 'test'?"),
-        (("samples=0",), "samples: cannot be 0"),
-        (("ckpt_path=nowhere",), "ckpt_path: there is no nowhere"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_a_mistake_is_a_sentence(words: tuple[str, ...], message: str, run: Callable[..., Any]) -> None:
-    result = run("inspect", *SMALL, *words)
-    assert result.status == 2
-    assert message in result.err
-    assert "Traceback" not in result.err
-
-
-def test_errors_of_numbers_are_refused_if_asked_for(run: Callable[..., Any]) -> None:
-    words = (*SMALL, "task=regression", "loss=mse", "data.dataset.kind=regression")
-    result = run("inspect", *words, "what=errors")
-    assert result.status == 2
-    assert "what: errors needs 2 to 2048 classes" in result.err
-    assert run("inspect", *words, "what=[inputs]").status == 0
-
-
 def test_lists_can_be_typed_without_brackets() -> None:
     words = ["features=a.b,c", "+what=layers", "what=null", "tensors=[x]", "seed=1,2", "output=a,b"]
     assert VERBS["inspect"].expand_shorthand(words) == [
@@ -404,15 +359,6 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
         norms = {each["name"]: each["norm"] for each in found["weights"]}
         assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
-
-
-def test_data_with_other_classes_than_the_checkpoints_is_refused(trained: Any, run: Callable[..., Any]) -> None:
-    result = run(
-        "inspect", f"ckpt_path={trained.directory}", "data.dataset.classes=3", "task.num_classes=null", "what=errors"
-    )
-    assert result.status == 2
-    assert "classes" in result.err
-    assert "Traceback" not in result.err
 
 
 def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
@@ -461,16 +407,6 @@ def test_as_many_filters_are_told_as_are_drawn(
     splits = cast(DataModule, SimpleNamespace(channels=channels, image_size=(8, 8)))
     assert title in draw_filters(nn.Conv2d(channels, 70, 3), splits, tmp_path / "f.png")
     assert len(seen[0]) == 64
-
-
-def test_features_that_are_not_by_image_are_refused(
-    trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runner.models.features.Extractor.__call__", lambda self, images: {"head": images.mean()})
-    result = run("inspect", f"ckpt_path={trained.directory}", "features=head", "output=f.npz")
-    assert result.status == 2
-    assert "features: 'head' gives () for 1 image, which is not one row per image" in result.err
-    assert "Traceback" not in result.err
 
 
 def test_features_whose_shape_changes_from_batch_to_batch_are_a_sentence(tmp_path: Path) -> None:

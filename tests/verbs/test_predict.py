@@ -424,26 +424,3 @@ def test_without_an_output_a_new_folder_is_made_and_programs_get_one_object(
     assert found["images_per_s"] > 0
     assert Path(found["output"]).parent.parent == Path("outputs/predictions")
     assert Path(found["output"]).read_text().count("\n") == 16
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "input: is missing"),
-        (("input=photo",), "did you mean 'photos'?"),
-        (("input=photos/*.gif",), "there is no image in photos/*.gif"),
-        (("input=[test,photos]",), "'test' is a split of the data"),
-        (("input=photos", "output=rows.xlsx"), "output: cannot be 'rows.xlsx'"),
-        (("input=photos", "top_k=9"), "there are 4 classes"),
-        (("input=photos", "tta=flop"), "did you mean 'flip'?"),
-        (("input=photos", "features=stage.2"), "did you mean 'stages.2'?"),
-        (("input=photos", "model.width=8"), "of another shape"),
-    ],
-)
-def test_a_mistake_is_a_sentence(
-    words: tuple[str, ...], message: str, run: Callable[..., Any], trained: Path, photos: Path
-) -> None:
-    result = run(*CALL, f"ckpt_path={trained}", *words)
-    assert result.status == 2, result.out + result.err
-    assert message in result.err
-    assert "Traceback" not in result.err

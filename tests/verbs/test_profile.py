@@ -256,17 +256,3 @@ def test_a_folder_of_ones_own_is_used_and_a_file_in_the_way_is_a_mistake(
     (workdir / "file").write_text("")
     result = run(*SMALL, "output=file/there")
     assert (result.status, result.err.startswith("error: output: cannot make the folder")) == (2, True)
-
-
-def test_a_wrong_key_is_a_sentence(run: Callable[..., Any]) -> None:
-    result = run("profile", "step=3", "warmup_steps=-1")
-    assert result.status == 2
-    assert "step: is not a key; did you mean 'steps'?" in result.err
-    assert "warmup_steps: cannot be -1" in result.err
-    assert "Traceback" not in result.err
-
-
-def test_a_loss_that_is_not_finite_is_a_sentence(run: Callable[..., Any]) -> None:
-    result = run(*SMALL, "optimizer=sgd", "optimizer.lr=1e30", "log.every_steps=2", "scheduler=constant")
-    assert result.status == 2
-    assert "cannot be profiled: lower optimizer.lr" in result.err

@@ -108,6 +108,7 @@ def _of_run(run: Run) -> dict[str, Any]:
     modes = dict.fromkeys(metrics, run.mode)
     train = [record for record in run.records if record.get("split") == "train"]
     curve = [[each["global_step"], each["loss"]] for each in train if is_number(each.get("loss"))]
+    # The first record contains start-up, unless there is no other.
     rates = [each["samples_per_s"] for each in train[1:] or train if is_number(each.get("samples_per_s"))]
     found: dict[str, Any] = {"seed": run.config.get("seed"), "metric": metrics, "mode": modes}
     found["curve"] = curve[:: max(1, math.ceil(len(curve) / _POINTS))]
@@ -234,6 +235,7 @@ def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[f
         for name, value in run["metric"].items():
             found.setdefault(name, []).append(value)
     ends = [run["curve"][-1][0] for run in [*runs, *other["runs"]] if run["curve"]]
+    # A longer run has a lower mean loss, so that only the steps that all reach count.
     curves = [[loss for step, loss in run["curve"] if step <= min(ends)] for run in runs if run["curve"]]
     found["loss"] = [statistics.fmean(curve) for curve in curves if curve]
     for name in _UNITS:

@@ -102,6 +102,7 @@ def _compare(first: Path | None, second: Path | None) -> tuple[list[TensorDiffer
                 found.append(TensorDifference(name, largest, f"{relative:.2g} of the largest weight"))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         return [], 0, f"the weights cannot be compared: {error}"
+    # Tensors that cannot be compared come first, then the largest differences.
     found.sort(key=lambda each: (not math.isnan(each.largest), -each.largest if each.largest == each.largest else 0))
     return found, equal, ""
 

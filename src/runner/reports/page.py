@@ -51,7 +51,8 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
     rows = []
     for run in runs:
         after = continued.get(run.path)
-        values = {key: run.value(key) if _simple(run.value(key)) else text_of(run.value(key)) for key in keys}
+        values = {key: run.value(key) for key in keys}
+        values |= {key: text_of(value) for key, value in values.items() if isinstance(value, list | dict)}
         rows.append(
             {
                 "name": run.name,
@@ -63,7 +64,7 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
                 "time_s": run.value("time_s"),
                 "setting": " ".join(f"{key}={text_of(values[key])}" for key in settings) or "all runs",
                 "keys": values,
-                "metrics": {name: _rounded(value) for name, value in (run.metrics | run.speed).items()},
+                "metrics": {name: float(f"{value:.6g}") for name, value in (run.metrics | run.speed).items()},
                 "curves": _curves(run, steps),
                 "next": None if after is None else order[after],
                 "resumed": run.summary.get("resumed_from"),
@@ -88,14 +89,6 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _simple(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
-
-
 def _curves(run: Run, steps: dict[str, int]) -> dict[str, list[Any]]:
     """For each metric of a split: the number of its list of steps, and its values, averaged over neighbours if there are many."""
     points: dict[str, list[tuple[int, float]]] = {}
@@ -110,6 +103,7 @@ def _curves(run: Run, steps: dict[str, int]) -> dict[str, list[Any]]:
     for name, curve in points.items():
         size = max(1, math.ceil(len(curve) / _POINTS))
         parts = [curve[at : at + size] for at in range(0, len(curve), size)]
+        # Most runs log at the same steps, so that a list of steps is stored once for all of them.
         places = json.dumps([part[-1][0] for part in parts])
         values = [float(f"{math.fsum(value for _, value in part) / len(part):.4g}") for part in parts]
         found[name] = [steps.setdefault(places, len(steps)), values]

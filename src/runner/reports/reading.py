@@ -181,6 +181,7 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
     Raises:
         UserError: if a place does not exist, or none holds a run.
     """
+    # One scan for all places, so that a run that several of them hold counts once.
     scan = Scan()
     given = [str(place) for place in places]
     for place in given:

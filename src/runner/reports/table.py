@@ -27,7 +27,6 @@ _LESS_IS_BETTER = (
     "error",
     "mae",
     "mse",
-    "rmse",
     "perplexity",
     "step_ms",
     "peak_memory_mib",
@@ -112,7 +111,8 @@ class Table:
         lines = []
         for row in self.rows:
             line: list[Any] = [len(row.runs) if self.folded else str(row.runs[0].path)]
-            line += [_plain(row.values.get(key)) for key in self.keys]
+            cells = [row.values.get(key) for key in self.keys]
+            line += [json.dumps(cell, default=str) if isinstance(cell, list | dict) else cell for cell in cells]
             for name in numbers:
                 value = row.values.get(name)
                 both = [value.mean, value.std] if isinstance(value, Spread) else [value, None]
@@ -168,6 +168,7 @@ def make_table(
     wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
     groups = [[run] for run in runs] if each else list(repetitions(runs, settings).values())
     rows = [_row(group, wanted, known) for group in groups]
+    # Two stable sorts: by value, and then what has no result to the end, whichever direction is asked for.
     rows.sort(key=lambda row: _order(row.values.get(by)), reverse=sort.startswith("-") if sort else mode == "max")
     rows.sort(key=lambda row: (row.values.get(by) is None, by == metric and row.is_lost()))
     return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by or None)
@@ -230,6 +231,7 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     every = dict.fromkeys(key for run in runs for key in run.config)
     words = [{key_of(word) for word in run.overrides} for run in runs]
     given = dict.fromkeys(key_of(word) for run in runs for word in run.overrides)
+    # Words of the command lines come first: other keys that follow from one of them are not listed beside it.
     for name in [*given, *sorted(every, key=lambda key: not key.endswith("._target_"))]:
         key = name.removesuffix("._target_")
         if key in shown or within(key, _NEVER) or not (name in given or changes_result(name)):
@@ -283,10 +285,6 @@ def _order(value: Any) -> tuple[bool, float, str]:
     """Numbers in front of texts, from the smallest to the largest."""
     value = value.mean if isinstance(value, Spread) else value
     return (False, value, "") if is_number(value) else (True, 0.0, str(value))
-
-
-def _plain(value: Any) -> Any:
-    return json.dumps(value, default=str) if isinstance(value, list | dict) else value
 
 
 def text_of(value: Any) -> str:

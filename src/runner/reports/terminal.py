@@ -88,6 +88,7 @@ def _columns(
     shown, widths = list(range(len(head))), column_widths(head, cells)
     size = console.size
     room = size[0] if size is not None else int(os.environ.get("COLUMNS") or 0)
+    # What is to the right is the least important, but for the columns that tell the rows apart.
     order = sorted(shown[1:], key=lambda at: (last.index(head[at]) if head[at] in last else -1, -at))
     while room and order and sum(widths[at] + 2 for at in shown) > room:
         shown.remove(order.pop(0))

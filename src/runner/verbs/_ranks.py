@@ -92,6 +92,7 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     Raises:
         RankFailed: if a rank failed.
     """
+    # The devices of the training are in the stored config, and say nothing about this job.
     given, led = any(key_of(word) == "devices" for word in composition.overrides), started_by_launcher()
     if not verb.on_ranks:
         if given and composition.values["devices"] not in (1, "auto"):
@@ -102,6 +103,7 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
         return run(composition)
     resolved = resolve_checkpoint(composition, SCHEMAS[verb.name])
     config, size = resolved.config, 1 if led else count_ranks(resolved.config)
+    # `best` and `last` could name another file by the time that another rank looks.
     composition = dataclasses.replace(composition, values=composition.values | {"ckpt_path": str(resolved.found.path)})
     job = {"verb": verb.name, "composition": composition.to_plain(), "config": to_plain(config)}
     if led:

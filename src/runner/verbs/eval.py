@@ -56,6 +56,7 @@ def run(composition: Composition) -> float:
     folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
     same_data = config.data.name == stored_data(found).get("name")
     title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
+    # Other data must not replace the evaluation of the run's own data.
     name = config.split if same_data else f"{config.data.name}_{config.split}"
     written = _write(record, folder, name, title, classes)
     if not report.json(record, written=[str(path) for path in written]):
@@ -79,6 +80,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         split = split_of(splits, config.split)
         task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last, precision.weights)
+        # A model that does not fit the data is a sentence before the first batch.
         probe(task, model, loss, splits)
         resolved.load_weights(model, loss)
         limit = config.limit.eval_batches
@@ -93,8 +95,8 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         batches = math.ceil(split.samples / split.loader.batch_size / world().size)
         with report.counting("eval", batches if limit is None else min(batches, limit)) as begin:
-            counted = functools.partial(_count, begin)
-            scalars = measure(model, metrics=metrics | tables, interrupted=counted)
+            # Asked before each batch; nothing interrupts an evaluation.
+            scalars = measure(model, metrics=metrics | tables, interrupted=lambda: bool(begin()))
         warn_of_nonfinite(scalars["loss"], splits, config.split, report.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
@@ -134,12 +136,6 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
     return record
-
-
-def _count(begin: Callable[[], None]) -> bool:
-    """Count a batch; never interrupts."""
-    begin()
-    return False
 
 
 def _takes_logits(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:

@@ -13,7 +13,6 @@ from runner.config.secrets import mask_text
 
 _FILES = ("csv", "md", "json", "html", "save_baseline")
 _OPTIONS = ("where", "columns", "sort", "seeds", "diff", "against", *_FILES)
-_OF_CONDITIONS = ("and", "or", "not", "in", "=", "!=", "<", "<=", ">", ">=")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,8 +65,6 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
             allowed = ", ".join(f"{name}=" for name in (*_OPTIONS, "tolerance.MEASURE"))
             allowed += "" if close or word.startswith("-") else f"; or where='{word}' for the runs with this setting"
             raise UserError("report", f"unknown option '{key}'", allowed, close)
-        elif word in _OF_CONDITIONS and "where" in options and not Path(word).exists():
-            raise UserError("where", "has spaces, so the shell splits it", "quotes around it: where='seed in [0, 1]'")
         else:
             places.append(word)
     if "diff" in options:

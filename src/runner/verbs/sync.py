@@ -35,6 +35,7 @@ def _sync(directory: Path, name: str, settings: dict[str, Any]) -> int:
     run = RunDirectory(directory)
     try:
         run.lock()
+        # Passwords of addresses are not written into the files of a run.
         if is_masked(settings.get("tracking_uri")):
             if not (address := os.environ.get("MLFLOW_TRACKING_URI")):
                 problem = f"the address {settings['tracking_uri']} has a password, which files do not store"

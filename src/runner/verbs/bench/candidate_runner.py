@@ -139,6 +139,7 @@ class CandidateRunner:
             UserError, RuntimeError: if it cannot be run, or is far slower than `usual` seconds a sample.
         """
         self.release()
+        # Data and its workers are shared, so their time would count against whoever comes first.
         self._bench.read_data(self.config)
         reset_peak_memory(self.device)
         before = memory_in_use(self.device)
@@ -191,6 +192,7 @@ class CandidateRunner:
         """Free the candidate's memory; it is built again when it is needed."""
         if self._training is None:
             return
+        # Another candidate needs the memory now, not when Python happens to look for cycles.
         model = weakref.ref(self._training.model)
         self._training = None
         if model() is not None:  # held by a cycle, as compiled models are, and collecting takes time

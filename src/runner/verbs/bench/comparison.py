@@ -56,6 +56,7 @@ class Comparison:
         # What takes a few milliseconds measures the scheduler of the system more than the steps.
         self._steps = max(self._config.steps, min(_MOST_STEPS, math.ceil(_LEAST_S / (first.first_s * first.samples))))
         self._keep = room_for(self._baseline, len(self._candidates) + 1)
+        # Toggles alone first: which of them to combine follows from what they gain.
         self._compare(self._candidates)
         if self._config.combine:
             self._compare(self._combinations())

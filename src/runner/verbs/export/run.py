@@ -145,7 +145,8 @@ def _examples(resolved: ResolvedCheckpoint[Export], data: DataFacts, count: int)
 
 @contextlib.contextmanager
 def _write_complete(path: Path) -> Iterator[Path]:
-    """A path to write to, other files beside it allowed; they get their names only once they are complete."""
+    """A path to write to; files get their names only once they are complete."""
+    # Large weights of ONNX lie in a second file beside the first, and its name is in the first.
     with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".export.") as scratch:
         yield Path(scratch) / path.name
         for file in Path(scratch).iterdir():

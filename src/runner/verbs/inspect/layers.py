@@ -62,6 +62,7 @@ def layers_of(model: nn.Module, images: Tensor, flops: Mapping[str, int], counte
         layers[name] = Layer(name, type(module).__name__, inner, sum(map(Tensor.numel, weights)), trainable)
     with evaluating(model), Observer(model, after=lambda name, module, *seen: layers[name].add_call(*seen)):
         model(images)
+    # Counts include the modules inside, and rows of a table have to add up.
     own = dict(flops)
     for name, count in flops.items():
         parts = name.split(".")

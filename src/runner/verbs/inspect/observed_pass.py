@@ -71,6 +71,7 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:
                     _compute_gradients(training, batch, model, found)
     except RuntimeError as error:
         raise refusal(error) or error from error
+    # Gradients arrive from the last layer to the first.
     order = {each.name: place for place, each in enumerate(found.activations)}
     found.flows.sort(key=lambda flow: order[flow.name])
     return found

@@ -225,6 +225,7 @@ def features(found: Inspection) -> None:
         found.skipped.append("features: no layer gives maps; tensors=[...] names others")
         return
     data = found.training.data
+    # Without a validation split, training images in evaluation mode are the next best.
     split = data.eval_split(found.config.split) or data.train_for_eval
     batch = next(iter(split.loader.batches(0, 0, 1)))
     drawn = pictures.draw_maps(found.training.model, batch, names, data, found.folder)

@@ -202,6 +202,7 @@ def _predict(
     Several ranks compute a batch each, and rank 0 gets what all have found.
     """
     loader, ranks = source.loader, world()
+    # Each rank computes every n-th batch, and all gather after each, so that rows are written in order.
     batches = math.ceil(loader.samples / loader.batch_size)
     with evaluating(model), report.counting("predict", math.ceil(batches / ranks.size)) as begin:
         own = iter(loader.batches(0, ranks.rank, batches, ranks.size))

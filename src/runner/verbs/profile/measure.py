@@ -86,6 +86,7 @@ class Phases:
         config, training, watch, found = self._config, self._training, self._watch, self.found
         cuda = training.device.type == "cuda"
         yield "warm-up", config.warmup_steps, 0.3
+        # Timed without the profiler, whose overhead is largest in small steps.
         reset_peak_memory(training.device)
         yield "timing", config.steps, 0.7
         found.take(watch.steps(), [after - before for before, after in itertools.pairwise(self._samples)])
@@ -100,6 +101,7 @@ class Phases:
                 if cuda:
                     torch.cuda.synchronize(training.device)
             found.traced = self._done
+        # Observing saved tensors slows a step down, so that memory has a step of its own.
         path = self._folder / "memory.pickle"
         history = memory_history(path) if cuda else contextlib.nullcontext()
         saved = contextlib.nullcontext() if config.compile else SavedTensors(training.model)

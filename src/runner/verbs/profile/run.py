@@ -56,7 +56,7 @@ def run(composition: Composition) -> float:
 
 
 def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[Op], config: str) -> list[Path]:
-    """Write everything; `profile.json` comes last, so that where it is, the others are."""
+    """Write everything."""
     written = []
     if measured.profiler is not None:
         trace, table, text = folder / "trace.json", folder / "ops.json", folder / "ops.txt"
@@ -69,6 +69,7 @@ def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[O
     write_atomically(folder / "config.yaml", config.encode())
     record["files"] = [path.name for path in written] + ["config.yaml"]
     record["environment"] = environment()
+    # It comes last, so that where it is, the others are.
     write_json(folder / "profile.json", record)
     return [*written, folder / "config.yaml", folder / "profile.json"]
 

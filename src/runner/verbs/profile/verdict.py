@@ -48,6 +48,7 @@ def verdict(step: StepProfile) -> str:
     )
     larger_batch = f"try data.batch_size={4 * step.batch_size} (now {step.batch_size})"
     much = max(_MUCH, (forward + backward) / 2)
+    # The input comes first: whatever else is made faster, a step does not end before its data is there.
     if wait >= _MUCH and wait >= prepare:
         return f"Waiting for data takes {percent(wait)} of a step: {_for_waiting(step)}."
     if prepare >= _MUCH:
