@@ -124,22 +124,14 @@ def _of_run(run: Run) -> dict[str, Any]:
 
 
 def baseline_text(measured: dict[str, Any]) -> str:
-    """The content of a baseline file.
-
-    Raises:
-        UserError: if no run has finished.
-    """
+    """The content of a baseline file."""
     if not any(setting["runs"] for setting in measured["settings"]):
         raise UserError("save_baseline", "needs a run that has finished", "other runs")
     return json.dumps(finite(measured), indent=2, ensure_ascii=False) + "\n"
 
 
 def read_baseline(place: str | Path) -> dict[str, Any]:
-    """The baseline in a file, or made from a run, a sweep or a folder.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """The baseline in a file, or made from a run, a sweep or a folder."""
     path = Path(place)
     if not path.is_file():
         return measure(find_runs([path], "against")[0])
@@ -177,11 +169,14 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     alpha = ALPHA / max(1, sum(map(len, shared)))
     measures, reasons = [], []
     for (setting, old, new), (was, is_now), names in zip(pairs, samples, shared, strict=True):
-        own = [
-            _judge(setting, name, (was[name], is_now[name]), old=old, new=new, allowed=allowed, alpha=alpha)
-            for name in names
-        ]
-        own = _with_fit(own)
+        own: list[Measure] = []
+        for name in names:
+            judged = _judge(setting, name, (was[name], is_now[name]), old=old, new=new, allowed=allowed, alpha=alpha)
+            # Metrics come first. A lower loss alone means that the training has become easier, or overfits.
+            if name == "loss" and judged.verdict == "better" and all(each.verdict != "better" for each in own):
+                why = "lower without a better metric: is augmentation or regularisation missing?"
+                judged = replace(judged, change=f"{judged.change}, {why}", verdict="worse")
+            own.append(judged)
         measures += own
         bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
         if new["failed"] > old["failed"]:
@@ -211,19 +206,18 @@ def _not_comparable(before: dict[str, Any], now: dict[str, Any], notes: list[str
 
 
 def _pairs(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
-    """(name, setting of the baseline, setting of now), and what has no counterpart."""
+    """(name, setting of the baseline, setting of now), and notes of those that have no counterpart."""
+    # One setting on each side is the same one, changed: what changed is the question.
     if len(before) == len(now) == 1:
         return [("", before[0], now[0])], []
-    found, notes = [], []
+    found: list[tuple[str, Any, Any]] = []
+    notes: list[str] = []
     for new in now:
         name = " ".join(f"{key}={text_of(value)}" for key, value in new["varied"].items()) or "all"
-        old = [each for each in before if each["varied"] == new["varied"]] or [
-            each for each in before if each["config"] == new["config"]
-        ]
-        if old:
-            found.append((name, old[0], new))
-        else:
-            notes.append(f"{name} is not in the baseline")
+        # Fewer settings vary in fewer runs, so that the whole config decides too.
+        same = [old for old in before if old["varied"] == new["varied"] or old["config"] == new["config"]]
+        found += [(name, old, new) for old in same[:1]]
+        notes += [] if same else [f"{name} is not in the baseline"]
     return found, notes
 
 
@@ -292,19 +286,6 @@ def _fastest_is_slower(name: str, old: dict[str, Any], new: dict[str, Any], limi
     key = "fastest" if name == "step" else name
     was, now = (min(run.get(key, run[name]) for run in each["runs"] if is_number(run.get(name))) for each in (old, new))
     return bool(now - was > limit * was)
-
-
-def _with_fit(measures: list[Measure]) -> list[Measure]:
-    """A lower training loss without a better metric counts as worse: augmentation or regularisation may be missing."""
-    if any("/" in each.measure and each.verdict == "better" for each in measures):
-        return measures
-    why = "lower without a better metric: is augmentation or regularisation missing?"
-    return [
-        replace(each, change=f"{each.change}, {why}", verdict="worse")
-        if each.measure == _LABELS["loss"] and each.verdict == "better"
-        else each
-        for each in measures
-    ]
 
 
 def _p(before: list[float], now: list[float], greater: bool) -> float | None:

@@ -236,11 +236,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=10_000)
 def _section(text: str) -> dict[str, Any]:
-    """One top-level key of a config file.
-
-    Raises:
-        ValueError: if it is not plain YAML.
-    """
+    """One top-level key of a config file."""
     import yaml
 
     if not text.strip():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text, mask_values
@@ -23,24 +24,12 @@ OUTPUTS = "outputs"
 Place = str | Path | Run | Iterable[str | Path | Run]
 
 
-class Runs(Sequence[Run]):
+class Runs(UserList[Run]):
     """Runs in the order of their folders, with a table for a notebook and for pandas."""
 
     def __init__(self, found: Iterable[Run], notes: Iterable[str] = ()) -> None:
-        self._runs, self.notes = tuple(found), tuple(notes)
-
-    @overload
-    def __getitem__(self, at: int) -> Run: ...
-    @overload
-    def __getitem__(self, at: slice) -> Runs: ...
-    def __getitem__(self, at: int | slice) -> Run | Runs:
-        return Runs(self._runs[at], self.notes) if isinstance(at, slice) else self._runs[at]
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __iter__(self) -> Iterator[Run]:
-        return iter(self._runs)
+        super().__init__(found)
+        self.notes = tuple(notes)
 
     def __repr__(self) -> str:
         return f"<{len(self)} runs>"
@@ -49,7 +38,7 @@ class Runs(Sequence[Run]):
         self, columns: Iterable[str] = (), sort: str | None = None, seeds: Literal["folded", "each"] = "folded"
     ) -> Table:
         """The table of the runs, see `runner.report`."""
-        return make_table(self._runs, columns, sort, seeds == "each")
+        return make_table(self.data, columns, sort, seeds == "each")
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time.
@@ -57,15 +46,15 @@ class Runs(Sequence[Run]):
         Raises:
             UserError: if pandas is not installed.
         """
-        keys = differing_keys(self._runs) if self._runs else []
+        keys = differing_keys(self.data) if self.data else []
         rows = []
-        for run in self._runs:
+        for run in self.data:
             row = {"run": str(run.path), "status": run.status, **{key: run.value(key) for key in keys}}
             rows.append(row | run.metrics | run.speed | {"time_s": run.value("time_s"), "error": run.error})
         return _frame(rows)
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_() if self._runs else "no runs"
+        return self.table()._repr_html_() if self.data else "no runs"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import html
 import json
 from collections import Counter
@@ -21,7 +20,6 @@ from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
 
 _NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", *OF_THE_SWEEP)
-_LISTED = 5  # values of a name in an error
 _LESS_IS_BETTER = (
     "loss",
     "error",
@@ -142,9 +140,6 @@ def make_table(
             monitored metric.
         sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
         each: whether repetitions have a line each.
-
-    Raises:
-        UserError: if no run has a column.
     """
     listed = [name.strip() for name in columns.strip("[]").split(",")] if isinstance(columns, str) else columns
     names, given = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
@@ -181,35 +176,15 @@ def monitored(runs: Iterable[Run]) -> tuple[str | None, str]:
 
 
 def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
-    """The runs that a condition such as `amp=true and test/accuracy>0.99` holds for.
-
-    Raises:
-        UserError: if it is not a condition, or it holds for none.
-    """
+    """The runs that a condition such as `amp=true and test/accuracy>0.99` holds for."""
     if not where:
         return list(runs)
     test = condition(where, names_of(runs))
-    seen: dict[str, list[Any]] = {}
-
-    def looked_up(run: Run, name: str) -> Any:
-        seen.setdefault(name, []).append(value := run.value(name))
-        return value
-
-    found = [run for run in runs if test(functools.partial(looked_up, run))]
+    found = [run for run in runs if test(run.value)]
     if not found:
-        values_of = "; ".join(f"{name} is {_some_of(values)}" for name, values in seen.items())
-        raise UserError("where", f"matches none of the {len(runs)} runs, where {values_of}", "a less strict condition")
+        columns = "columns=NAME shows the values that there are"
+        raise UserError("where", f"matches none of the {len(runs)} runs", f"a less strict condition; {columns}")
     return found
-
-
-def _some_of(values: list[Any]) -> str:
-    """The values that runs have, or where they begin and end."""
-    texts = list(dict.fromkeys("null" if value is None else text_of(value) for value in values))
-    if len(texts) <= _LISTED:
-        return " or ".join(texts)
-    if all(is_number(value) for value in values):
-        return f"{number(min(values))} to {number(max(values))}"
-    return f"{', '.join(texts[:_LISTED])} or one of {len(texts) - _LISTED} others"
 
 
 def names_of(runs: Iterable[Run]) -> set[str]:

@@ -91,11 +91,7 @@ class ResolvedCheckpoint(Generic[T]):
         return hardware.device, hardware.precision
 
     def data(self, device: torch.device) -> DataModule:
-        """The data that the config names.
-
-        Raises:
-            UserError: if it cannot be read, or does not have the checkpoint's classes.
-        """
+        """The data that the config names."""
         self.with_data()
         config = self.config
         splits = read_data(config, device, dtype=getattr(torch, config.dtype))
@@ -115,11 +111,7 @@ class ResolvedCheckpoint(Generic[T]):
         return DataFacts(self.classes, channels, (height, width))
 
     def input_pipeline(self, device: torch.device) -> Pipeline:
-        """Turns decoded images into the model's input: `transform.eval`, then normalisation.
-
-        Raises:
-            UserError: if a transform cannot be built, or the checkpoint does not store how images are normalised.
-        """
+        """Turns decoded images into the model's input: `transform.eval`, then normalisation."""
         config = self.config
         mean, std = config.data.normalize.mean, config.data.normalize.std
         if mean is None or std is None:
@@ -137,22 +129,14 @@ class ResolvedCheckpoint(Generic[T]):
         return prepared(self.input_pipeline(_CPU), pixels)
 
     def load_weights(self, model: nn.Module, loss: nn.Module | None = None) -> None:
-        """Load the selected weights into a model, and what belongs to them into a loss.
-
-        Raises:
-            UserError: if they do not fit, or the checkpoint does not have them.
-        """
+        """Load the selected weights into a model, and what belongs to them into a loss."""
         weights, kind = self.weights
         load_weights_of(self.found, model, weights)
         if loss is not None:
             load_weights_of(self.found, loss, loss_of(self.found.contents, kind, self.config, loss), "loss")
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
-        """The task, and the model with the selected weights on the device, in evaluation mode.
-
-        Raises:
-            UserError: if the config does not fit the data, or the weights do not fit the model.
-        """
+        """The task, and the model with the selected weights on the device, in evaluation mode."""
         task = build_task(self.config, data)
         model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
         self.load_weights(model)
@@ -254,9 +238,6 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
         image: an example input, (1, C, H, W).
         names: of the views.
         mean: `logits` or `probabilities`.
-
-    Raises:
-        UserError: if there are no probabilities to average, or a view cannot be made of such images.
     """
     activation = activation_of(task) if mean == "probabilities" else None
     if mean == "probabilities" and activation is None:
@@ -301,11 +282,7 @@ def run_directory_of(checkpoint: Path) -> Path | None:
 
 
 def output_folder(output: str | None, default: Path | None, root: str, kind: str) -> Path:
-    """The folder to write into, created if needed: `output`, else `default`, else a new dated one in `root`/`kind`.
-
-    Raises:
-        UserError: if it cannot be created.
-    """
+    """The folder to write into, created if needed: `output`, else `default`, else a new dated one in `root`/`kind`."""
     folder = Path(output) if output is not None else default
     if folder is None:
         return claim(Path(root) / kind, timestamp())

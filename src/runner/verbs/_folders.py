@@ -17,9 +17,6 @@ def split_words(
     """Split the words after a verb into those that are not flags, and (flag, value).
 
     `flags` gives the flags and what their values are, `DIR` or `NAME`; with `other_flags`, others are ignored.
-
-    Raises:
-        UserError: for any other flag, or one without a value.
     """
     words: list[str] = []
     given: list[tuple[str, str]] = []
@@ -39,11 +36,7 @@ def split_words(
 
 
 def the_folder(verb: str, argv: Sequence[str], meant: str, flags: Sequence[str] = ()) -> Path:
-    """The one folder among the words after a verb.
-
-    Raises:
-        UserError: for an unknown flag, or words that are not one folder that exists.
-    """
+    """The one folder among the words after a verb."""
     for word in argv:
         if word.startswith("-") and word not in flags:
             raise UserError(verb, f"unknown flag '{word}'", " ".join(flags) or "DIR alone", nearest(word, flags))
@@ -54,11 +47,7 @@ def the_folder(verb: str, argv: Sequence[str], meant: str, flags: Sequence[str] 
 
 
 def checked_folder(verb: str, word: str, meant: str) -> Path:
-    """A folder that exists.
-
-    Raises:
-        UserError: if it does not.
-    """
+    """A folder that exists."""
     folder = Path(word)
     if not folder.is_dir():
         problem = f"{word} is a file, not {meant}" if folder.exists() else f"there is no {word}"

@@ -66,11 +66,7 @@ def run(composition: Composition) -> float:
 
 
 def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, Any]:
-    """The metrics of a checkpoint on a split, as `eval` writes them; warnings go to the report.
-
-    Raises:
-        UserError: if the data cannot be read, or do not fit the checkpoint.
-    """
+    """The metrics of a checkpoint on a split, as `eval` writes them; warnings go to the report."""
     config = resolved.config
     device, precision = resolved.set_up_device("eval", report)
     splits = resolved.data(device)

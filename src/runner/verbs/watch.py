@@ -23,11 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(verb: str, argv: Sequence[str], live: bool) -> int:
-    """Show the table of a folder, of `sweep` only that of one sweep; if it is `live`, follow first what runs there.
-
-    Raises:
-        UserError: there is no run, or no sweep.
-    """
+    """Show the table of a folder, of `sweep` only that of one sweep; if it is `live`, follow first what runs there."""
     folder = the_folder(verb, argv, _MEANT, ["--follow"] if verb == "sweep" else [])
     from runner.sweeps.table import print_best, print_table
     from runner.sweeps.view import follow, look, progress_line

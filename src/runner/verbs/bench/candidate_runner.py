@@ -53,11 +53,7 @@ class Workbench:
         self._splits: dict[str, DataModule] = {}
 
     def config(self, settings: Mapping[str, Any]) -> Bench:
-        """The validated config with some keys set.
-
-        Raises:
-            UserError: with what is wrong, in one line.
-        """
+        """The validated config with some keys set."""
         if not settings:
             return self._config
         config, problems = resolve_changes(self._config, settings, self._composition)
@@ -66,11 +62,7 @@ class Workbench:
         return config
 
     def build(self, config: Bench) -> Run:
-        """A run with data that candidates share.
-
-        Raises:
-            UserError: if the parts do not fit together.
-        """
+        """A run with data that candidates share."""
         key = _about_data(config)
         if config.compile:
             import torch._dynamo.config
@@ -104,11 +96,7 @@ def _about_data(config: Bench) -> str:
 
 
 class CandidateRunner:
-    """Builds, runs and measures one candidate.
-
-    Raises:
-        UserError: if the candidate is not a valid config.
-    """
+    """Builds, runs and measures one candidate."""
 
     def __init__(self, bench: Workbench, candidate: Candidate = BASELINE) -> None:
         self.candidate = candidate
@@ -133,11 +121,7 @@ class CandidateRunner:
         return self.training.data.train.loader
 
     def first_steps(self, steps: int, usual: float = math.inf) -> Result:
-        """Build the candidate again and make its first steps, at least 2.
-
-        Raises:
-            UserError, RuntimeError: if it cannot be run, or is far slower than `usual` seconds a sample.
-        """
+        """Build the candidate again and make its first steps, at least 2."""
         self.release()
         # Data and its workers are shared, so their time would count against whoever comes first.
         self._bench.read_data(self.config)

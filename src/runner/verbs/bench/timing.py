@@ -42,11 +42,7 @@ class Clock:
     on_end = on_start
 
     def on_step(self, loop: Loop) -> None:
-        """Count a step, and take the time after the warm-up.
-
-        Raises:
-            UserError: if the steps after it take too long.
-        """
+        """Count a step, and take the time after the warm-up."""
         self._done += 1
         if self._done == self._warmup:
             self.on_start(loop)

@@ -37,9 +37,6 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:
     """Send a batch of training through model and loss and back, and sum up every tensor as it is computed.
 
     Weights, buffers, modes, gradients and random generators are left as they were.
-
-    Raises:
-        UserError: if there is no operation of a name.
     """
     model, found = training.model, Passed()
     calls: Counter[str] = Counter()

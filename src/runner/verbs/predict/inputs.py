@@ -15,11 +15,7 @@ _PATTERN = frozenset("*?[")
 
 
 def split_in(words: Sequence[str]) -> str | None:
-    """The split of the data that `input` names, if it names one.
-
-    Raises:
-        UserError: if it is one of several inputs.
-    """
+    """The split of the data that `input` names, if it names one."""
     named = [word for word in words if word in SPLITS]
     if named and len(words) > 1:
         allowed = f"input={named[0]} alone, or ./{named[0]} for a folder of that name"
@@ -33,9 +29,6 @@ def files_in(words: Sequence[str]) -> list[Path]:
     A word is a file, with any ending; a folder, which stands for all images below it, with links to folders followed once;
     or a pattern such as `photos/**/*.jpg`, which matches files with the ending of an image, and whose `**` follows links in
     the same way. Hidden files are skipped unless they are named.
-
-    Raises:
-        UserError: if a word names nothing, or a folder cannot be read.
     """
     found: dict[Path, None] = {}
     for word in words:

@@ -40,9 +40,6 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
 
     The ending of `path` selects the format. `lists` are the columns that hold lists, each with a name for every item; CSV
     gives each item a column.
-
-    Raises:
-        UserError: if it cannot be written.
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
     with writing(path):

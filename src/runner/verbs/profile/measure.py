@@ -140,11 +140,7 @@ class Phases:
 
 
 def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measured:
-    """Train a few steps as `train` does, without checkpoints and evaluations, and measure them.
-
-    Raises:
-        UserError: if the loss is not finite.
-    """
+    """Train a few steps as `train` does, without checkpoints and evaluations, and measure them."""
     stopwatch = Stopwatch(training.device)
     phases = Phases(config, training, stopwatch, folder, tell)
     extra = build_callbacks(config, training.task, training.monitor)
