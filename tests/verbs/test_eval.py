@@ -16,10 +16,8 @@ from torch.nn import functional as F
 from runner.checkpoint.file import read
 from runner.config.schema.verbs import Eval
 from runner.engine.tasks import Classification
-from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal, MeanSquaredError
 from runner.tracking.formats import digits
 from runner.verbs import _checkpoint
-from runner.verbs.eval import _takes_logits
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
@@ -217,16 +215,6 @@ def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
     shown = run("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=mse")
     assert shown.status == 0, shown.err
     assert "accuracy" in shown.out
-
-
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [(CrossEntropy(label_smoothing=0.1, num_classes=3), True), (Focal(num_classes=3), True), (BinaryCrossEntropy(3), False),
-     (MeanSquaredError(3), False)],
-    ids=["cross_entropy", "focal", "bce", "mse"],
-)  # fmt: skip
-def test_losses_that_take_logits_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
-    assert _takes_logits(loss, Classification(3), torch.device("cpu")) is expected
 
 
 def test_numbers_that_are_none_are_null_in_json(

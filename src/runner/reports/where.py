@@ -57,11 +57,9 @@ def _test(node: ast.expr, names: Collection[str]) -> Callable[[Value], bool]:
         inner = _test(node.operand, names)
         return lambda value: not inner(value)
     if isinstance(node, ast.Compare):
-        sides = [node.left, *node.comparators]
-        tests = [
-            _comparison(left, kind, right, names) for left, kind, right in zip(sides, node.ops, sides[1:], strict=False)
-        ]
-        return lambda value: all(test(value) for test in tests)
+        if len(node.ops) > 1:
+            raise _Wrong("compares more than two things at once; join comparisons with and")
+        return _comparison(node.left, node.ops[0], node.comparators[0], names)
     name = _name(node)
     if name is None:
         raise _Wrong(f"has {ast.unparse(node)!r}, which is not a comparison")
@@ -70,14 +68,10 @@ def _test(node: ast.expr, names: Collection[str]) -> Callable[[Value], bool]:
 
 
 def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr, names: Collection[str]) -> Callable[[Value], bool]:
-    first = _name(left)
-    if first is None or (first not in names and _name(right) in names):  # 0.9 < test/accuracy < 1
-        turned = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}.get(type(kind), type(kind))
-        left, kind, right, first = right, turned(), left, _name(right)
-    if first is None:
-        raise _Wrong("compares nothing of a run")
-    _require(first, names)
-    name = first
+    name = _name(left)
+    if name is None:
+        raise _Wrong("has no name of a key or metric on the left of a comparison")
+    _require(name, names)
     if isinstance(kind, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
         choices = [_constant(item) for item in right.elts]
         wanted = isinstance(kind, ast.In)

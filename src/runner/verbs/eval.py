@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from runner.build.evaluation import warn_of_nonfinite
 from runner.build.metrics import build_metrics
-from runner.build.model import build_task_model_loss, num_classes_of, place
+from runner.build.model import build_task_model_loss, place
 from runner.build.probe import probe
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
 from runner.distributed.world import world
 from runner.engine.evaluation import evaluate
-from runner.engine.tasks import Task
-from runner.optim.losses import BinaryCrossEntropy
+from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal
 from runner.tracking.files import write_json
 from runner.tracking.formats import digits, number
 from runner.verbs._checkpoint import (
@@ -38,6 +36,12 @@ from runner.verbs._checkpoint import (
     with_tta,
 )
 from runner.verbs._report import Report
+
+# Losses to which the logarithm of averaged probabilities is as good as logits, by the activation of the task.
+_TAKE_LOGITS: dict[str, tuple[type[nn.Module], ...]] = {
+    "softmax": (CrossEntropy, Focal, nn.CrossEntropyLoss),
+    "sigmoid": (BinaryCrossEntropy, nn.BCEWithLogitsLoss),
+}
 
 
 def run(composition: Composition) -> float:
@@ -101,10 +105,11 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
             image = resolved.blank_input(splits).to(precision.weights)
             views = with_tta(model, task, image, config.tta, config.tta_mean)
             averaged = measure(views, metrics=build_metrics(config, task, device))
-            if config.tta_mean == "probabilities" and not _takes_logits(loss, task, device):
+            kind = str(activation_of(task))
+            if config.tta_mean == "probabilities" and not isinstance(loss, _TAKE_LOGITS.get(kind, ())):
                 del averaged["loss"]
-                kind, known = activation_of(task), "tta_mean=probabilities: the averaged views have no loss"
-                report.warn(f"{known}, as this loss does not take {kind} logits")
+                problem = "tta_mean=probabilities: the averaged views have no loss"
+                report.warn(f"{problem}, as this loss does not take {kind} logits")
     splits.bad_samples.join(world())
     if summary := splits.bad_samples.summary():
         report.warn(summary)
@@ -132,16 +137,6 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
     return record
-
-
-def _takes_logits(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:
-    """True if a loss takes the logits of the task: of a softmax, adding the same number to all of them changes nothing."""
-    if activation_of(task) == "sigmoid":
-        return isinstance(loss, BinaryCrossEntropy | torch.nn.BCEWithLogitsLoss)
-    logits = torch.linspace(-1, 1, 2 * (num_classes_of(task) or 2), device=device).view(2, -1)
-    targets = task.targets(torch.arange(2, device=device))
-    with torch.inference_mode():
-        return torch.allclose(loss(logits, targets), loss(logits + 2, targets), rtol=1e-3, atol=1e-4)
 
 
 def _write(record: dict[str, Any], folder: Path, name: str, title: str, classes: list[str]) -> list[Path]:
