@@ -41,7 +41,7 @@ CANNOT = (UserError, RuntimeError)
 # Steps before a measurement that are not timed.
 _WARMUP = 2
 # Share of the free memory that candidates may use while they wait for their turn.
-_SHARE_HELD = 0.25
+_WAITING_SHARE = 0.25
 
 
 class Workbench:
@@ -190,4 +190,4 @@ def room_for(runner: CandidateRunner, count: int) -> bool:
     device, state = runner.device, runner.training.state
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     tensors = [*state.model.parameters(), *state.model.buffers(), *tensors_in([*state.optimizer.state.values()])]
-    return sum(tensor.nbytes for tensor in tensors) * count < _SHARE_HELD * free
+    return sum(tensor.nbytes for tensor in tensors) * count < _WAITING_SHARE * free

@@ -21,7 +21,7 @@ from runner.verbs.inspect.statistics import Summary, dead_units, summarize
 
 
 @dataclass
-class Passed:
+class ObservedPass:
     """The tensors of a forward and a backward pass, summarised."""
 
     loss: float = 0.0  # of the batch
@@ -33,12 +33,12 @@ class Passed:
     frozen: list[str] = field(default_factory=list)  # weights that are not trained
 
 
-def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:
+def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> ObservedPass:
     """Send a batch of training through model and loss and back, and sum up every tensor as it is computed.
 
     Weights, buffers, modes, gradients and random generators are left as they were.
     """
-    model, found = training.model, Passed()
+    model, found = training.model, ObservedPass()
     calls: Counter[str] = Counter()
     last: Tensor | None = None
 
@@ -74,7 +74,7 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:
     return found
 
 
-def _compute_gradients(training: Run, batch: Batch, forward: Callable[[Tensor], Any], found: Passed) -> None:
+def _compute_gradients(training: Run, batch: Batch, forward: Callable[[Tensor], Any], found: ObservedPass) -> None:
     weights = dict(training.model.named_parameters())
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     found.frozen = [name for name in weights if name not in trained]

@@ -28,7 +28,7 @@ from runner.verbs._checkpoint import split_of, unique_names
 from runner.verbs._report import mib
 from runner.verbs.inspect import pictures
 from runner.verbs.inspect.layers import Layer, layers_of, outer_maps, shape_text
-from runner.verbs.inspect.observed_pass import Passed, pass_through
+from runner.verbs.inspect.observed_pass import ObservedPass, pass_through
 from runner.verbs.inspect.statistics import Summary, summarize
 
 _NUMBERS = ("mean", "std", "min", "max", "norm", "zeros", "not finite")
@@ -73,7 +73,7 @@ class Inspection:
         return next(iter(self.training.data.train.loader.batches(self.training.state.position.epoch, 0, 1)))
 
     @cached_property
-    def passed(self) -> Passed:
+    def passed(self) -> ObservedPass:
         """The batch, forward and backward."""
         return pass_through(self.training, self.batch, self.config.tensors)
 

@@ -54,7 +54,8 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
 
         yield write
         with writing(path):
-            table.close()
+            if isinstance(table, _Parquet):  # its end lists what is in the file
+                table.close()
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -96,9 +97,6 @@ class _Csv:
                 self._empty = False
             self._writer.writerow(map(harmless, cells.values()))
 
-    def close(self) -> None:
-        pass
-
 
 class _JsonLines:
     def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
@@ -107,9 +105,6 @@ class _JsonLines:
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
-
-    def close(self) -> None:
-        pass
 
 
 class _Parquet:
