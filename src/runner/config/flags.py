@@ -30,37 +30,27 @@ def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
             raise
         options = [option for action in parser._actions for option in action.option_strings]
         raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
-    for name, (given, fix) in {
-        "--experimental-rerun": (
-            flags.experimental_rerun,
-            "it reads a pickle, which could run anything; use ckpt_path= instead",
-        ),
-        "--config-path": (
-            flags.config_path,
-            "it would replace the configs of the program; add yours with --config-dir",
-        ),
-        "--package": (flags.package, "it would move all keys; select an option with group=option, such as model=mlp"),
-    }.items():
-        if given:
+    refused = {
+        "--experimental-rerun": "it reads a pickle, which could run anything; use ckpt_path= instead",
+        "--config-path": "it would replace the configs of the program; add yours with --config-dir",
+        "--package": "it would move all keys; select an option with group=option, such as model=mlp",
+    }
+    for name, fix in refused.items():
+        if getattr(flags, name.lstrip("-").replace("-", "_")):
             raise UserError(f"{name} is refused: {fix}")
     return flags
 
 
 def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], known: Sequence[str]) -> UserError:
     """The mistake behind a complaint of argparse's."""
-    reason = complaint.strip().splitlines()[-1].partition("error: ")[2]
-    at, wrong = next(
-        (
-            (number, word)
-            for number, word in enumerate(argv)
-            if word.startswith("-") and word.split("=")[0] not in options
-        ),
-        (0, ""),
-    )
+    wrong = [at for at, word in enumerate(argv) if word.startswith("-") and word.split("=")[0] not in options]
     if not wrong:
-        return UserError(reason.replace("(choose from", "(one of"), "", "python -m runner VERB --help lists the flags")
-    flag, _, value = wrong.partition("=")
-    follows = argv[at + 1] if at + 1 < len(argv) else ""
+        reason = complaint.strip().splitlines()[-1].partition("error: ")[2]
+        return UserError(reason, "", "python -m runner VERB --help lists the flags")
+    flag, _, value = argv[wrong[0]].partition("=")
+    follows = "".join(argv[wrong[0] + 1 : wrong[0] + 2])
     value = value or ("" if "=" in follows or follows.startswith("-") else follows)
-    meant, allowed = flag_meant(flag, value, known, options)
-    return UserError(f"there is no flag {flag}", "", allowed, meant)
+    allowed = (
+        "--multirun, --config-dir DIR, --config-name NAME, --cfg job, --info, --help; a key has no dashes: key=value"
+    )
+    return UserError(f"there is no flag {flag}", "", allowed, flag_meant(flag, value, known, options))

@@ -1,4 +1,4 @@
-"""Messages of Hydra's and OmegaConf's in the form of all others."""
+"""The frequent messages of Hydra's and OmegaConf's in the form of all others; the rest with the key in front."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from runner.config.errors import Problem, nearest
 from runner.config.keys import ANY_KEY, closest, flatten
 from runner.config.sources import shipped
 
+# What OmegaConf says, and what stands in it.
 _KEY = re.compile(r"Interpolation key '(.*)' not found")
 _RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
 _ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
-_OTHER_VALUE = re.compile(r"Could not delete from config\. The value of '(.*)' is (.*) and not (.*)")
 _UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
 _CHOICE = re.compile(r"Invalid value '(.*?)', expected one of \[(.*?)\]")
-_VARIABLE = re.compile(r"Environment variable '(.*)' not found")
 
 REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm"}
 """Launchers of plugins of Hydra, and the launcher of this program that replaces each."""
@@ -53,40 +52,20 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         message = f"refers to '{missing}', which is not a key"
         return Problem(key, message, "${KEY} of a key that there is, or \\${ for the text", closest(missing, known))
     if match := _RESOLVER.search(text):
-        resolvers = ["oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "oc.create", "oc.decode", "oc.deprecated"]
-        resolvers = [name for name in resolvers if OmegaConf.has_resolver(name)]
-        return Problem(
-            key, f"uses '{match[1]}', which is not a resolver", ", ".join(resolvers), nearest(match[1], resolvers)
-        )
-    if match := _VARIABLE.search(text):
-        allowed = f"export {match[1]}=..., or a default: ${{oc.env:{match[1]},VALUE}}"
-        return Problem(key, f"reads the environment variable {match[1]}, which is not set", allowed)
+        return Problem(key, f"uses '{match[1]}', which is not a resolver", "oc.env, oc.select, oc.decode")
     if match := _ABSENT.search(text):
-        return Problem(
-            match[1], "cannot be deleted, because it does not exist", "a key that exists", closest(match[1], known)
-        )
-    if match := _OTHER_VALUE.search(text):
-        return Problem(match[1], f"is {match[2]}, and the override deletes {match[3]}", f"~{match[1]}")
-    if "list index out of range" in text:
-        return Problem(
-            re.sub(r"\[(\d+)\]", r".\1", key), "is not in the list", "the number of an item, the first one is 0"
-        )
+        return Problem(match[1], "cannot be deleted, because it does not exist", ANY_KEY, closest(match[1], known))
     if match := _UNKNOWN.search(text):
         if not key.startswith("hydra."):
             return Problem(key, "is not a key", ANY_KEY, closest(key, known))
-        own = [name for name in flatten(OmegaConf.to_container(OmegaConf.structured(HydraConf))) if name]
-        names = [*(f"hydra.{name}" for name in own), "hydra.sweeper.params"]  # of the basic sweeper
+        names = [f"hydra.{name}" for name in flatten(OmegaConf.to_container(OmegaConf.structured(HydraConf)))]
+        names += ["hydra.sweeper.params"]  # of the basic sweeper
         files = (shipped() / "hydra" / "launcher").glob("*.yaml")
         names += [f"hydra.launcher.{name}" for path in files for name in yaml.safe_load(path.read_text())]
         return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)", nearest(key, names))
     if match := _CHOICE.search(text):
         return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))
-    if "Cannot merge DictConfig with ListConfig" in text:
-        return Problem(
-            key, "gives a list where keys are expected, or the reverse", "[a, b] for a list, {name: value} for keys"
-        )
     if isinstance(error, RecursionError):
         return Problem("defaults", "a config includes itself, directly or indirectly", "defaults without a cycle")
-    if "Recursive interpolation" in text:
-        return Problem(key, "refers to itself, directly or indirectly", "a value in one of these keys")
-    return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
+    said = next((line for line in lines if not line.startswith("In '")), type(error).__name__)
+    return Problem(key, said.rstrip("."))

@@ -18,8 +18,10 @@ from hydra.errors import HydraException
 from runner.config import keys
 from runner.config.errors import Problem, nearest
 from runner.config.sources import Sources
-from runner.config.synonyms import target_meant, value_meant
+from runner.config.synonyms import by_class, value_meant
 from runner.config.words import not_overrides
+
+_HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.mode", "hydra.launcher", "hydra.sweeper", "hydra.searchpath")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def check_overrides(words: Sequence[str], schema: type, sources: Sources, multir
     result.problems.extend(problems)
     for word in readable:
         [override] = parsed([word])
-        checked = _checked(override, word, schema, sources, groups, multirun)
+        checked = _checked(override, word, schema, groups, multirun=multirun)
         if checked is None:
             result.unknown.append((override.key_or_group, word))
         elif isinstance(checked, Problem):
@@ -65,7 +67,7 @@ def _is_readable(word: str) -> bool:
 
 
 def _checked(
-    override: Override, word: str, schema: type, sources: Sources, groups: dict[str, list[str]], multirun: bool
+    override: Override, word: str, schema: type, groups: dict[str, list[str]], *, multirun: bool
 ) -> str | Problem | None:
     """The override for Hydra, or its problem; None for a key that nothing knows."""
     key, options = override.key_or_group, groups.get(override.key_or_group)
@@ -73,12 +75,8 @@ def _checked(
     if key.startswith(("hydra/", "hydra.")):
         return word
     if override.is_sweep_override() and not multirun:
-        value_text = word.partition("=")[2]
-        allowed = (
-            f"one value, a list in brackets: '{key}=[{value_text}]', or quotes around text: '{key}=\"{value_text}\"'"
-        )
-        if options is not None:
-            allowed = "one option" + (f", or several: '{key}=[{value_text}]'" if key in ("callbacks", "logger") else "")
+        text = word.partition("=")[2]
+        allowed = f"one value, a list in brackets: '{key}=[{text}]', or quotes around text: '{key}=\"{text}\"'"
         return Problem(key, "has several values, which needs the flag --multirun", allowed)
     if isinstance(value, Glob) and (names := value.filter(options or [])):
         # Spelled out here, as Hydra would also take parts of options, whose names begin with `_`.
@@ -87,7 +85,7 @@ def _checked(
     if override.is_sweep_override() and (reason := _wrong_sweep(override, options is not None)):
         return Problem(key, reason, ", ".join(options or []) or "values such as 1,2 or range(3)")
     if options is not None and not isinstance(value, dict):
-        return _checked_group(override, word, options, sources)
+        return _checked_group(override, word, options)
     annotation = keys.find(schema, key)
     if annotation is None:
         return None
@@ -99,7 +97,7 @@ def _checked(
     return ("++" if may_be_new else "") + word.lstrip("+")
 
 
-def _checked_group(override: Override, word: str, options: list[str], sources: Sources) -> str | Problem:
+def _checked_group(override: Override, word: str, options: list[str]) -> str | Problem:
     """The choice of an option for Hydra, or its problem."""
     key = override.key_or_group
     if override.is_delete():
@@ -107,7 +105,7 @@ def _checked_group(override: Override, word: str, options: list[str], sources: S
     names = selected(override)
     for name in names:
         if name not in options and name not in ("null", "") and not name.startswith("_"):
-            return _no_option(key, name, options, sources)
+            return _no_option(key, name, options)
     if "none" in names and len(names) > 1 and not override.is_sweep_override():
         others = ",".join(name for name in names if name != "none")
         return Problem(key, "cannot be none and others at once", f"{key}=none, or {key}=[{others}]")
@@ -118,21 +116,16 @@ def _checked_group(override: Override, word: str, options: list[str], sources: S
     return word.lstrip("+")
 
 
-def _no_option(group: str, name: str, options: list[str], sources: Sources) -> Problem:
+def _no_option(group: str, name: str, options: list[str]) -> Problem:
     """The problem of an option that there is not, with what is meant by it."""
     message, allowed = f"has no option '{name}'", ", ".join(options) or "none"
-    if misnamed := sources.misnamed(group, name):
-        return Problem(group, f"{message}: {misnamed.name} does not end in .yaml", f"rename it to {name}.yaml")
     bare = name.replace("\\", "/").rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
-    if bare in options:
-        return Problem(group, message, allowed, bare)
-    if bare.lower() in [option.lower() for option in options]:
-        return Problem(group, message, allowed, nearest(bare, options))
-    if words := target_meant(group, name):
-        return Problem(group, message, f"{allowed}; {words} for a class", value_meant(group, name))
+    meant = value_meant(group, name) or nearest(bare, options)
+    if (words := by_class(group, name)) and not (meant and group == "model"):
+        allowed = f"{allowed}; {words} for a class"
     if group == "data" and ("/" in name or Path(name).is_dir()):
         return Problem(group, message, allowed, f"data=image_folder data.root={name}")
-    return Problem(group, message, allowed, value_meant(group, name) or nearest(name, options))
+    return Problem(group, message, allowed, meant)
 
 
 def _wrong_sweep(override: Override, is_group: bool) -> str:
@@ -181,6 +174,14 @@ def first_of_sweeps(words: Iterable[str]) -> list[str]:
             word = word[: word.index("=") + 1] + first
         firsts.append(word)
     return firsts
+
+
+def without_effect(words: Iterable[str]) -> list[Problem]:
+    """Problems of overrides of `hydra.*` that do nothing, as this program starts its jobs itself."""
+    found = [keys.key_of(word).replace("/", ".") for word in words if keys.is_of_hydra(word)]
+    allowed = f"without it; of Hydra's keys, these have one: {', '.join(_HYDRA_KEYS)}"
+    idle = [key for key in found if key != "hydra" and not keys.within(key, _HYDRA_KEYS)]
+    return [Problem(key, "has no effect", allowed) for key in idle]
 
 
 def canonical(words: Iterable[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,12 +15,10 @@ from runner.config.merge import FACTS, PREPARATION, merge_with_checkpoint, says,
 from runner.config.rules import conflicts
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
-from runner.config.targets import bind, optimizers_taking, preferred_data, resolve
+from runner.config.targets import bind, preferred_data
 from runner.config.validate import nodes, shown, typed
 
 T = TypeVar("T", bound=Train)
-
-_POSITIONAL = {"optimizer": 1}
 
 
 def problems_in(
@@ -48,11 +45,7 @@ def problems_in(
         built = builds is None or keys.within(key, builds)
         if built and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
-            if not imports and key == "scheduler" and not keys.within(node["_target_"], ["runner"]):
-                continue  # it may be one of torch's, of which something else is to be said than of its arguments
-            found = _of_torch(node) if key == "scheduler" and imports else []
-            found = found or bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0), imports)
-            problems += [_listing_optimizers(problem) for problem in found]
+            problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"), imports)
     problems = [_of_an_option(problem, composition) for problem in problems]
     return config, composition.with_origins(problems, where)
 
@@ -67,23 +60,6 @@ def problems_without_imports(composition: Composition, schema: type[T]) -> list[
     given = set(map(keys.key_of, composition.overrides))
     wrong = [problem for problem in typed(schema, composition.values)[1] if problem.key in given]
     return composition.with_origins(wrong)
-
-
-def _of_torch(node: Mapping[str, Any]) -> list[Problem]:
-    """The problem that a scheduler of torch's kind steps an optimizer."""
-    try:
-        kind = resolve(node["_target_"])
-    except UserError:  # which is reported with the others
-        return []
-    home = "torch.optim.lr_scheduler"
-    if not inspect.isclass(kind) or f"{home}.LRScheduler" not in [f"{c.__module__}.{c.__name__}" for c in kind.__mro__]:
-        return []
-    options = ", ".join(f"{name}: {node[name]}" for name in inspect.signature(kind).parameters if name in node)
-    given = f" 'scheduler.options={{{options}}}'" if options else ""
-    allowed = f"scheduler=torch scheduler.name={kind.__name__}{given}"
-    if kind.__module__ != home:
-        allowed = "a class with factor(step): see Custom schedules in docs/reference/optimization.md"
-    return [Problem("scheduler._target_", "steps an optimizer, as schedulers of torch do", allowed)]
 
 
 def _of_an_option(problem: Problem, composition: Composition) -> Problem:
@@ -106,14 +82,6 @@ def _of_an_option(problem: Problem, composition: Composition) -> Problem:
     several = name if chosen in ("none", "default") else f"'[{chosen},{name}]'"
     allowed = f"{group}={several}, or no key of {problem.key}"
     return dataclasses.replace(problem, message=f"has keys, but {group}={name} is not selected", allowed=allowed)
-
-
-def _listing_optimizers(problem: Problem) -> Problem:
-    """For a kernel that the optimizer lacks, list the optimizers that have it instead of its arguments."""
-    argument = problem.key.removeprefix("optimizer.")
-    if argument not in FACTS["optimizer"] or argument == problem.key or "is not an argument" not in problem.message:
-        return problem
-    return dataclasses.replace(problem, allowed=f"null; {', '.join(optimizers_taking(argument))} have it", nearest="")
 
 
 def resolve_config(composition: Composition, schema: type[T]) -> T:

@@ -74,15 +74,10 @@ class Sources:
         for path in self.extra:
             if not path.is_dir():
                 what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
-                hint = "--config-dir DIR has to be followed by a folder" if "=" in path.name else ""
-                allowed = hint or "the folder that has your experiment/, model/ or other groups with .yaml files"
+                allowed = "the folder that has your experiment/, model/ or other groups with .yaml files"
                 raise UserError("--config-dir", what, allowed)
             if not any(path.rglob("*.yaml")):
-                other = next(path.rglob("*.yml"), None)
-                allowed = (
-                    f"rename {other.name} to {other.stem}.yaml" if other else "files such as experiment/mine.yaml in it"
-                )
-                raise UserError("--config-dir", f"{path} has no .yaml file", allowed)
+                raise UserError("--config-dir", f"{path} has no .yaml file", "files such as experiment/mine.yaml in it")
         self.folders = [shipped(), *self.extra]
         self._groups: list[str] | None = None
 
@@ -119,13 +114,6 @@ class Sources:
             if path.is_file() and path.stat().st_size <= _LARGEST:
                 return Option(group, path.stem, path)
         return None
-
-    def misnamed(self, group: str, name: str) -> Path | None:
-        """A file in the user's folders that is named like an option, but is not read, as it does not end in `.yaml`."""
-        name = name.removesuffix(".yml")
-        wrong = (f"{name}.yml", f"{name}.YAML", f"{name}.yaml.txt", f"{name}.json", f"{name}.toml")
-        paths = (folder / group / file for folder in reversed(self.folders) for file in wrong)
-        return next((path for path in paths if path.is_file()), None)
 
     def primary(self, name: str) -> Path | None:
         """The file of the primary config `name` (such as `train`), or None."""

@@ -62,7 +62,7 @@ def resolve(path: str) -> Any:
 
 
 def called(target: str, name: Any) -> str:
-    """What people call a component: its class, or the `name` by which a library makes it, such as `resnet18 (torchvision)`."""
+    """The name of a component for people: its class, or how a library calls it, such as `resnet18 (torchvision)`."""
     by_name = {
         "runner.models.timm_zoo.classifier": f"{name} (timm)",
         "runner.models.torchvision_zoo.classifier": f"{name} (torchvision)",
@@ -120,14 +120,10 @@ def bind(
 
     Args:
         key: dotted key of the component, for the messages.
-        node: `_target_` and the arguments.
+        node: `_target_` and the arguments; nested components are checked, too.
         facts: names of arguments that the program adds where the signature has them.
         positional: how many leading arguments the program passes by position.
         imports: False reads signatures from source files, and finds no problem where these do not tell them.
-
-    Returns:
-        Problems: target not found or not callable, unknown, missing and wrongly typed arguments; of nested
-        components too.
     """
     problems: list[Problem] = []
     for name, value in node.items():
@@ -186,7 +182,7 @@ def _annotations(target: Any) -> dict[str, Any]:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Whether values of an annotation come from YAML as they are."""
+    """Tell whether values of an annotation come from YAML as they are."""
     origin = get_origin(annotation)
     if origin in (list, tuple, Union, types.UnionType):
         return all(inner is Ellipsis or _is_plain(inner) for inner in get_args(annotation))
@@ -301,16 +297,14 @@ def build(
 
 
 def _refused(reason: str, arguments: Mapping[str, Any]) -> str:
-    """The argument that an error is about: the first that it names, or the only one with the value that it ends with."""
-    flat = keys.flatten(dict(arguments)).items()
-    given = {name: value for name, value in flat if value is not None and not name.endswith("_target_")}
+    """The argument that an error names first; an empty string if it names none."""
     places = list[tuple[int, int, str]]()
-    for name in given:
+    for name, value in keys.flatten(dict(arguments)).items():
         words = _IN_WORDS.get(name, re.escape(name.rpartition(".")[2]).replace("_", "[_ ]"))
-        if found := re.search(rf"(?<!\w)({words})(?!\w)", reason, re.IGNORECASE):
+        found = re.search(rf"(?<!\w)({words})(?!\w)", reason, re.IGNORECASE)
+        if found and value is not None and not name.endswith("_target_"):
             places.append((found.start(), -len(name), name))
-    ending = [name for name, value in given.items() if re.search(rf"[\s=:]{re.escape(str(value))}\.?$", reason)]
-    return min(places)[2] if places else ending[0] if len(ending) == 1 else ""
+    return min(places)[2] if places else ""
 
 
 def _built(key: str, value: Any, fetch: bool) -> Any:
@@ -327,41 +321,14 @@ def _built(key: str, value: Any, fetch: bool) -> Any:
 
 
 def _fetch_nothing(component: Component) -> None:
-    """Drop the arguments that make a component download something or load trained weights; its layers stay the same."""
+    """Drop the arguments that make a component download something or load trained weights."""
     target, given = component.target, component.arguments
-    wants_weights = given.get("pretrained")
     given |= {name: False for name in _DOWNLOADS if given.get(name)}
     if component.takes("fetch_weights"):
         given["fetch_weights"] = False
-    if not keys.within(str(getattr(target, "__module__", "")), ["torchvision.models"]) or not inspect.isfunction(
-        target
-    ):
-        return
-    # These builders take arguments by position too, the weights first, and load some where none are named.
-    given |= dict(zip(component.parameters or (), component.positional, strict=False))
-    component.positional = []
-    described = _described(target, "DEFAULT" if wants_weights else given.get("weights"))
-    arguments = described | {name: value for name, value in given.items() if name not in _DOWNLOADS}
-    component.arguments = arguments | {name: None for name in ("weights", "weights_backbone") if component.takes(name)}
-
-
-def _described(builder: Any, weights: Any) -> dict[str, Any]:
-    """What a builder of torchvision takes from the description of weights, for the same model without them."""
-    if not weights:
-        return {}
-    from torchvision import models
-
-    members = models.get_model_weights(builder).__members__
-    name = "DEFAULT" if weights is True else str(weights).rpartition(".")[2]
-    if name not in members:
-        return {}
-    meta, found = members[name].meta, {}
-    if "categories" in meta:
-        found["num_classes"] = len(meta["categories"])
-    if builder.__name__.startswith("vit_"):
-        found["image_size"] = meta["min_size"][0]
-    if builder.__name__ in ("googlenet", "inception_v3"):
-        found |= {"transform_input": True, "init_weights": False}
-    if builder.__name__ == "googlenet":
-        found["aux_logits"] = False
-    return found
+    if inspect.isfunction(target) and keys.within(target.__module__, ["torchvision.models"]):
+        # These builders take arguments by position too, the weights first, and load some where none are named.
+        given |= dict(zip(component.parameters or (), component.positional, strict=False))
+        component.positional = []
+        given = {name: value for name, value in given.items() if name not in _DOWNLOADS}
+        component.arguments = given | {name: None for name in ("weights", "weights_backbone") if component.takes(name)}

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _GENERATED = ("<", "torchinductor_")  # how names of files begin that no user has written
 _MOST_FRAMES = 3
 _HINT = "    HYDRA_FULL_ERROR=1 shows the whole traceback"
-
-
-def wants_all() -> bool:
-    """Whether the user asked for whole tracebacks."""
-    return os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 @functools.cache
@@ -36,21 +29,12 @@ def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def located(error: BaseException) -> list[str]:
-    """What the program was doing, the innermost frames of user code, and longer notes; no lines without such frames.
-
-    What the program was doing are the notes of an error (`BaseException.add_note`).
-    """
-    frames, notes = own_frames(error), [note for each in _causes(error) for note in getattr(each, "__notes__", ())]
-    hidden = len(frames) - _MOST_FRAMES
-    places = [f"  ... {hidden} frames of user code"] if hidden > 1 else []
-    for frame in frames[-_MOST_FRAMES if hidden > 1 else 0 :]:
-        places.append(f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}')
-        places += [f"    {frame.line}"] if frame.line else []
+    """The short notes of an error, the innermost frames of user code, and longer notes; only the latter without frames."""
+    cause: BaseException | None = error
+    frames, notes = own_frames(error)[-_MOST_FRAMES:], list[str]()
+    while cause is not None:
+        notes += getattr(cause, "__notes__", ())
+        cause = cause.__cause__
     short, long = ([note for note in notes if ("\n" in note) is wanted] for wanted in (False, True))
+    places = [line.rstrip() for line in traceback.format_list(frames)]
     return [*(f"    {note}" for note in short), *places, *long, _HINT] if frames else long
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
