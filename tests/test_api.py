@@ -83,7 +83,7 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
     }
     names = [field.name for field in dataclasses.fields(runner.api.Trained)]
     assert names == [
-        *("model", "classes", "preprocess", "config", "path", "step", "weights", "metrics", "task", "device"),
+        *("model", "classes", "preprocess", "config", "path", "step", "weights", "metrics", "task", "device")
     ]
     assert [field.name for field in dataclasses.fields(runner.api.Result)] == ["directory", "summary", "value"]
     fields = {each: [field.name for field in dataclasses.fields(each)] for each in (Run, Row, Spread, Table, Report)}
@@ -106,7 +106,7 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
             "records",
             "environment",
             "value",
-        ),
+        )
     }
 
 

@@ -131,7 +131,7 @@ class Trained:
     def predict(
         self, images: Picture | Sequence[Picture], top_k: int = 1, probabilities: bool = False
     ) -> list[dict[str, Any]]:
-        """What the model says of images: one dict an image, with the columns that `python -m runner predict` writes.
+        """Predictions for images: one dict an image, with the columns that `python -m runner predict` writes.
 
         Args:
             images: one or several.
@@ -279,13 +279,13 @@ def load(
 def predict(
     checkpoint: str | Path, images: Picture | Sequence[Picture], *overrides: str, **options: Any
 ) -> list[dict[str, Any]]:
-    """What a checkpoint says of images: `load(checkpoint, *overrides).predict(images, **options)`."""
+    """Predictions of a checkpoint for images: `load(checkpoint, *overrides).predict(images, **options)`."""
     return load(checkpoint, *overrides).predict(images, **options)
 
 
 @_files_reported()
 def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None) -> Composition:
-    """What overrides amount to, without a job of Hydra's.
+    """The composition of overrides, without a job of Hydra's.
 
     Raises:
         UserError: with everything that is wrong.

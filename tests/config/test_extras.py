@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from runner.config.resolve import problems_in
-from runner.config.schema import Train
 from runner.config.schema.sections import OptimizerExtras
 from runner.config.targets import bind, build, extras_of
 
@@ -37,19 +33,3 @@ def test_an_argument_of_the_component_itself_is_none_of_the_extras():
     assert build("optimizer", own).lr_base_batch_size == "mine"
     assert bind("optimizer", own) == []
     assert extras_of("optimizer", own) == OptimizerExtras()
-
-
-@pytest.mark.parametrize("value", [0, "many", True, 1.5])
-def test_a_wrong_value_is_a_problem_of_its_key(value, compose):
-    composition = compose(f"optimizer.lr_base_batch_size={value}")
-    _, problems = problems_in(composition.values, composition, Train)
-    assert [problem.key for problem in problems] == ["optimizer.lr_base_batch_size"]
-    assert problems[0].allowed == "a whole number of at least 1 or null"
-
-
-def test_a_misspelled_one_is_recognised(compose):
-    composition = compose("+optimizer.lr_base_batch_siz=64")
-    _, problems = problems_in(composition.values, composition, Train)
-    assert [(problem.key, problem.nearest) for problem in problems] == [
-        ("optimizer.lr_base_batch_siz", "lr_base_batch_size")
-    ]

@@ -180,8 +180,3 @@ def test_a_sweep_without_jobs_is_a_problem(word, reason):
     assert problem.key == word.split("=")[0]
     assert re.search(reason, problem.message)
     assert problem.origin == f"the override {word}"
-
-
-@pytest.mark.parametrize("key", ["evaluate.every_epochs", "checkpoint.every_epochs"])
-def test_a_part_of_an_epoch_is_refused_with_the_key_that_counts_in_steps(key, problems):
-    assert key.replace("epochs", "steps") in problems(f"{key}=0.5")[key].allowed

@@ -303,19 +303,9 @@ def test_only_texts_numbers_lists_and_mappings_are_read(text: str) -> None:
         stored.load(text, "a file")
 
 
-def test_a_config_that_is_too_long_or_has_endless_numbers_is_refused() -> None:
+def test_a_config_that_is_too_long_is_refused() -> None:
     with pytest.raises(UserError, match="over 262,144 characters"):
         stored.load("a: " + "x" * 300_000, "c.pt")
-    with pytest.raises(UserError, match="line 1 has a number of over 1,000 bits"):
-        stored.load("seed: " + "9" * 400, "c.pt")
-
-
-@pytest.mark.parametrize(
-    "text", ["a: [" + "1," * 40_000 + "]", "a: {" + "".join(f"k{n}: 1, " for n in range(20_000)) + "}"]
-)
-def test_a_config_of_tens_of_thousands_of_values_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"c\.pt: .* over 32,768 keys and values"):
-        stored.load(text, "c.pt")
 
 
 @pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b", "line\nend", "\x1b[2J", "x" * 300, ""])

@@ -13,7 +13,6 @@ from runner.config.changes import changes_refused
 from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.keys import describe
 from runner.config.resolve import resolve_config
-from runner.config.rules import conflicts
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval
 from runner.config.sources import shipped
@@ -252,40 +251,6 @@ def test_checked_gives_the_typed_config(compose):
     config = resolve_config(composition, Train)
     assert config.epochs == 7
     assert config.optimizer["_target_"] == "torch.optim.SGD"
-
-
-# Rules between keys
-
-
-@pytest.mark.parametrize(
-    ("values", "keys_"),
-    [
-        ({"epochs": None}, ["epochs"]),
-        ({"epochs": None, "max_steps": 5}, []),
-        ({"deterministic": True, "cudnn_benchmark": True, "tf32": True}, ["cudnn_benchmark", "tf32"]),
-        ({"deterministic": "warn", "cudnn_benchmark": True, "tf32": True}, []),
-        ({"data": {"dataset": NODE, "split": {"val": 0.5, "test": 0.5}}}, ["data.split"]),
-        ({"data": {"dataset": NODE, "split": {"val": 0.5, "test": 0.49}}}, []),
-        ({"data": {"dataset": NODE, "normalize": {"mean": [0.5]}}}, ["data.normalize"]),
-        ({"data": {"dataset": NODE, "normalize": {"mean": [0.5], "std": [0.0]}}}, ["data.normalize.std"]),
-        ({"data": {"dataset": NODE, "normalize": {"mean": [0.5], "std": [1, 1]}}}, ["data.normalize"]),
-        ({"data": {"dataset": NODE, "placement": "device", "num_workers": 1}}, ["data.num_workers"]),
-        ({"data": {"dataset": NODE, "placement": "device", "num_workers": 0}}, []),
-        ({"data": {"dataset": NODE, "placement": "ram"}, "transform": {"sample_train": [NODE]}}, ["transform"]),
-        ({"evaluate": {"every_epochs": None}, "scheduler": {"_target_": "a.Plateau"}}, ["scheduler"]),
-        ({"evaluate": {"every_epochs": None, "every_steps": 5}, "scheduler": {"_target_": "a.Plateau"}}, []),
-        ({"evaluate": {"every_epochs": None}, "callbacks": {"s": {"_target_": "a.EarlyStopping"}}}, ["callbacks.s"]),
-        *(({"name": name}, ["name"]) for name in ("", "..", "a/../b", "/a", "~a", "a=b", "a,b", "a//b", ".")),
-        *(({"name": name}, []) for name in ("a", "a/b", "a b", "A-1_2.3", "résumé")),
-    ],
-    ids=str,
-)
-def test_combinations_that_cannot_be_run_are_refused_and_no_others(values, keys_):
-    config, found = typed(Train, LEAST | values)
-    assert config is not None, found
-    refused = conflicts(config)
-    assert [p.key for p in refused] == keys_
-    assert all(p.allowed and p.message for p in refused)
 
 
 def test_resuming_refuses_what_would_change_the_meaning_of_the_state():

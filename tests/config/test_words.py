@@ -95,12 +95,7 @@ def test_a_wrong_value_is_told_with_the_one_that_is_meant(key, value, meant):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("absent", "there is no folder"),
-        ("file", "is a file"),
-        ("empty", "has no .yaml file"),
-    ],
+    ("name", "says"), [("absent", "there is no folder"), ("file", "is a file"), ("empty", "has no .yaml file")]
 )
 def test_a_config_folder_that_cannot_be_used_is_told(name, says, tmp_path):
     (tmp_path / "file").write_text("seed: 1")

@@ -111,7 +111,7 @@ def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
 
 
 def remedy(path: str, trust: Iterable[str], section: str) -> str:
-    """What would allow a path that `refusal` refuses."""
+    """The value that would allow a path that `refusal` refuses."""
     if within(path, tuple(trust)):
         return "a public class or function of the package, at the top of its module"
     if within(path, _PACKAGES):

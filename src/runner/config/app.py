@@ -164,7 +164,7 @@ def compose(
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
-    problems += [*overrides.without_effect(checked.accepted), *composition.unset()]
+    problems += [*overrides.without_effect(checked.accepted)]
     if problems:
         raise ConfigError([*problems, *also(composition, False)])
     return composition, cfg

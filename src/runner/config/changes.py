@@ -1,4 +1,4 @@
-"""What a resumed run may change: a declaration for every key of the schema."""
+"""Changes that a resumed run may make: a declaration for every key of the schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runner.config.keys import within
 
 
 class Change(Enum):
-    """What happens if the command line gives another value than the checkpoint."""
+    """The consequence if the command line gives another value than the checkpoint."""
 
     REFUSED = "refused"
     """The saved state would mean something else."""
@@ -57,7 +57,7 @@ CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}
 
 
 def declared(key: str) -> Change:
-    """What is declared for a dotted key or its component; unknown keys of older versions are reported."""
+    """The declaration for a dotted key or its component; unknown keys of older versions are reported."""
     while key and key not in CHANGES:
         key = key.rpartition(".")[0]
     return CHANGES.get(key, Change.REPORTED)
@@ -91,11 +91,11 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
 
 
 def other_run(key: str) -> bool:
-    """Whether a run with another value of a key is another one for `resume=auto`, and not the same on other hardware."""
+    """Tell whether a run with another value of a key is another one for `resume=auto`, and not the same on other hardware."""
     hardware = ("device", "devices", "strategy", "threads", "dist", "fsdp")
     return key == "data.root" or (changes_result(key) and not within(key, hardware))
 
 
 def changes_result(key: str) -> bool:
-    """Whether a key that may change is one that is to be reported."""
+    """Tell whether a key that may change is one that is to be reported."""
     return declared(key) is not Change.ALLOWED

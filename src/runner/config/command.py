@@ -27,35 +27,22 @@ ProblemsOf = Callable[[Composition, bool], list[Problem]]
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, and its first job composed.
-
-    Attributes:
-        verb: of the command line.
-        primary: name of the primary config.
-        schema: dataclass that the overrides are checked against.
-        flags: those of Hydra among the words after the verb.
-        checked: the overrides among them.
-        sources: folders of configs.
-        problems_of: see `ProblemsOf`.
-        app: Hydra's object for the application.
-        composition: the config of the first job.
-        cfg: the same as Hydra composed it, with `hydra`.
-    """
+    """A command line, and its first job composed."""
 
     verb: str
-    primary: str
-    schema: type
-    flags: argparse.Namespace
+    primary: str  # name of the primary config
+    schema: type  # that the overrides are checked against
+    flags: argparse.Namespace  # those of Hydra
     checked: overrides.CheckedOverrides
     sources: Sources
     problems_of: ProblemsOf
-    app: Any
+    app: Any  # Hydra's object for the application
     composition: Composition
-    cfg: DictConfig
+    cfg: DictConfig  # the composition with `hydra`
 
     @property
     def is_sweep(self) -> bool:
-        """Whether there are several jobs: by the flag, or by a selected preset."""
+        """Tell whether there are several jobs: by the flag, or by a selected preset."""
         return bool(self.flags.multirun) or str(self.cfg.hydra.mode or "").endswith("MULTIRUN")
 
     def composed(self, words: Sequence[str]) -> Composition:
@@ -97,7 +84,7 @@ class Command:
 
 
 def is_about_sweep(word: str) -> bool:
-    """Whether an override sets a key about a sweep as a whole; `sweep=PRESET` selects a preset, and is not one."""
+    """Tell whether an override sets a key about a sweep as a whole; `sweep=PRESET` selects a preset, and is not one."""
     return within(key := key_of(word), OF_THE_SWEEP) and key != "sweep"
 
 
@@ -148,7 +135,7 @@ def opened(
 
 
 def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
-    """Whether a selected preset turns a plain call into a sweep."""
+    """Tell whether a selected preset turns a plain call into a sweep."""
     plain = [word.replace(" ", "") for word in words]
     if "hydra.mode=RUN" in plain:
         return False

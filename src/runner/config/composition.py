@@ -1,4 +1,4 @@
-"""What a command line and the config files amount to, before validation, and where each value came from."""
+"""The values that a command line and the config files give together, before validation, and where each came from."""
 
 from __future__ import annotations
 
@@ -8,39 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from runner.config.errors import Problem
-from runner.config.keys import flatten, key_of, within
-from runner.config.sources import Sources, text_of
+from runner.config.keys import key_of, within
+from runner.config.sources import Sources
 from runner.config.yaml_files import line_of
 
 
 @dataclass(frozen=True)
 class Composition:
-    """What the command line and the files amount to, before any validation.
+    """The config of a job before any validation."""
 
-    Attributes:
-        values: plain containers, interpolations resolved.
-        overrides: canonical overrides of the command line, without those of `hydra.*`.
-        group_choices: the option selected for each group.
-        sources: folders that were searched.
-        primary: name of the primary config.
-        job_dir: folder that a sweep gives to this job; None for a single run.
-        run_dir: folder that `hydra.run.dir` names; None if it was left alone. Both for a job that a cluster starts.
-        continues: whether a job of a sweep continues what the same job began in `job_dir`.
-        supervised: whether this process is a job of a sweep, whose process decides when it ends.
-    """
-
-    values: dict[str, Any]
-    overrides: list[str]
+    values: dict[str, Any]  # plain containers, interpolations resolved
+    overrides: list[str]  # canonical ones of the command line, without those of `hydra.*`
     group_choices: dict[str, str]
     sources: Sources
-    primary: str
-    job_dir: Path | None = None
-    run_dir: Path | None = None
-    continues: bool = False
-    supervised: bool = False
+    primary: str  # name of the primary config
+    job_dir: Path | None = None  # folder that a sweep gives to this job
+    run_dir: Path | None = None  # folder that `hydra.run.dir` names; both for a job that a cluster starts
+    continues: bool = False  # what the same job of a sweep began in `job_dir`
+    supervised: bool = False  # by the process of a sweep, which decides when it ends
 
     def in_folder(self, folder: Path) -> Composition:
         """The composition for a job of a sweep, which gets a folder."""
@@ -48,7 +34,7 @@ class Composition:
 
     @property
     def resumes(self) -> bool:
-        """Whether `resume=auto` is set, or the sweep continues this job."""
+        """Tell whether `resume=auto` is set, or the sweep continues this job."""
         return self.continues or self.values.get("resume") == "auto"
 
     @property
@@ -74,13 +60,13 @@ class Composition:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Composition:
-        """What `to_plain` was called on."""
+        """The composition that `to_plain` was called on."""
         paths = {name: Path(plain[name]) if plain[name] else None for name in ("job_dir", "run_dir")}
         sources = Sources([Path(folder) for folder in plain["sources"]])
         return cls(**{**plain, **paths, "sources": sources})
 
     def origin(self, key: str) -> str:
-        """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
+        """The source of the value of a dotted key: `the override ...`, a file, or an empty string."""
         for word in reversed(self.overrides):
             target = key_of(word)
             part = "." in key and within(target, [key])  # such as data.split.val for a problem of data.split
@@ -102,22 +88,8 @@ class Composition:
         line = line_of(file, key) if file is not None else None
         return f"{file}:{line}" if line else ""
 
-    def unset(self) -> list[Problem]:
-        """A problem for each key that a file leaves open with `???`, which Hydra ignores where another file has a value."""
-        values, problems = flatten(self.values), list[Problem]()
-        options = [self.sources.option(*choice) for choice in self.group_choices.items()]
-        for option in options:
-            if option is None or "???" not in text_of(option.path):
-                continue
-            prefix = "" if option.is_global else f"{option.group.replace('/', '.')}."
-            for inside, value in flatten(yaml.safe_load(text_of(option.path))).items():
-                key, line = prefix + inside, line_of(option.path, inside)
-                if value == "???" != values.get(key) and self.origin(key) == f"{option.path}:{line}":
-                    problems.append(Problem(key, "is missing", f"a value, such as {key}=... on the command line"))
-        return self.with_origins(problems)
-
     def _sets_part(self, choice: tuple[str, str]) -> bool:
-        """Whether the option of a group sets the keys of that group, and not those of the top level."""
+        """Tell whether the option of a group sets the keys of that group, and not those of the top level."""
         option = self.sources.option(*choice)
         return option is None or not option.is_global
 

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use: one answer for workers, threads and what is recorded."""
+"""The number of CPU cores that this process may use: one answer for workers, threads and what is recorded."""
 
 from __future__ import annotations
 

@@ -25,21 +25,13 @@ OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in the configuration.
+    """One mistake in the configuration."""
 
-    Attributes:
-        key: dotted key, verb or file that the problem is about.
-        message: what is wrong with it, a clause without a full stop.
-        allowed: what would be right, or empty.
-        nearest: the closest valid spelling, or empty.
-        origin: the override or file that it came from, or empty.
-    """
-
-    key: str
-    message: str
-    allowed: str = ""
-    nearest: str = ""
-    origin: str = ""
+    key: str  # dotted key, verb or file that the problem is about
+    message: str  # a clause without a full stop
+    allowed: str = ""  # what would be right
+    nearest: str = ""  # the closest valid spelling
+    origin: str = ""  # the override or file that it came from
 
     def lines(self) -> list[str]:
         """The problem as lines of text, the key first."""
@@ -52,14 +44,9 @@ class Problem:
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: shown as its message alone, without a traceback; exit status 2.
+    """A mistake that the user can fix: shown as its message alone, without a traceback; exit status 2."""
 
-    Attributes:
-        problems: what is wrong; more than one only where all mistakes of a config are reported together.
-        exit_code: of the job that raises it.
-    """
-
-    problems: tuple[Problem, ...]
+    problems: tuple[Problem, ...]  # several only where all mistakes of a config are reported together
     exit_code = USAGE
 
     def __init__(self, key: str, problem: str = "", allowed: str = "", suggestion: str = "") -> None:
@@ -144,17 +131,13 @@ def called_exit(stop: SystemExit) -> str:
     """The sentence for user code that called exit(), or an empty string if this program raised the error itself."""
     # exit() and quit() are Python functions, and so is a sys.exit() that a package has replaced: they have frames.
     replaced = getattr(sys.exit, "__code__", None)
-    frames = [
-        (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(stop.__traceback__)
-        if frame.f_globals.get("__name__") != "_sitebuiltins" and frame.f_code is not replaced
-    ]
-    module, file, line = frames[-1]
-    if module.partition(".")[0] == __name__.partition(".")[0]:
+    frames = [(frame, line) for frame, line in traceback.walk_tb(stop.__traceback__) if frame.f_code is not replaced]
+    frame, line = [each for each in frames if each[0].f_globals.get("__name__") != "_sitebuiltins"][-1]
+    if frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
         return ""
     given = "" if stop.code is None else repr(stop.code)
     return (
-        f"{file}:{line} called exit({given}) during the run\n"
+        f"{frame.f_code.co_filename}:{line} called exit({given}) during the run\n"
         "    allowed: an exception where something is wrong, or loop.request_stop(reason) in a callback to end training"
     )
 

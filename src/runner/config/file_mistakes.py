@@ -17,7 +17,7 @@ _GLOBAL = "# @package _global_"
 
 
 def problems_in_file(path: Path, folder: Path, sources: Sources) -> list[Problem]:
-    """What is wrong with a file of `folder`, which Hydra is about to read.
+    """The mistakes in a file of `folder`, which Hydra is about to read.
 
     Raises:
         ConfigError: if it is not YAML.
@@ -55,7 +55,7 @@ def _problems(path: Path, group: str, sources: Sources, version: tuple[int, int]
 
 
 def _defaults(path: Path, node: yaml.Node, group: str, sources: Sources) -> Iterator[Problem]:
-    """What is wrong with the defaults list of a file of a group."""
+    """The mistakes in the defaults list of a file of a group."""
     if not isinstance(node, yaml.SequenceNode):
         example = "a list, such as\n        defaults:\n          - override /model: mlp"
         yield Problem(

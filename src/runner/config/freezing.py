@@ -12,21 +12,15 @@ _MOMENT = re.compile(r"([1-9]\d*)(ep)?")
 
 @dataclass(frozen=True)
 class Entry:
-    """What is frozen together.
+    """Modules and parameters that are frozen together; with neither a number of steps nor of epochs, permanently."""
 
-    Attributes:
-        pattern: names of modules and parameters, or `all-but-head`.
-        steps: optimizer steps that it is frozen for.
-        epochs: the same in epochs; with neither, it is frozen permanently.
-    """
-
-    pattern: str
-    steps: int | None
+    pattern: str  # of their names, or `all-but-head`
+    steps: int | None  # of the optimizer
     epochs: int | None
 
 
 def entries(freeze: str | list[str] | None, unfreeze_at: str | int | None) -> list[Entry]:
-    """What `freeze` lists; `unfreeze_at` applies to entries without their own moment, such as the one in `stem@2ep`.
+    """The entries that `freeze` lists; `unfreeze_at` applies to entries without their own moment, such as the one in `stem@2ep`.
 
     Raises:
         ValueError: if something is not a moment, or there is no pattern before it; the message says what.

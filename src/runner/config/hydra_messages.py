@@ -25,7 +25,7 @@ REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm
 
 
 def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
-    """What an error of composing is about.
+    """The problem behind an error of composing.
 
     Args:
         error: of Hydra or OmegaConf.

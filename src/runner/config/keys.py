@@ -38,7 +38,7 @@ def bare(annotation: Any) -> Any:
 
 
 def is_node(annotation: Any) -> bool:
-    """Whether values of this annotation are components: mappings with `_target_`."""
+    """Tell whether values of this annotation are components: mappings with `_target_`."""
     return any(isinstance(mark, HasTarget) for mark in getattr(annotation, "__metadata__", ()))
 
 
@@ -49,7 +49,7 @@ def component_inside(annotation: Any) -> Any:
 
 
 def is_open(annotation: Any) -> bool:
-    """Whether a value of this annotation holds keys that the schema does not list (components)."""
+    """Tell whether a value of this annotation holds keys that the schema does not list (components)."""
     return any(get_origin(bare(member)) in (dict, list) for member in members(annotation))
 
 
@@ -80,7 +80,7 @@ def all_keys(section: type, prefix: str = "") -> list[str]:
 
 
 def within(path: str, prefixes: Iterable[str]) -> bool:
-    """Whether a dotted path is one of the prefixes, or inside one."""
+    """Tell whether a dotted path is one of the prefixes, or inside one."""
     return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
 
 
@@ -90,7 +90,7 @@ def key_of(word: str) -> str:
 
 
 def is_of_hydra(word: str) -> bool:
-    """Whether an override is about Hydra itself, such as `+hydra.launcher.threads=1` and `hydra/launcher=pool`."""
+    """Tell whether an override is about Hydra itself, such as `+hydra.launcher.threads=1` and `hydra/launcher=pool`."""
     return within(key_of(word).replace("/", "."), ("hydra",))
 
 
@@ -146,7 +146,7 @@ def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def describe(annotation: Any) -> str:
-    """What an annotation admits, in words, such as `a whole number of at least 1, or null`."""
+    """The values that an annotation admits, in words, such as `a whole number of at least 1, or null`."""
     words: list[str] = []
     for member in members(annotation):
         words += _words(member)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 from runner.config import keys, stored
-from runner.config.allowed_targets import IF_TRUSTED, not_packages, packages_in, refusal, remedy, section_of
+from runner.config.allowed_targets import not_packages, packages_in, refusal, remedy, section_of
 from runner.config.changes import other_run
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
@@ -141,7 +140,7 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
 
 
 def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[str] | None) -> list[Problem]:
-    """What a file may not ask for: a name outside `output_root`, too many threads or processes, strange targets."""
+    """Problems of what a file asks for: a name outside `output_root`, too many threads or processes, strange targets."""
     name, composed, problems = str(values.get("name")), composition.values, list[Problem]()
     path = PurePath(name)
     inside = path.parts and not path.is_absolute() and ".." not in path.parts and name.isprintable()
@@ -165,20 +164,7 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
         section = section_of(key)
         if (section, target) not in named and (reason := refusal(target, trust, section)):
             problems.append(Problem(f"{key}._target_", f"'{target}' {reason}", remedy(target, trust, section)))
-    return _with_one_trust(problems, trust)
-
-
-def _with_one_trust(problems: list[Problem], trust: Sequence[str]) -> list[Problem]:
-    """The problems with one value of `trust` that solves all of them, as a second one would replace the first."""
-    found = [re.fullmatch(r"trust=\[(.*)\] .*", problem.allowed) for problem in problems]
-    needed = [match[1] for match in found if match]
-    others = (name for name in trust if name.isidentifier() and name not in ("True", "all"))
-    packages = ",".join(dict.fromkeys([*others, *needed]))
-    allowed = f"trust=[{packages}] {IF_TRUSTED}"
-    return [
-        dataclasses.replace(problem, allowed=allowed) if match else problem
-        for problem, match in zip(problems, found, strict=True)
-    ]
+    return problems
 
 
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
@@ -201,7 +187,7 @@ def _data_of(composed: dict[str, Any]) -> dict[str, Any]:
 
 
 def may_write_cache(config: Train, composition: Composition) -> bool:
-    """Whether `data.cache` would write to a folder that the command line names, or to the default one.
+    """Tell whether `data.cache` would write to a folder that the command line names, or to the default one.
 
     A config from a checkpoint must not choose a folder that is written to.
     """
@@ -213,7 +199,7 @@ def may_write_cache(config: Train, composition: Composition) -> bool:
 
 
 def says(key: str, words: Sequence[str]) -> bool:
-    """Whether a command line names a key, or one inside it."""
+    """Tell whether a command line names a key, or one inside it."""
     return any(keys.within(keys.key_of(word), [key]) for word in words)
 
 

@@ -14,18 +14,18 @@ _OF_RUNS = ("summary.json", "overrides.yaml")
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Tell whether a folder is that of a run."""
     return any(os.path.lexists(folder / name) for name in _OF_RUNS)
 
 
 def holds_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a sweep."""
+    """Tell whether a folder is that of a sweep."""
     jobs = (job / name for job in folder.glob("*/") for name in _OF_RUNS)
     return any(os.path.lexists(path) for path in (*(folder / name for name in _OF_SWEEPS), *jobs))
 
 
 def in_sweep(folder: Path) -> bool:
-    """Whether a folder is that of a job of a sweep, or will be."""
+    """Tell whether a folder is that of a job of a sweep, or will be."""
     return (folder.parent / "sweep.jsonl").is_file()
 
 
@@ -43,7 +43,7 @@ def not_folders(words: Sequence[str]) -> list[Problem]:
 
 
 def _not_makeable(path: Path) -> str:
-    """Why a folder cannot be made, found by making another one in its place; an empty string if it can."""
+    """The reason why a folder cannot be made, found by making another one in its place; an empty string if it can."""
     try:
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():

@@ -129,7 +129,7 @@ def _no_option(group: str, name: str, options: list[str]) -> Problem:
 
 
 def _wrong_sweep(override: Override, is_group: bool) -> str:
-    """Why a sweep has no jobs, or an empty string."""
+    """The reason why a sweep has no jobs, or an empty string."""
     if override.is_interval_sweep():
         return "is chosen by name, and an interval has none" if is_group else ""
     if isinstance(override.value(), Glob):

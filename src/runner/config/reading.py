@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
-_DEEPEST = 64  # levels of a JSON file
 _LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
 _newest: dict[Path, datetime] = {}  # for the jobs of a sweep, which need not read all the others again
 
@@ -51,7 +50,7 @@ def read_regular(path: Path, largest: int = _LARGEST) -> bytes:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a file is a finite number, and no boolean."""
+    """Tell whether a value of a file is a finite number, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
 
@@ -75,13 +74,7 @@ def _object(path: Path) -> dict[str, Any] | None:
         found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and not _too_deep(found) else None
-
-
-def _too_deep(value: Any, levels: int = _DEEPEST) -> bool:
-    """Whether mappings and lists have more levels than a run writes, and than recursive functions should meet."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_too_deep(each, levels - 1) for each in inner)
+    return found if isinstance(found, dict) else None
 
 
 def read_overrides(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rules between keys: what cannot be combined, and what has no effect next to something else.
+"""Rules between keys: combinations that cannot be run, and settings without effect next to others.
 
 Each rule yields the fields of a `Problem`: the key, what is wrong with it, what to set, and maybe the nearest spelling.
 """
@@ -34,7 +34,7 @@ def conflicts(config: Train) -> list[Problem]:
 
 
 def _of_length(config: Train) -> Broken:
-    """How long a run is, and its name."""
+    """The length of a run, and its name."""
     if config.epochs is None and config.max_steps is None:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
     if config.lr == "auto" and type(config) is not Train:
@@ -52,7 +52,7 @@ def _of_length(config: Train) -> Broken:
 
 
 def _of_repeating(config: Train) -> Broken:
-    """What a run that repeats bit for bit cannot use."""
+    """Settings that a run that repeats bit for bit cannot use."""
     if config.deterministic is not True:
         return
     rules_out, others = "which deterministic=true rules out", "or deterministic=false"
@@ -105,7 +105,7 @@ def _of_speed(config: Train) -> Broken:
 
 
 def _of_weights(config: Train) -> Broken:
-    """What initial and frozen weights cannot be."""
+    """Initial and frozen weights."""
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
     drawn = [scheme for scheme in schemes if scheme not in ("zero_gamma", "prior_bias")]
     if len(drawn) > 1:
@@ -126,16 +126,15 @@ def _of_weights(config: Train) -> Broken:
 
 
 def _of_averaging(config: Train) -> Broken:
-    """What averages of the weights cannot be, and what has no effect without them."""
+    """Averages of the weights."""
     if config.ema is not None and config.swa is not None:
         yield "swa", "is set, and so is ema, but only one average is supported", "swa=null, or ema=null"
     if config.swa is not None and _never_evaluates(config):
         message = f"computes BatchNorm's statistics at evaluations, but {_NO_EVALUATIONS}"
         yield "swa", message, "evaluate.every_epochs=1, or swa=null"
-    kinds = [kind for kind in ("ema", "swa") if getattr(config, kind) is not None]
     for name in config.metrics or {}:
-        for kind in kinds:
-            if name.startswith(f"{kind}_"):
+        for kind in ("ema", "swa"):
+            if name.startswith(f"{kind}_") and getattr(config, kind) is not None:
                 yield f"metrics.{name}", f"has the name of a metric of the {kind} average", "another name"
     for key in ("lr_factor", "recalibrate_batches"):
         if getattr(config.averaging, key) is not None and config.swa is None:
@@ -143,7 +142,7 @@ def _of_averaging(config: Train) -> Broken:
 
 
 def _of_data(config: Train) -> Broken:
-    """How the data are split, normalised and placed."""
+    """Splitting, normalising and placing the data."""
     data, split, mean, std = config.data, config.data.split, config.data.normalize.mean, config.data.normalize.std
     test = TEST_SHARE if split.test is None else split.test
     if split.val + test >= 1:
@@ -183,7 +182,7 @@ def _of_data(config: Train) -> Broken:
 
 
 def _has_val_folder(config: Train) -> bool:
-    """Whether the data are a folder of images with one for validation; known before the data are read."""
+    """Tell whether the data are a folder of images with one for validation; known before the data are read."""
     dataset = config.data.dataset
     root, name = dataset.get("root") or config.data.root, dataset.get("val_folder", "val")
     is_folder = dataset.get("_target_") == "runner.data.sources.folders.image_folder" and isinstance(root, str)
@@ -195,7 +194,7 @@ def _never_evaluates(config: Train) -> bool:
 
 
 def _of_evaluations(config: Train) -> Broken:
-    """What waits for evaluations that are never made."""
+    """Parts that wait for evaluations that are never made."""
     if not _never_evaluates(config):
         return
     for name, node in config.callbacks.items():
@@ -206,31 +205,24 @@ def _of_evaluations(config: Train) -> Broken:
 
 
 def _of_ranks(config: Train) -> Broken:
-    """What several processes cannot do together."""
-    if (
-        type(config) is not Train
-        or config.devices in (1, "auto")
-        or (isinstance(config.devices, list) and len(config.devices) == 1)
-    ):
+    """Settings that several processes cannot have."""
+    given = config.devices
+    if type(config) is not Train or given in (1, "auto") or (isinstance(given, list) and len(given) == 1):
         return
-    devices = f"devices={config.devices}".replace(" ", "")
-    if isinstance(config.devices, list) and len(set(config.devices)) != len(config.devices):
-        yield "devices", f"names a device twice: {config.devices}", "each device once, such as [0, 1]"
-    yield from needing_one_process(config, devices)
+    if isinstance(given, list) and len(set(given)) != len(given):
+        yield "devices", f"names a device twice: {given}", "each device once, such as [0, 1]"
+    yield from needing_one_process(config, f"devices={given}".replace(" ", ""))
 
 
 def needing_one_process(config: Train, several: str) -> Broken:
-    """What only one process can do; `several` says why there are more."""
+    """Settings for one process; `several` says why there are more."""
     if config.strategy == "single":
         yield "strategy", f"is single, which is one process, but {several}", "auto, ddp or fsdp, or devices=1"
     if config.lr == "auto":
         allowed = "optimizer.lr=RATE, with the rate that find-lr suggests for the same data.batch_size, or devices=1"
         yield "lr", f"is auto, which searches with one process, but {several}", allowed
     if config.data.batch_size == "auto":
-        allowed = (
-            "a number: run data.batch_size=auto max_steps=1 devices=1 on such a device first, and multiply what it finds by "
-            "the number of processes; or devices=1"
-        )
+        allowed = "a number: what it finds with devices=1 max_steps=1, times the number of processes; or devices=1"
         yield "data.batch_size", f"is auto, which searches with one process, but {several}", allowed
     if config.post_mortem:
         allowed = "false; to debug, repeat the run with devices=1 post_mortem=true, or resume its checkpoint so"
@@ -238,7 +230,7 @@ def needing_one_process(config: Train, several: str) -> Broken:
 
 
 def _of_sharding(config: Train) -> Broken:
-    """What cannot be combined with weights that are divided among processes, and what has no effect without."""
+    """Settings that cannot be combined with weights divided among processes, or have no effect without these."""
     if config.strategy != "fsdp":
         for key in (field.name for field in dataclasses.fields(config.fsdp)):
             if getattr(config.fsdp, key) != getattr(type(config.fsdp)(), key):
@@ -263,12 +255,12 @@ def _of_sharding(config: Train) -> Broken:
 
 
 def _of_trust(config: Train) -> Broken:
-    """What is not a package to trust."""
+    """Names that no package can have."""
     yield from not_packages(packages_in(config.trust))
 
 
 def _of_verbs(config: Train) -> Broken:
-    """What a verb's own keys cannot be."""
+    """The keys that verbs add."""
     if isinstance(config, Audit | Bench):
         for key, value in keys.flatten(config.vary).items() if config.vary else ():
             yield from _of_varied(config, key, value)
@@ -278,11 +270,8 @@ def _of_verbs(config: Train) -> Broken:
         yield missing, f"is missing, and {given} is given", allowed
     if isinstance(config, Audit) and config.a is not None and config.vary:
         yield "vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"
-    if isinstance(config, Export):
-        if not config.format:
-            yield "format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript"
-        if not config.batch_sizes:
-            yield "batch_sizes", "names no batch size to compare at", "such as [1,8]"
+    if isinstance(config, Export) and not config.format:
+        yield "format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript"
     ending = PurePath(getattr(config, "output", None) or "").suffix
     if isinstance(config, Inspect) and config.features and ending not in ("", *FEATURE_FILES):
         allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"

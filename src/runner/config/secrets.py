@@ -33,7 +33,7 @@ _MASKED = re.compile(r"(?:^|[=:/])\*\*\*(?:$|[@&])")
 
 @functools.cache
 def is_secret(name: str) -> bool:
-    """Whether the value of an argument of this name, without dots, is secret."""
+    """Tell whether the value of an argument of this name, without dots, is secret."""
     plain = _HUMP.sub("_", name).lower().replace("-", "_").rstrip("0123456789").strip("_")
     return _SECRET.fullmatch(plain) is not None
 
@@ -82,7 +82,7 @@ def mask_values(value: Any, secret: bool = False) -> Any:
 
 
 def is_masked(value: Any) -> bool:
-    """Whether a value was masked, or a part of it."""
+    """Tell whether a value was masked, or a part of it."""
     return isinstance(value, str) and MASK in value and _MASKED.search(value) is not None
 
 

@@ -120,7 +120,7 @@ def _in_destructor(frame: FrameType | None) -> bool:
 
 
 def _imports(frame: FrameType | None) -> int:
-    """How many imports are not finished yet."""
+    """Count the imports that are not finished yet."""
     count = 0
     while frame is not None:
         count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"

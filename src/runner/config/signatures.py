@@ -127,7 +127,7 @@ def _reduced(default: Any) -> ast.Constant:
 
 
 def _evaluated(node: Any, module: str) -> Any:
-    """What a reduced statement or an expression gives."""
+    """The value of a reduced statement or an expression."""
     bases = {base.id: read_signature(f"{module}.{base.id}") for base in getattr(node, "bases", [])}
     names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - _NAMES.keys() - bases.keys()
     scope = _NAMES | bases | {name: _annotation(f"{module}.{name}") for name in names}
@@ -139,7 +139,7 @@ def _evaluated(node: Any, module: str) -> Any:
 
 @functools.cache
 def _annotation(path: str) -> Any:
-    """What a name in an annotation stands for: a class of that name, the value of an alias, or else anything."""
+    """The type that a name in an annotation stands for: a class of that name, the value of an alias, or else anything."""
     try:
         node, module = _found(path)
         return type(node.name, (), {}) if isinstance(node, ast.ClassDef) else _evaluated(node.value, module)

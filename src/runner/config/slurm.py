@@ -19,12 +19,12 @@ _PATIENCE_S = 60.0  # for an answer of SLURM
 
 
 def restarted() -> bool:
-    """Whether SLURM started this job again: after a preemption, a failed node or a requeue."""
+    """Tell whether SLURM started this job again: after a preemption, a failed node or a requeue."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
 def job() -> str:
-    """What names the job of this process to SLURM; an empty string outside of one.
+    """The name of the job of this process for SLURM; an empty string outside of one.
 
     A job of an array is named by its array and its place there, as one of them shares its number with the whole array.
     """
@@ -57,7 +57,7 @@ def early_warnings() -> Iterator[None]:
 
 
 def warned(values: Mapping[str, Any]) -> bool:
-    """Whether SLURM warned this process by one of the signals that ask for a requeue.
+    """Tell whether SLURM warned this process by one of the signals that ask for a requeue.
 
     Args:
         values: a composed config.

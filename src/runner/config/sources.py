@@ -1,4 +1,4 @@
-"""Where configuration comes from: the shipped `conf/` tree and the user's own folders, read as plain text.
+"""The sources of configuration: the shipped `conf/` tree and the user's own folders, read as plain text.
 
 Nothing here imports Hydra or torch, so that `list`, `show` and completion answer at once.
 """
@@ -54,7 +54,7 @@ class Option:
 
     @property
     def description(self) -> str:
-        """The first comment line of the file; if it cannot be read, that it cannot."""
+        """The first comment line of the file; a file that cannot be read hides no other option."""
         try:
             return next(iter(self.comments), "")
         except UserError:
@@ -62,7 +62,7 @@ class Option:
 
     @property
     def is_global(self) -> bool:
-        """Whether the file sets keys at the top level instead of under its group."""
+        """Tell whether the file sets keys at the top level instead of under its group."""
         return "@package _global_" in text_of(self.path)
 
 

@@ -21,23 +21,14 @@ _MODIFIERS = {"uniform": ("step",), "int": ("step", "log")}
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a key may take.
+    """The values that a key may take."""
 
-    Attributes:
-        kind: `float`, `int` or `choice`.
-        low: the smallest number.
-        high: the largest number.
-        step: between two numbers; None for all of them.
-        log: whether numbers are drawn on a logarithmic scale.
-        choices: the values of a choice; lists and mappings as the text of an override.
-    """
-
-    kind: str
+    kind: str  # `float`, `int` or `choice`
     low: float = 0
     high: float = 0
-    step: float | None = None
-    log: bool = False
-    choices: tuple[Any, ...] = ()
+    step: float | None = None  # between two numbers
+    log: bool = False  # drawn on a logarithmic scale
+    choices: tuple[Any, ...] = ()  # lists and mappings as the text of an override
 
     @property
     def ends(self) -> list[Any]:
@@ -93,28 +84,24 @@ def _range(given: Any) -> Range:
         raise ValueError(f"cannot be {shown(given)}")
     kinds = [name for name in KINDS if name in given and not (name == "log" and isinstance(given["log"], bool))]
     if len(kinds) != 1:
-        others = [str(name) for name in given if name not in kinds]
-        reason = (
-            f"has {' and '.join(kinds)}, but only one is allowed" if kinds else f"has no kind, but {', '.join(others)}"
-        )
-        raise ValueError(reason if given else "has no values")
+        raise ValueError(f"has {' and '.join(kinds) or 'none'} of {', '.join(KINDS)}, and one is expected")
     [kind] = kinds
     values = given[kind]
-    for name in given:
-        if name != kind and name not in _MODIFIERS.get(kind, ()):
-            raise ValueError(f"has {name}, which {kind} does not take")
+    if others := [name for name in given if name != kind and name not in _MODIFIERS.get(kind, ())]:
+        raise ValueError(f"has {others[0]}, which {kind} does not take")
     if kind == "choice":
         return Range("choice", choices=_choices(values))
+    wrong = f"has {kind}: {shown(values)}, but"
     if not isinstance(values, list) or len(values) != 2 or not all(_is_number(value) for value in values):
-        raise ValueError(f"has {kind}: {shown(values)}, but two numbers are expected")
+        raise ValueError(f"{wrong} two numbers are expected")
     low, high, step = values[0], values[1], given.get("step")
     log = kind == "log" or given.get("log") is True
     if not low < high:
-        raise ValueError(f"has {kind}: {shown(values)}, but the first number has to be smaller")
+        raise ValueError(f"{wrong} the first number has to be smaller")
     if log and low <= 0:
-        raise ValueError(f"has {kind}: {shown(values)}, and a logarithmic scale begins above 0")
+        raise ValueError(f"{wrong} a logarithmic scale begins above 0")
     if kind == "int" and any(not float(value).is_integer() for value in (low, high, step or 1)):
-        raise ValueError(f"has int: {shown(values)}, but whole numbers are expected")
+        raise ValueError(f"{wrong} whole numbers are expected")
     if step is not None and (log or not _is_number(step) or step <= 0):
         raise ValueError(f"has step: {shown(step)}, but a positive number is expected, without a logarithmic scale")
     if kind == "int":
@@ -141,7 +128,7 @@ def word_of(key: str, value: Any) -> str:
 
 
 def is_nested(value: Any) -> bool:
-    """Whether a choice is the text of a list or a mapping."""
+    """Tell whether a choice is the text of a list or a mapping."""
     return isinstance(value, str) and value[:1] in ("[", "{")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 _TABLE = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()[1:]
 MEANINGS = {name: meaning for meaning, _, names in (line.partition(": ") for line in _TABLE) for name in names.split()}
-"""What a name of other programs means here, by the name: a key, `key=value`, or several words."""
+"""The meaning here of each name of other programs: a key, `key=value`, or several words."""
 
 
 def plain(word: str) -> str:
@@ -15,7 +15,7 @@ def plain(word: str) -> str:
 
 
 def key_meant(key: str) -> str:
-    """What a dotted key means that other programs have, whole or by its last part; an empty string if nothing is known."""
+    """The meaning of a dotted key that other programs have, whole or by its last part; an empty string if nothing is known."""
     word = plain(key)
     return MEANINGS.get(word) or MEANINGS.get(word.rpartition(".")[2], "")
 
@@ -27,7 +27,7 @@ def value_meant(key: str, value: object) -> str:
 
 
 def by_class(group: str, name: str) -> str:
-    """How a class is chosen where an option of a group is expected: one of a library by its name, or any by its path."""
+    """The words that choose a class where an option of a group is expected: one of a library by its name, or any by its path."""
     if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):
         words = f"{group}._target_={name}"
         return f"'~{group}' '+{words}'" if group in ("callbacks", "logger") else words

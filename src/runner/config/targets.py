@@ -72,15 +72,7 @@ def called(target: str, name: Any) -> str:
 
 
 class Component:
-    """A mapping with `_target_` taken apart.
-
-    Attributes:
-        target: what `_target_` names.
-        parameters: of its signature; None for built-in callables that have none.
-        extras: keys that the program reads itself; names in the signature are arguments.
-        positional: what is passed by position.
-        arguments: what is passed by name.
-    """
+    """A mapping with `_target_` taken apart: target, its parameters, positional and named arguments, and `EXTRAS`."""
 
     def __init__(self, key: str, node: Mapping[str, Any], target: Any = None) -> None:
         """Resolve the target, unless something with its signature is given.
@@ -102,7 +94,7 @@ class Component:
         }
 
     def takes(self, name: str) -> bool:
-        """Whether the signature has an argument of this name."""
+        """Tell whether the signature has an argument of this name."""
         return name in (self.parameters or {})
 
 
@@ -231,12 +223,12 @@ def extras_of(key: str, node: Mapping[str, Any]) -> Any:
 
 
 def names_argument(node: Mapping[str, Any], name: str) -> bool:
-    """Whether the signature of a component's target has an argument of this name."""
+    """Tell whether the signature of a component's target has an argument of this name."""
     return Component("", node).takes(name)
 
 
 def preferred_data(node: Mapping[str, Any], grey: bool) -> dict[str, Any]:
-    """How a component wants the images, by names of keys of `data`: what its `preferred_data` gives for its arguments.
+    """The images that a component wants, by names of keys of `data`: what its `preferred_data` gives for its arguments.
 
     Only a target that has such a function says so, see `runner.models.torchvision_zoo.classifier`. Grey images get the
     averages of the statistics over the colours.

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def is_true(value: Any) -> bool:
-    """Whether a value is true; quotes and environment variables make a text of it, which the schema accepts as pydantic does."""
+    """Tell whether a value is true, also as a text, which quotes and environment variables make of it."""
     return str(value).lower() in ("true", "t", "yes", "y", "on", "1", "1.0")

@@ -1,4 +1,4 @@
-"""Where in a user's own code an error was raised, without the frames of this program and of libraries."""
+"""The places in a user's own code where an error was raised, without the frames of this program and of libraries."""
 
 from __future__ import annotations
 

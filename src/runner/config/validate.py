@@ -47,7 +47,7 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
 
 
 def _untyped(section: type, key: str, value: Any) -> Problem | None:
-    """What pydantic does not find: a number that is not finite, and true or false for 1 and 0."""
+    """A problem that pydantic does not find: a number that is not finite, and true or false for 1 and 0."""
     annotation = keys.find(section, key)
     if isinstance(value, str) and value == "???":  # what Hydra calls a mandatory value
         return Problem(key, "is missing", "a value" if annotation is None else keys.describe(annotation))

@@ -67,5 +67,5 @@ def line_of(path: Path, key: str) -> int | None:
 
 
 def place(path: Path, node: yaml.Node) -> str:
-    """Where a node stands, as `file:line:column`."""
+    """The place of a node, as `file:line:column`."""
     return f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"

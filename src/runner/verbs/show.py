@@ -9,26 +9,30 @@ from typing import NamedTuple
 
 from runner.config.errors import UserError, nearest
 from runner.config.sources import Option, Sources, text_of
+from runner.config.yaml_files import compose, walk
 from runner.verbs._folders import sources_and_words
 from runner.verbs._table import VERBS
 
-# The page of the documentation for keys that begin so; longer beginnings come first.
-# Pages below docs/, or docs/reference/ if there is no folder.
-PAGES = {
-    "data.split": "data", "data": "data", "model": "models", "transform": "transforms", "optimizer": "optimization",
-    "scheduler": "optimization", "loss": "optimization", "grad_clip": "optimization", "accumulate": "optimization",
-    "metrics": "optimization", "lr": "reference/verbs/find-lr", "task": "tasks", "callbacks": "callbacks", "logger": "logging",
-    "log": "logging", "checkpoint": "checkpoints", "resume": "checkpoints", "ckpt_path": "checkpoints",
-    "averaging": "averaging", "ema": "averaging", "swa": "averaging", "init": "howto/fine-tuning", "init_from": "howto/fine-tuning",
-    "init_mismatch": "howto/fine-tuning", "freeze": "howto/fine-tuning", "unfreeze_at": "howto/fine-tuning", "devices": "scale",
-    "strategy": "scale", "dist": "scale", "fsdp": "scale", "dry_run": "scale", "max_restarts": "scale", "dtype": "scale",
-    "sync_batchnorm": "scale", "amp": "toggles", "channels_last": "toggles", "compile": "toggles", "compiler": "toggles",
-    "activation_checkpointing": "toggles", "cudnn_benchmark": "toggles", "tf32": "toggles", "matmul_precision": "toggles",
-    "on_oom": "optimization", "on_nonfinite": "howto/debug", "watch": "howto/debug",
-    "detect_anomaly": "howto/debug", "post_mortem": "howto/debug",
-    "limit": "howto/debug", "deterministic": "explanation/reproducibility", "trust": "project/security",
-}  # fmt: skip
-_KEY = re.compile(r"^( *(?:- )*)([A-Za-z_]\w*):(?:\s+(?!#)(.*?))?(?:\s*#\s*(.*))?$")
+# The keys of each page below docs/, or docs/reference/ if there is no folder.
+_KEYS_OF_PAGES = {
+    "data": "data",
+    "models": "model",
+    "transforms": "transform",
+    "optimization": "optimizer scheduler loss grad_clip accumulate metrics on_oom",
+    "reference/verbs/find-lr": "lr",
+    "tasks": "task",
+    "callbacks": "callbacks",
+    "logging": "logger log",
+    "checkpoints": "checkpoint resume ckpt_path",
+    "averaging": "averaging ema swa",
+    "howto/fine-tuning": "init init_from init_mismatch freeze unfreeze_at",
+    "scale": "devices strategy dist fsdp dry_run max_restarts dtype sync_batchnorm",
+    "toggles": "amp channels_last compile compiler activation_checkpointing cudnn_benchmark tf32 matmul_precision",
+    "howto/debug": "on_nonfinite watch detect_anomaly post_mortem limit",
+    "explanation/reproducibility": "deterministic",
+    "project/security": "trust",
+}
+_PAGES = {key: page for page, keys in _KEYS_OF_PAGES.items() for key in keys.split()}
 
 
 class Commented(NamedTuple):
@@ -132,8 +136,7 @@ def _explained(key: str, sources: Sources) -> list[str]:
 
 def page_of(key: str) -> str:
     """The page of the documentation for a key."""
-    longest = sorted(PAGES, key=len, reverse=True)
-    page = next((PAGES[begin] for begin in longest if f"{key}.".startswith(f"{begin}.")), "run")
+    page = _PAGES.get(key.partition(".")[0], "run")
     return f"docs/{page}.md" if "/" in page else f"docs/reference/{page}.md"
 
 
@@ -155,23 +158,10 @@ def _commented(sources: Sources) -> Iterator[Commented]:
 
 
 def _read(path: Path, section: str, option: str) -> Iterator[Commented]:
-    above: list[tuple[int, str]] = []
-    items: dict[int, int] = {}  # the column of the dashes of a list, and its items so far
-    for line in text_of(path).splitlines():
-        match = _KEY.match(line)
-        if match is None:
-            continue
-        indent, name, value, comment = len(match[1]), match[2], match[3], match[4]
-        first = match[1].find("-")  # an item of a list has its number in the key
-        while above and above[-1][0] >= (indent if first < 0 else first):
-            above.pop()
-        items = {column: count for column, count in items.items() if column <= (first if first >= 0 else indent)}
-        if first >= 0:
-            items[first] = items.get(first, -1) + 1
-            above.append((first, str(items[first])))
-        key = ".".join([*(outer for _, outer in above), name])
-        if above and above[0][1] in ("defaults", "hydra"):
-            continue
-        above.append((indent, name))
-        if key not in ("defaults", "hydra"):
-            yield Commented(section + key, value or "", comment or "", option)
+    lines, last = text_of(path).splitlines(), -1
+    for name, key, value in walk(compose(path)):
+        # Items of lists have no comment of their own, nor have keys that share the line of another.
+        if key is not value and key.start_mark.line != last and name.split(".")[0] not in ("defaults", "hydra"):
+            last = key.start_mark.line
+            given, _, comment = lines[last][key.end_mark.column + 1 :].partition("#")
+            yield Commented(section + name, given.strip(), comment.strip(), option)

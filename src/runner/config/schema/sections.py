@@ -17,7 +17,7 @@ Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
 TEST_SHARE = 0.2
-"""What `data.split.test=null` takes where the data set has no validation split."""
+"""The share that `data.split.test=null` takes where the data set has no validation split."""
 Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "zero_gamma", "prior_bias"]
 
 
@@ -28,12 +28,12 @@ class HasTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """What all dataclasses of the config have in common: no other keys, and a name such as 007 is text."""
+    """The base of all dataclasses of the config: no other keys, and a name such as 007 is text."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the keys as YAML, secrets masked."""
+        """The form for notebooks: the keys as YAML, secrets masked."""
         section: Any = self
         plain = dataclasses.asdict(section, dict_factory=lambda pairs: {key.rstrip("_"): value for key, value in pairs})
         text = yaml.safe_dump(mask_values(plain), sort_keys=False, default_flow_style=None, width=100)
@@ -74,7 +74,7 @@ class Normalize(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Split(Section):
-    """How validation and test samples are split off if the data set does not provide them."""
+    """The splits of validation and test samples if the data set does not provide them."""
 
     val: Share = 0.1
     test: Share | None = None
@@ -87,7 +87,7 @@ class Split(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """Where samples come from and how they reach the device."""
+    """The source of the samples and their way to the device."""
 
     name: str = "data"
     root: str = "data"
@@ -146,7 +146,7 @@ class Clip(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Section):
-    """How `ema` and `swa` average weights."""
+    """Settings of the averages of `ema` and `swa`."""
 
     warmup: bool = True
     lr_factor: Annotated[float, Ge(0)] | None = None
@@ -156,7 +156,7 @@ class Averaging(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler(Section):
-    """How `compile` compiles: arguments of torch.compile."""
+    """Settings of `compile`: arguments of torch.compile."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     fullgraph: bool = False
@@ -188,7 +188,7 @@ class Checkpoint(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Log(Section):
-    """How often numbers are read from the device, what is shown and logged, and whether curves are drawn."""
+    """Reading numbers from the device, showing and logging them, and drawing curves."""
 
     every_steps: Count = 50
     progress: bool | Literal["auto"] = "auto"
@@ -214,7 +214,7 @@ class Watch(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp(Section):
-    """How `strategy=fsdp` divides weights, gradients and optimizer state among the processes."""
+    """Settings with which `strategy=fsdp` divides weights, gradients and optimizer state among the processes."""
 
     reshard_after_forward: bool = True
     blocks: list[str] | None = None
@@ -223,7 +223,7 @@ class Fsdp(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Dist(Section):
-    """How the processes of a run work together."""
+    """Settings of the processes that work together on a run."""
 
     timeout_s: Annotated[float, Gt(0)] = 600.0
     find_unused_parameters: bool = False
@@ -231,7 +231,7 @@ class Dist(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Section):
-    """What a sweep does as a whole; its jobs do not depend on it."""
+    """Settings of a sweep as a whole, which its jobs do not depend on."""
 
     dir: str | None = None
     new: bool = False
@@ -243,7 +243,7 @@ class Sweep(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Section):
-    """How `sweep=optuna` chooses the jobs of a sweep; any other key, such as `search.optimizer.lr`, is one of `space`."""
+    """Settings of `sweep=optuna`; any other key, such as `search.optimizer.lr`, is one of `space`."""
 
     sampler: Literal["tpe", "random", "cmaes"] | None = None
     trials: Count = 30
@@ -263,7 +263,7 @@ Warning_ = Literal["TERM", "USR1", "USR2"]
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Section):
-    """What a run does in a job of SLURM."""
+    """The behaviour of a run in a job of SLURM."""
 
     signal: Warning_ | list[Warning_] | None = field(default_factory=lambda: ["TERM", "USR1", "USR2"])
     requeue: bool = True

@@ -1,4 +1,4 @@
-"""What the other verbs add to the config of `train`."""
+"""Keys that the other verbs add to the config of `train`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TtaMean = Literal["logits", "probabilities"]
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(Train):
-    """What `audit` adds: how many steps are compared, under which settings, or which two checkpoints are."""
+    """Keys of `audit`: how many steps are compared, under which settings, or which two checkpoints are."""
 
     steps: Count = 10
     vary: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ Toggle = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Train):
-    """What `bench` adds: what is compared with what, and how long that may take."""
+    """Keys of `bench`: what is compared with what, and how long that may take."""
 
     toggles: list[Toggle] | None = None
     vary: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Bench(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Train):
-    """What `check` adds: which checks are made, on how much, and what counts as failed."""
+    """Keys of `check`: which checks are made, on how much, and what counts as failed."""
 
     only: list[str] = field(default_factory=list)
     skip: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Check(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(Train):
-    """What `eval` adds: the split to evaluate, with which weights, the views that are averaged, and where to write the result."""
+    """Keys of `eval`: the split to evaluate, with which weights, the views that are averaged, and where to write the result."""
 
     split: Literal["train", "val", "test"] = "test"
     weights: Weights = "auto"
@@ -86,7 +86,7 @@ Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Train):
-    """What `export` adds: the formats, what goes into them, and how closely they have to agree with the model."""
+    """Keys of `export`: the formats, what goes into them, and how closely they have to agree with the model."""
 
     format: Format | list[Format] = "torch_export"
     weights: Weights = "auto"
@@ -99,7 +99,7 @@ class Export(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class FindLr(Train):
-    """What `find-lr` adds: how many steps it takes, the first rate and the last one, and where to write."""
+    """Keys of `find-lr`: how many steps it takes, the first rate and the last one, and where to write."""
 
     num_steps: Annotated[int, Ge(10)] = 300
     start: Annotated[float, Gt(0)] = 1e-5
@@ -116,7 +116,7 @@ FEATURE_FILES = (".npz", ".safetensors")
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(Train):
-    """What `inspect` adds: which parts of a model are looked at, and which features are written."""
+    """Keys of `inspect`: which parts of a model are looked at, and which features are written."""
 
     what: list[Part] | None = None
     tensors: list[str] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Inspect(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(Train):
-    """What `predict` adds: the images, what is said of each, and where it is written."""
+    """Keys of `predict`: the images, what is said of each, and where it is written."""
 
     input: str | list[str] | None = None
     weights: Weights = "auto"
@@ -147,7 +147,7 @@ class Predict(Train):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Train):
-    """What `profile` adds: how many steps are measured, how long that may take, and where to write."""
+    """Keys of `profile`: how many steps are measured, how long that may take, and where to write."""
 
     warmup_steps: NonNegative = 5
     steps: Count = 20

@@ -1,4 +1,4 @@
-"""What `new` writes: checks names, fills in templates, and overwrites nothing. Imports nothing heavy."""
+"""The files that `new` writes: checks names, fills in templates, and overwrites nothing. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -105,11 +105,7 @@ def _project(name: str, folder: Path) -> tuple[dict[str, str], list[str]]:
         f"{conf}/experiment/{option}.yaml": _from_template("experiment.yaml", words),
         "tests/test_project.py": _from_template("project_test.py", words),
     }
-    commands = [
-        f"cd {name}",
-        f"python -m runner train --config-dir {conf} experiment={option}",
-        "python -m pytest",
-    ]
+    commands = [f"cd {name}", f"python -m runner train --config-dir {conf} experiment={option}", "python -m pytest"]
     return {f"{name}/{path}": text for path, text in inside.items()}, commands
 
 
@@ -152,7 +148,7 @@ def _checked_package(package: str, folder: Path) -> str:
 
 
 def _is_elsewhere(package: str, folder: Path) -> bool:
-    """Whether an import of that name finds something outside this folder."""
+    """Tell whether an import of that name finds something outside this folder."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
