@@ -130,7 +130,7 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
         weightless = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
         names = set(apart) - weightless
     else:
-        names = matching("freeze", entry.pattern, own, "module or parameter", [ALL_BUT_HEAD])
+        names = matching("freeze", entry.pattern, own, "module or parameter", others=[ALL_BUT_HEAD])
     modules = [module for name, module in model.named_modules() if name in names]
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())

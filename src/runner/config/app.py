@@ -125,6 +125,7 @@ def compose(
     schema: type,
     sources: Sources,
     also: Callable[[Composition, bool], list[Problem]],
+    *,
     known: Sequence[str] = (),
 ) -> tuple[Composition, DictConfig]:
     """Compose the first job, before folders are made, callbacks run and loggers are built.
@@ -139,6 +140,7 @@ def compose(
         names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
         message, close = f"there is no config '{primary}'", nearest(primary, names)
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
+    # A sweep is checked by its first job before a folder is made.
     words = overrides.first_of_sweeps(checked.accepted)
     names, failure = list[str](), list[Problem]()
     try:
@@ -161,6 +163,7 @@ def compose(
         failure = list(error.problems)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         failure = [as_problem(error, known)]
+    # Unknown keys wait until here: the nearest key may be one of a component that this config selects.
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])

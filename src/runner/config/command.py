@@ -48,7 +48,7 @@ class Command:
     def composed(self, words: Sequence[str]) -> Composition:
         """The composition of a job with other overrides."""
         checked, known = dataclasses.replace(self.checked, accepted=list(words)), list(flatten(self.composition.values))
-        return compose(self.app, self.primary, checked, self.schema, self.sources, self.problems_of, known)[0]
+        return compose(self.app, self.primary, checked, self.schema, self.sources, self.problems_of, known=known)[0]
 
     def chosen(self, group: str) -> str:
         """The option of a group of Hydra's own."""

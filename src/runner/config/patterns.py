@@ -9,7 +9,7 @@ from runner.config.errors import UserError, nearest
 
 
 def matching(
-    key: str, pattern: str, names: Iterable[str], what: str, others: Sequence[str] = (), prose: str = ""
+    key: str, pattern: str, names: Iterable[str], what: str, *, others: Sequence[str] = (), prose: str = ""
 ) -> set[str]:
     """The dotted names that match a pattern with `*` and `?`, which stand for dots, too.
 

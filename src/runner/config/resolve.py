@@ -25,6 +25,7 @@ def problems_in(
     values: dict[str, Any],
     composition: Composition,
     schema: type[T],
+    *,
     where: str = "",
     builds: Sequence[str] | None = None,
     imports: bool = True,
@@ -99,6 +100,7 @@ def resolve_with_checkpoint(
     where: str,
     composition: Composition,
     schema: type[T],
+    *,
     normalize: Mapping[str, Any] | None = None,
     builds: Sequence[str] | None = None,
 ) -> tuple[T, list[tuple[str, str, str]]]:
@@ -107,8 +109,8 @@ def resolve_with_checkpoint(
     Args:
         text: the config in the checkpoint.
         where: path of the checkpoint.
-        composition: the command line.
-        schema: of the verb; the keys that it adds to those of `train` come from the command line alone.
+        composition: the command line, which alone gives the keys that a verb adds to those of `train`.
+        schema: of the verb.
         normalize: statistics of the images to use, unless the command line gives others; None for those of the result.
         builds: sections whose components will be built, None for all; others are not even imported.
 
@@ -135,11 +137,7 @@ def resolve_changes(
 ) -> tuple[T | None, list[Problem]]:
     """The config with other values under dotted keys, validated, and the problems that they cause.
 
-    Args:
-        config: the config.
-        changes: values by dotted key.
-        composition: the command line, for the origin of a problem.
-        prefix: where the keys stand on the command line, such as `vary.`.
+    `prefix` says where the keys stand on the command line, such as `vary.`.
 
     Raises:
         UserError: if a key lies inside what is not a section.
@@ -164,7 +162,7 @@ def _validated(
     where: str = "",
     builds: Sequence[str] | None = None,
 ) -> T:
-    config, problems = problems_in(values, composition, schema, where, builds)
+    config, problems = problems_in(values, composition, schema, where=where, builds=builds)
     if problems or config is None:
         raise ConfigError(problems)
     return config

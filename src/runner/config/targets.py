@@ -141,6 +141,7 @@ def bind(
         return [*problems, Problem(f"{key}._args_", f"cannot be {shown(component.positional)}", "a list")]
     if component.parameters is None:
         return problems
+    # What the program passes by position is no argument that a config could give.
     parameters = list(component.parameters.values())
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     parameters = parameters[positional + len(component.positional) :]
@@ -159,6 +160,7 @@ def bind(
             meant = key_meant(f"{key}.{name}").rpartition(".")[2]
             close = meant if meant in listed else nearest(name, listed)
             problems.append(Problem(f"{key}.{name}", f"is not an argument of {path}", allowed, close))
+    # A partial component gets the rest of its arguments later.
     if not node.get("_partial_"):
         given = {*component.arguments, *facts}
         missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
@@ -274,6 +276,7 @@ def build(
         return functools.partial(component.target, *positional, **kwargs)
     try:
         return component.target(*positional, **kwargs)
+    # Constructors refuse values with these; a RuntimeError may as well be a bug in the user's code, which keeps its traceback.
     except (ValueError, TypeError, ArithmeticError, MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and not _REFUSED.search(str(error)):
             error.add_note(f"while {key} was built")

@@ -164,17 +164,12 @@ def resolve_checkpoint(
     found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=read)
     # Other data has to look to the model like the data that it was trained on.
     statistics = stored_data(found).get("normalize") or {}
-    resolve = functools.partial(
-        resolve_with_checkpoint, found.contents["config"], str(found.path), composition, schema, statistics
-    )
+    text, where = found.contents["config"], str(found.path)
+    resolve = functools.partial(resolve_with_checkpoint, text, where, composition, schema, normalize=statistics)
     config, _ = resolve(builds=builds)
-    return ResolvedCheckpoint(
-        found,
-        config,
-        words=composition.overrides,
-        which=getattr(config, "weights", "auto"),
-        with_data=functools.partial(resolve, builds=EVALUATED),
-    )
+    with_data = functools.partial(resolve, builds=EVALUATED)
+    which = getattr(config, "weights", "auto")
+    return ResolvedCheckpoint(found, config, words=composition.overrides, which=which, with_data=with_data)
 
 
 def config_and_checkpoint(

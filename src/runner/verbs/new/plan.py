@@ -25,8 +25,7 @@ def write_files(files: dict[str, str], folder: Path) -> None:
     Raises:
         UserError: if a file exists, or cannot be written.
     """
-    if existing := [path for path in files if (folder / path).exists()]:
-        raise _exists(", ".join(existing), len(existing))
+    _refuse_existing([path for path in files if (folder / path).exists()])
     for path, text in files.items():
         target = folder / path
         with writing(target):
@@ -34,9 +33,11 @@ def write_files(files: dict[str, str], folder: Path) -> None:
         write_atomically(target, text.encode())
 
 
-def _exists(what: str, count: int = 1) -> UserError:
-    exist = "exists" if count == 1 else "exist"
-    return UserError("new", f"{what} already {exist}, and nothing is overwritten", "another name, or another folder")
+def _refuse_existing(paths: list[str]) -> None:
+    if paths:
+        exist = "exists" if len(paths) == 1 else "exist"
+        problem = f"{', '.join(paths)} already {exist}, and nothing is overwritten"
+        raise UserError("new", problem, "another name, or another folder")
 
 
 def scaffold_plan(
@@ -44,12 +45,7 @@ def scaffold_plan(
 ) -> tuple[dict[str, str], list[str]]:
     """The files to write, by path relative to `folder`, and the commands to try them with.
 
-    Args:
-        kind: one of `KINDS`.
-        name: of the class, in either spelling (`MyNet`, `my_net`), or of the project.
-        folder: where the program was started.
-        package: for the code; None for the one in `folder`, or `my_package`.
-        conf: folder for the option; None for `conf` in `folder` if it exists, or `my_conf`.
+    `package` is for the code and `conf` for the option; None for those in `folder`, or `my_package` and `my_conf`.
 
     Raises:
         UserError: if a name cannot be used.
@@ -90,9 +86,7 @@ def _project(name: str, folder: Path) -> tuple[dict[str, str], list[str]]:
     _checked_package(name, folder)
     option = name.lower()
     _check_option("experiment", option)
-    root = folder / name
-    if root.exists():
-        raise _exists(name)
+    _refuse_existing([name] if (folder / name).exists() else [])
     conf, model, data = "conf", "net", "squares"
     words = {"package": name, "conf": conf, "option": option, "model": model, "data": data}
     inside = {
@@ -149,10 +143,7 @@ def _checked_package(package: str, folder: Path) -> str:
 
 def _is_elsewhere(package: str, folder: Path) -> bool:
     """Tell whether an import of that name finds something outside this folder."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return False
+    spec = importlib.util.find_spec(package)
     places = [*(spec.submodule_search_locations or []), spec.origin] if spec is not None else []
     found = [Path(place).resolve() for place in places if place is not None]
     return bool(spec) and not any(place.is_relative_to(folder.resolve()) for place in found)
