@@ -53,7 +53,7 @@ _DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", 
 _PACKAGES = ("runner", "torch", "torchvision", "torchmetrics")
 
 
-IF_TRUSTED = "if you trust it (on the command line, in conf/local, or in RUNNER_TRUST)"
+_IF_TRUSTED = "if you trust it (on the command line, in conf/local, or in RUNNER_TRUST)"
 
 
 def section_of(key: str) -> str:
@@ -117,7 +117,8 @@ def remedy(path: str, trust: Iterable[str], section: str) -> str:
     if within(path, _PACKAGES):
         homes = ", ".join(_HOMES.get(section, ()))
         return f"parts of {homes}, or {section}=... on the command line" if homes else "nothing: no part is built here"
-    return f"trust=[{path.split('.')[0]}] {IF_TRUSTED}"
+    # With those that are trusted already, as a second `trust` replaces the first.
+    return f"trust=[{','.join([*trust, path.split('.')[0]])}] {_IF_TRUSTED}"
 
 
 def _home_of(found: Any) -> str:

@@ -77,6 +77,9 @@ def _checked(
     if override.is_sweep_override() and not multirun:
         text = word.partition("=")[2]
         allowed = f"one value, a list in brackets: '{key}=[{text}]', or quotes around text: '{key}=\"{text}\"'"
+        if options is not None:
+            several = f", or several: '{key}=[{text}]'" if key in ("callbacks", "logger") else ""
+            allowed = f"one option{several}"
         return Problem(key, "has several values, which needs the flag --multirun", allowed)
     if isinstance(value, Glob) and (names := value.filter(options or [])):
         # Spelled out here, as Hydra would also take parts of options, whose names begin with `_`.
