@@ -27,12 +27,7 @@ def original(compose) -> dict[str, Any]:
     """A config as a checkpoint has it, far from the defaults."""
     words = (
         *TINY,
-        "model=mlp",
-        "model.hidden=[3,4]",
-        "optimizer=sgd",
-        "optimizer.lr=0.5",
-        "grad_clip.norm=1",
-        "seed=9",
+        *["model=mlp", "model.hidden=[3,4]", "optimizer=sgd", "optimizer.lr=0.5", "grad_clip.norm=1", "seed=9"],
     )
     return copy.deepcopy(compose(*words, "callbacks=early_stopping", "metrics.f1._target_=torchmetrics.F1Score").values)
 
@@ -156,20 +151,11 @@ def test_differences_name_every_key_that_differs_once_with_both_values():
 def test_what_is_dumped_is_read_back_the_same():
     values = {
         "text": [
-            "null",
-            "true",
-            "1e3",
-            "007",
-            "2026-11-20",
+            *["null", "true", "1e3", "007", "2026-11-20", "${x}", "é", "on", "0x1f", "1_000"],
             "a: b",
             "- x",
-            "${x}",
-            "é",
             " ",
             "",
-            "on",
-            "0x1f",
-            "1_000",
         ],
         "numbers": [1, -1, 1e-8, 1e22, 0.1, float("inf"), 2**70],
         "others": {"a": None, "b": True, "c": [], "d": {}, "e": [[1], {"f": 2}]},

@@ -52,22 +52,12 @@ def test_the_least_config_is_typed_with_every_default():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("amp", "bf16"),
-        ("amp", True),
-        ("data.num_workers", "auto"),
-        ("data.num_workers", 0),
-        ("epochs", None),
-        ("grad_clip.norm", 1),
-        ("data.hflip", 1.0),
-        ("data.normalize.mean", [0.5, 1]),
-        ("trust", ["a", "b"]),
-        ("deterministic", "warn"),
-        ("metrics", {"f1": NODE}),
-        ("callbacks", {"a": NODE, "b": NODE}),
+        ("amp", "bf16"), ("amp", True), ("data.num_workers", "auto"), ("data.num_workers", 0), ("epochs", None),
+        ("grad_clip.norm", 1), ("data.hflip", 1.0), ("data.normalize.mean", [0.5, 1]), ("trust", ["a", "b"]), ("name", "a/b"),
+        ("deterministic", "warn"), ("metrics", {"f1": NODE}), ("callbacks", {"a": NODE, "b": NODE}),
         ("transform.train", [NODE, NODE]),
-        ("name", "a/b"),
     ],
-)
+)  # fmt: skip
 def test_what_a_key_may_hold_is_taken_as_it_is(key, value):
     config, found = typed(Train, with_value(key, value))
     assert found == []
