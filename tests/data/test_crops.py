@@ -17,7 +17,7 @@ from runner.data.loaders import Batch
 from runner.data.sample_rng import seed_generators
 from runner.data.samples import SeededDataset
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.image_io import read_image
+from runner.data.sources.image_io import Decoding, read_image
 from runner.data.transforms.crops import RandomResizedCrop
 from runner.data.workers import WorkerLoader
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
     for number in range(8):
         paths.append(root / f"{number}.{'png' if number % 2 else 'jpg'}")
         picture(60 + 8 * number, 90 + number, number).save(paths[-1])
-    return ImageFolder(paths, [number % 2 for number in range(8)], ("even", "odd"), image_size=16)
+    return ImageFolder(paths, [number % 2 for number in range(8)], ("even", "odd"), Decoding(16))
 
 
 @settings(deadline=None, max_examples=100)

@@ -21,7 +21,7 @@ import pytest
 from torchvision import datasets
 
 from runner.config.errors import UserError
-from runner.data import long_work
+from runner.data import preparation
 from runner.data.sources import fetch as module
 from runner.data.sources.fetch import FetchFailed, FetchStopped, addresses, fetch
 
@@ -111,8 +111,8 @@ def test_why_each_address_gives_nothing_is_said(server: Server, path: Path, monk
 def test_the_rate_is_shown(
     server: Server, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(long_work, "_SHOWN_AFTER_S", 0.0)
-    monkeypatch.setattr(long_work, "_SHOWN_EVERY_S", 0.0)
+    monkeypatch.setattr(preparation, "_SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(preparation, "_SHOWN_EVERY_S", 0.0)
     fetch(path, MD5, [server.url("slow")])
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("fetching file: 1.0 of 1.0 MB, ")

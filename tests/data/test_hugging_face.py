@@ -82,7 +82,7 @@ def test_labels_without_names_are_sorted_and_numbers_may_be_regressed(saved: Cal
 @pytest.mark.parametrize(
     ("columns", "options", "key", "reason"),
     [
-        ({"a": [0] * 6, "b": [1] * 6}, {}, "data.dataset.label_key", r"2 columns may be the label\n.*a, b"),
+        ({"a": [0] * 6, "b": [1] * 6}, {}, "data.dataset.label_key", r"2 columns may be it\n.*a, b"),
         ({"a": [0] * 6}, {"label_key": "aa"}, "data.dataset.label_key", "no column 'aa'; did you mean 'a'"),
         ({"a": [0] * 6}, {"image_key": "a"}, "data.dataset.image_key", r"'a' is not an image column\n.*picture"),
         ({"a": [0, 1, 0, None, 1, 1]}, {}, "data.dataset", "column 'a' in line 4 of .* is empty"),

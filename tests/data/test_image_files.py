@@ -16,6 +16,7 @@ from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_files import files_loader
+from runner.data.sources.image_io import Decoding
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.crops import RandomResizedCrop
 
@@ -50,7 +51,7 @@ def test_a_folders_own_reading_is_that_of_its_files(tmp_path: Path) -> None:
     paths = saved(tmp_path, (30, 20), (9, 40), (8, 8))
     settings = FOLDER | {"image_size": 8, "crop_share": 0.6, "channels": 1}
     images, _ = read(paths, (1, 8, 8), settings)
-    own = ImageFolder(paths, [0] * 3, (), 8, 1, 0.6)
+    own = ImageFolder(paths, [0] * 3, (), Decoding(8, 1, 0.6))
     torch.testing.assert_close(images, torch.stack([own[index][0] for index in range(3)]).float())
 
 

@@ -278,9 +278,6 @@ def test_a_damaged_cifar_file_is_named_and_never_unpickled(tmp_path, monkeypatch
     (folder / "data_batch_3").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(UserError, match="data_batch_3 has another MD5 than the published one"):
         sets.cifar10(str(tmp_path), False)
-    (folder / "batches.meta").write_bytes(b"")
-    with pytest.raises(UserError, match="and 1 more file"):
-        sets.cifar10(str(tmp_path), False)
     assert not (tmp_path / "ran").exists()
 
 
@@ -360,11 +357,3 @@ def test_the_real_fashion_mnist_is_read_from_its_gz_files():
     assert found["test"].images.shape == (10000, 1, 28, 28)
     assert torch.bincount(found["train"].targets).tolist() == [6000] * 10
     assert found["train"].images.double().mean().item() == pytest.approx(72.94, abs=0.01)
-
-
-@pytest.mark.parametrize("sides", [(2**20, 32, 32), (2**31, 1, 1)], ids=["1 GiB", "2 GiB"])
-def test_a_compressed_gigabyte_is_refused_before_it_is_unpacked(sides: tuple[int, ...], tmp_path: Path) -> None:
-    path = tmp_path / "train-images-idx3-ubyte.gz"
-    path.write_bytes(gzip.compress(struct.pack(">4B3I", 0, 0, 8, 3, *sides) + b"\0" * 1000))
-    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz promises [\d,]+ bytes of data, and is a file of"):
-        sets.read_idx(path, 3)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from runner.config.schema.sections import Data
 from runner.data.sources.image_files import ImageFiles, reading_steps
+from runner.data.sources.image_io import Decoding
 
 pytestmark = needs("export")
 IMAGES = 72
@@ -184,7 +185,7 @@ def test_the_steps_give_the_pixels_that_a_model_of_any_shape_is_given(
     steps = reading_steps(Data(dataset={"_target_": "elsewhere.images"}), [], shape)
     reader = Reader({"preprocessing": {"steps": [*steps, {"step": "layout", "axes": "channels, height, width"}]}})
     size = shape[1] if shape[1] == shape[2] else None
-    files = ImageFiles(paths, shape, size, 1 if shape[0] == 1 else 3, 1.0, [], 10**6)
+    files = ImageFiles(paths, shape, Decoding(size, 1 if shape[0] == 1 else 3, 1.0, 10**6), [])
     for index, path in enumerate(paths):
         apart = np.abs(files[index][0].numpy().astype(int) - reader(path).astype(int))
         assert apart.max() <= 1, path

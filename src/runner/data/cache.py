@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.data.bad_samples import BadSample, ReplacementSampler
-from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write, writing
-from runner.data.long_work import exclusive, noticing_signals, progress
+from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write
+from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.splits import targets_of
@@ -71,39 +71,34 @@ class Cache:
             return Opened(found, "opened")
         if workers is None:
             return Opened(None)
-        example, target = _example(dataset, self.skips)
-        with noticing_signals() as stopped, exclusive(path, "makes", stopped, writing(path)) as locked:
+        with (
+            noticing_signals() as stopped,
+            reported_writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
+            exclusive(path, stopped) as locked,
+        ):
             if stopped():
                 return Opened(None)
             found = self._existing(path, key, dataset)  # another process may have made it in the meantime
             if isinstance(found, CachedImages):
                 return Opened(found, "opened")
-            began, count = time.perf_counter(), len(dataset)  # type: ignore[arg-type]
             # What killed processes have left, if no other process can be writing.
             left = path.parent.glob(f"{glob.escape(temporary_prefix(path))}*") if locked else ()
-            with writing(path):
-                for useless in (path, *left):
-                    useless.unlink(missing_ok=True)
-            needed = HEADER_BYTES + count * (example.numel() + target.numel() * target.element_size())
-            if needed > (free := shutil.disk_usage(self.folder).free):
-                raise UserError(
-                    "data.cache",
-                    f"{count:,} images of {_shape(example)} need {needed / _GIB:.2f} GiB, and {self.folder} has "
-                    f"{free / _GIB:.2f} GiB free",
-                    "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null",
-                )
+            for useless in (path, *left):
+                useless.unlink(missing_ok=True)
+            began, example = time.perf_counter(), self._example(dataset)
             missing: set[int] | None = set() if self.skips else None
+            decoded = _decoded(dataset, example, split, workers(), missing=missing, stopped=stopped)
             try:
-                with contextlib.closing(_decoded(dataset, example, split, workers(), stopped, missing)) as decoded:
-                    write(path, key, count, decoded, () if missing is None else missing)
+                with contextlib.closing(decoded):
+                    write(path, key, len(dataset), decoded, () if missing is None else missing)  # type: ignore[arg-type]
             except _Stopped:
                 return Opened(None)
-            return Opened(CachedImages(path, key, dataset), f"made in {time.perf_counter() - began:.1f} s", found)
+            return Opened(CachedImages(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
 
     def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> CachedImages | str:
         """The cache at `path`, or why it cannot be used: empty if there is no file."""
         try:
-            cached = CachedImages(path, key, dataset)
+            cached = CachedImages(path, key)
             problem = self._mismatch(cached, dataset)
         except FileNotFoundError:
             return ""
@@ -133,6 +128,40 @@ class Cache:
             if not (_same(cached.images[place], image) and _same(cached.targets[place], target)):
                 return f"image {place} differs from the data set"
         return ""
+
+    def _example(self, dataset: Dataset[Any]) -> Tensor:
+        """The first image that can be read; raises `UserError` if it is not of a kind that can be kept, or does not fit."""
+
+        def read_twice(index: int) -> list[tuple[Tensor, Tensor]]:
+            return [_sample(dataset, index, epoch) for epoch in (0, 1)]
+
+        count: int = len(dataset)  # type: ignore[arg-type]
+        chooser = ReplacementSampler(0, AllSamples(count))
+        (image, target), (again, _) = chooser.read(read_twice, 0, 0, []) if self.skips else read_twice(0)
+        problem = ""
+        if image.dtype != torch.uint8:
+            problem, allowed = (
+                f"keeps uint8 images, and this data set gives {_dtype(image)}",
+                "a data set of uint8 images",
+            )
+        elif target.is_complex():
+            problem, allowed = (
+                "keeps targets that are real numbers, and this data set gives complex ones",
+                "real targets",
+            )
+        elif not _same(image, again):
+            problem = (
+                "would keep one random version of each image: this data set returns a different one at every reading"
+            )
+            allowed = "random changes in the section transform"
+        if problem:
+            raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
+        needed = HEADER_BYTES + count * (image.nbytes + target.nbytes)
+        if needed > (free := shutil.disk_usage(self.folder).free):
+            amounts = f"{needed / _GIB:.2f} GiB, and {self.folder} has {free / _GIB:.2f} GiB free"
+            allowed = "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null"
+            raise UserError("data.cache", f"{count:,} images of {_shape(image)} need {amounts}", allowed)
+        return image
 
 
 def _digest(recipe: dict[str, Any]) -> Any:
@@ -167,35 +196,14 @@ def _sample(dataset: Dataset[Any], index: int, epoch: int = 0) -> tuple[Tensor, 
     return as_tensor(image), as_target(target)
 
 
-def _example(dataset: Dataset[Any], skips: bool) -> tuple[Tensor, Tensor]:
-    """The first sample that can be read, checked to be of a kind that can be kept."""
-
-    def read_twice(index: int) -> list[tuple[Tensor, Tensor]]:
-        return [_sample(dataset, index, epoch) for epoch in (0, 1)]
-
-    everything = AllSamples(len(dataset))  # type: ignore[arg-type]
-    twice = ReplacementSampler(0, everything).read(read_twice, 0, 0, []) if skips else read_twice(0)
-    (image, target), (again, _) = twice
-    problem = ""
-    if image.dtype != torch.uint8:
-        problem, allowed = f"keeps uint8 images, and this data set gives {_dtype(image)}", "a data set of uint8 images"
-    elif target.is_complex():
-        problem, allowed = "keeps targets that are real numbers, and this data set gives complex ones", "real targets"
-    elif not _same(image, again):
-        problem = "would keep one random version of each image: this data set returns a different one at every reading"
-        allowed = "random changes in the section transform"
-    if problem:
-        raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
-    return image, target
-
-
 def _decoded(
     dataset: Dataset[Any],
     example: Tensor,
     split: str,
     workers: int,
-    stopped: Callable[[], bool],
+    *,
     missing: set[int] | None,
+    stopped: Callable[[], bool],
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """All samples in order, in batches; those that cannot be read are added to `missing`, or an error if it is None."""
     count = len(dataset)  # type: ignore[arg-type]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
-import os
-import shutil
-import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from runner.config.errors import PREEMPTED, DiskFull, UserError
-from runner.data.long_work import exclusive, noticing_signals, progress
+from runner.config.errors import PREEMPTED, UserError
+from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 
 _SILENCE_S = 30.0  # how long an address may send nothing
 _CHUNK = 2**18
@@ -55,6 +51,11 @@ def has_md5(path: Path, md5: str) -> bool:
         return False
 
 
+def writing(path: Path) -> AbstractContextManager[None]:
+    """Report that a file of a data set cannot be written."""
+    return reported_writing(path, "data.root", "a writable folder with space")
+
+
 def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
     """Fetch a file from the first address that gives it, unless it is there; several processes may ask for it at once.
 
@@ -67,9 +68,8 @@ def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
     if has_md5(path, md5):
         return
     failures = list[str]()
-    with noticing_signals() as stopped, exclusive(path, "fetches", stopped, _writing(path)) as locked:
-        # Without the lock, as after a signal, another process may be writing to the usual name.
-        unfinished = path.with_name(f".{path.name}.partial" if locked else f".{path.name}.{os.getpid()}.partial")
+    unfinished = path.with_name(f".{path.name}.partial")
+    with noticing_signals() as stopped, writing(path), exclusive(path, stopped):
         for url in urls:
             if stopped():
                 raise FetchStopped("data.download", "a signal stopped it before it began")
@@ -78,10 +78,9 @@ def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
             try:
                 _receive(url, path.name, unfinished, stopped)
                 if has_md5(unfinished, md5):
-                    with _writing(path):
-                        unfinished.replace(path)
-                        # Processes that wait for this lock find the file.
-                        path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
+                    unfinished.replace(path)
+                    # Processes that wait for this lock find the file.
+                    path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
                     return
                 failures.append(f"{url}: another checksum than the published MD5 {md5}")
             except (OSError, HTTPException) as error:
@@ -89,26 +88,6 @@ def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
             finally:
                 unfinished.unlink(missing_ok=True)
     raise FetchFailed("; ".join(failures))
-
-
-def unpack(archive: Path, folder: Path, files: Iterable[str]) -> None:
-    """Unpack files of a tar archive into a folder, whatever folders they have in it; each appears when it is complete.
-
-    Raises:
-        UserError: if a file cannot be written.
-    """
-    wanted = set(files)
-    with tarfile.open(archive) as packed:
-        for member in packed:
-            name = Path(member.name).name
-            source = packed.extractfile(member) if member.isfile() and name in wanted else None
-            if source is not None:
-                unfinished = folder / f".{name}.{os.getpid()}.partial"
-                with _writing(folder / name):
-                    folder.mkdir(parents=True, exist_ok=True)
-                    with unfinished.open("wb") as file:
-                        shutil.copyfileobj(source, file)
-                    unfinished.replace(folder / name)
 
 
 def _receive(url: str, name: str, path: Path, stopped: Callable[[], bool]) -> None:
@@ -120,11 +99,12 @@ def _receive(url: str, name: str, path: Path, stopped: Callable[[], bool]) -> No
         def say(done: int, rate: float) -> str:
             return f"fetching {name}: {done / _MB:,.1f}{of_total} MB, {rate / _MB:.2f} MB/s"
 
-        with _writing(path):
+        with writing(path):
             file = path.open("wb")
         with file, progress(say) as advance:
             while chunk := response.read1(_CHUNK):
-                with _writing(path):
+                # An error of the disk ends the run; one of the network leads to the next address.
+                with writing(path):
                     file.write(chunk)
                     file.flush()
                 done += len(chunk)
@@ -133,14 +113,3 @@ def _receive(url: str, name: str, path: Path, stopped: Callable[[], bool]) -> No
                     raise FetchStopped("data.download", f"a signal stopped it after {done / _MB:.1f} MB")
         if done < total:
             raise OSError(f"the connection broke after {done / _MB:.1f} MB")
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Report that a file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        kind = DiskFull if error.errno == errno.ENOSPC else UserError
-        problem = f"cannot write {path.absolute()}: {error.strerror or error}"
-        raise kind("data.root", problem, "a writable folder with space") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -18,63 +19,70 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError, nearest
 from runner.config.schema.sections import Data
-from runner.data.sources.image_io import DECODING, Cut, middle_square, read_image
+from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
 
 EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
 )
 
 
-class ImageFolder(Dataset[tuple[Tensor, int | Tensor]]):
-    """Map-style data set of image files; item i is (uint8 tensor (C, H, W), class index or float32 target (...)).
+class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
+    """Map-style data set of encoded images; item i is (uint8 tensor (C, H, W), class index or float32 target (...)).
 
-    The arguments are those of `image_folder`; `targets` are class indices, or float32 (N, ...), and `paths` is computed as an
-    attribute.
+    A data set says with `encoded` where its images are.
+
+    Attributes:
+        targets: int64 (N,), or float32 (N, ...).
+        classes: names of the classes; empty for regression.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        targets: Sequence[int] | Tensor,
-        classes: Sequence[str],
-        image_size: int | None = None,
-        channels: Literal[1, 3] = 3,
-        crop_share: float = 1.0,
-        max_pixels: int = Data.max_pixels,
-    ) -> None:
-        if image_size is not None and image_size < 1:
-            raise ValueError(f"image_size must be at least 1, got {image_size}")
-        if channels not in (1, 3):
-            raise ValueError(f"channels must be 1 or 3, got {channels}")
-        if not 0 < crop_share <= 1:
-            raise ValueError(f"crop_share must be above 0 and at most 1, got {crop_share}")
-        if len(paths) != len(targets):
-            raise ValueError(f"there are {len(targets)} targets for {len(paths)} paths")
-        # One bytes object instead of a list: reading strings in a forked worker writes their reference counts, which
-        # copies their pages one after the other.
-        encoded = [os.fsencode(path) for path in paths]
-        self._names = b"".join(encoded)
-        self._ends = torch.tensor([0, *map(len, encoded)]).cumsum(0)
-        self.targets = targets if isinstance(targets, Tensor) else torch.tensor(targets, dtype=torch.int64)
-        self.classes, self.image_size, self.channels = tuple(classes), image_size, channels
-        self.crop_share, self.max_pixels = crop_share, max_pixels
+    def __init__(self, targets: Tensor, classes: Sequence[str], decoding: Decoding) -> None:
+        self.targets, self.classes, self.decoding = targets, tuple(classes), decoding
+
+    def encoded(self, index: int) -> tuple[Path, bytes | None]:
+        """The file of item `index`; or a name for messages, and the content."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
-        return self.read_part(index, functools.partial(middle_square, share=self.crop_share), self.image_size)
+        cut = functools.partial(middle_square, share=self.decoding.crop_share)
+        return self.read_part(index, cut, self.decoding.image_size)
 
     def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
         """Decode only the part `cut(height, width)` of an image, resized to a square, see `runner.data.transforms.crops`."""
-        target = self.targets[index]
-        image = read_image(self.path(index), size, self.channels, cut, self.max_pixels)
+        (path, content), target, decoding = self.encoded(index), self.targets[index], self.decoding
+        image = read_image(path, size, decoding.channels, cut, max_pixels=decoding.max_pixels, content=content)
         return image, target if target.is_floating_point() else int(target)
+
+
+class ImageFolder(ImageList):
+    """The images of a list of files; for the other arguments see `ImageList`."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        targets: Sequence[int] | Tensor,
+        classes: Sequence[str],
+        decoding: Decoding = Decoding(),  # noqa: B008  it is immutable
+    ) -> None:
+        numbers = targets if isinstance(targets, Tensor) else torch.tensor(targets, dtype=torch.int64)
+        super().__init__(numbers, classes, decoding)
+        # One bytes object instead of a list: reading strings in a forked worker writes their reference counts, which
+        # copies their pages one after the other.
+        encoded = [os.fsencode(path) for path in paths]
+        self._names = b"".join(encoded)
+        self._ends = torch.tensor([0, *map(len, encoded)]).cumsum(0)
+
+    def encoded(self, index: int) -> tuple[Path, bytes | None]:
+        """See `ImageList.encoded`."""
+        return self.path(index), None
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: files with sizes and times, settings, decoder versions."""
-        settings = (DECODING, self.image_size, self.channels, self.crop_share, self.max_pixels)
+        settings = (DECODING, *dataclasses.astuple(self.decoding))
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
         digest, names = hashlib.sha256(repr((settings, libraries)).encode()), self.file_names()
         # Without the common prefix, so that the folder that the program starts in does not matter.
@@ -109,6 +117,7 @@ def image_folder(
     channels: Literal[1, 3] = 3,
     train_folder: str = "train",
     val_folder: str = "val",
+    *,
     test_folder: str = "test",
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
@@ -119,17 +128,12 @@ def image_folder(
 
     Args:
         root: folder of the data set.
-        image_size: every image is cropped to its central square and resized (bilinear, antialiased) to this many
-            pixels a side; None keeps the sizes.
-        channels: 3 for RGB, 1 for grey.
+        image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         train_folder, val_folder, test_folder: names of the folders of the splits; the last two are optional.
-        crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
-        max_pixels: most pixels that a file may have.
 
-    Raises `UserError` if a folder is missing or empty, or the splits have different classes, and `ValueError` if `image_size`,
-    `channels` or `crop_share` is out of range.
+    Raises `UserError` if a folder is missing or empty, or the splits have different classes.
     """
-    base = Path(root).expanduser()
+    decoding, base = Decoding(image_size, channels, crop_share, max_pixels), Path(root).expanduser()
     if not base.is_dir():
         what = "is not a folder" if base.exists() else "does not exist"
         raise UserError("data.root", f"{base.absolute()} {what}", "the folder that holds the images")
@@ -137,38 +141,31 @@ def image_folder(
     folders = {split: base / name for split, name in named.items() if (base / name).is_dir()}
     if folders and "train" not in folders:
         found = ", ".join(path.name for path in folders.values())
+        problem = f"{base.absolute()} has {found} but no folder '{train_folder}'"
+        allowed = "such a folder, or data.dataset.train_folder=<name of the training folder>"
         others = [path.name for path in sorted(base.iterdir()) if path.is_dir() and path not in folders.values()]
-        raise UserError(
-            "data.root",
-            f"{base.absolute()} has {found} but no folder '{train_folder}'",
-            "such a folder, or data.dataset.train_folder=<name of the training folder>",
-            nearest(train_folder, others),
-        )
+        raise UserError("data.root", problem, allowed, nearest(train_folder, others))
+    # Without folders of splits, the folders are those of the classes.
     folders = folders or {"train": base}
     names = _class_folders(folders["train"])
     for folder in folders.values():
-        others = _class_folders(folder)
-        only = [(set(names) - set(others), folders["train"]), (set(others) - set(names), folder)]
-        if found := " and ".join(
-            f"{', '.join(sorted(more))} only in {where.absolute()}" for more, where in only if more
-        ):
-            raise UserError("data.root", f"splits have different class folders: {found}", "the same in every split")
-    return {
-        split: ImageFolder(*_list_images(folder, names), names, image_size, channels, crop_share, max_pixels)
-        for split, folder in folders.items()
-    }
+        if more := set(names) ^ set(_class_folders(folder)):
+            only = "; ".join(f"{name} only in {folders['train'] if name in names else folder}" for name in sorted(more))
+            raise UserError("data.root", f"splits have different class folders: {only}", "the same in every split")
+    return {split: _list_images(folder, names, decoding) for split, folder in folders.items()}
 
 
 def _class_folders(folder: Path) -> list[str]:
     entries = sorted(folder.iterdir())
     names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     if not names:
-        loose = sum(entry.suffix.lower() in EXTENSIONS for entry in entries)
-        found = f"there are only images of no class ({loose})" if loose else "there is none"
+        loose = any(entry.suffix.lower() in EXTENSIONS for entry in entries)
+        found, allowed = "there is none", "folders named like the classes"
+        if loose:
+            found, allowed = "there are only images of no class", f"data.root={folder.parent}"
         problem = f"{folder.absolute()} must hold one folder of images for each class; {found}"
-        raise UserError(
-            "data.root", problem, f"data.root={folder.parent}" if loose else "folders named like the classes"
-        )
+        raise UserError("data.root", problem, allowed)
+    # A single folder with folders in it is most often one level too many.
     inner = [entry for entry in (folder / names[0]).iterdir() if entry.is_dir()] if len(names) == 1 else []
     if len(inner) > 1:
         problem = f"{folder.absolute()} has one folder, '{names[0]}', with {len(inner)} folders in it"
@@ -176,20 +173,17 @@ def _class_folders(folder: Path) -> list[str]:
     return names
 
 
-def _list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
+def _list_images(folder: Path, classes: Sequence[str], decoding: Decoding) -> ImageFolder:
     paths: list[Path] = []
     targets: list[int] = []
     for target, name in enumerate(classes):
         found = sorted(images_below(folder / name))
         if not found:
-            raise UserError(
-                "data.root",
-                f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})",
-                "add some, or remove the folder",
-            )
+            problem = f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})"
+            raise UserError("data.root", problem, "add some, or remove the folder")
         paths += found
         targets += [target] * len(found)
-    return paths, targets
+    return ImageFolder(paths, targets, classes, decoding)
 
 
 def images_below(folder: Path) -> Iterator[Path]:

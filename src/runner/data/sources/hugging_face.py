@@ -2,66 +2,46 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from runner.config.errors import UserError, nearest
 from runner.config.schema.sections import Data
-from runner.data.sources.image_io import Cut, middle_square, read_image
+from runner.data.sources.folders import ImageList
+from runner.data.sources.image_io import Decoding
 from runner.data.sources.tables import Kind, Table, column_targets
 
 _SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
 _SAVED = ("dataset_dict.json", "state.json")  # what save_to_disk writes, of several splits or of one
 
 
-class EncodedImages(Dataset[tuple[Tensor, int | Tensor]]):
-    """Map-style data set of the encoded images of a column; item i is (uint8 tensor (C, H, W), target).
+class EncodedImages(ImageList):
+    """The images of a column of a data set of `datasets`; for the other arguments see `ImageList`.
 
     Args:
-        rows: of `datasets`, with the column `key` as it is stored, not decoded.
+        rows: with the column `key` as it is stored, not decoded.
         key, name: the column; the data set and the split, for messages.
-        targets: int64 (N,), or float32 (N, ...).
-        classes, image_size, channels, crop_share, max_pixels: see `runner.data.sources.folders.ImageFolder`.
     """
 
     def __init__(
-        self,
-        rows: Any,
-        key: str,
-        name: str,
-        targets: Tensor,
-        classes: tuple[str, ...],
-        image_size: int | None,
-        channels: Literal[1, 3],
-        crop_share: float,
-        max_pixels: int,
+        self, rows: Any, key: str, name: str, targets: Tensor, classes: Sequence[str], *, decoding: Decoding
     ) -> None:
+        super().__init__(targets, classes, decoding)
         self._rows, self._key, self._name = rows, key, name
-        self.targets, self.classes, self.image_size, self.channels = targets, classes, image_size, channels
-        self.crop_share, self.max_pixels = crop_share, max_pixels
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
-        """Decode one image; raises `UserError`, which names the row, if it cannot be decoded."""
-        return self.read_part(index, functools.partial(middle_square, share=self.crop_share), self.image_size)
-
-    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
-        """Decode only a part of an image, see `ImageFolder.read_part`."""
-        stored, target = self._rows[index][self._key] or {}, self.targets[index]
+    def encoded(self, index: int) -> tuple[Path, bytes | None]:
+        """See `ImageList.encoded`; raises `UserError` if the row is empty."""
+        stored = self._rows[index][self._key] or {}
         content, path = stored.get("bytes"), stored.get("path")
-        name = Path(f"{self._name}[{index}]") if content is not None or path is None else Path(path)
-        if content is None and path is None:
-            raise UserError(f"cannot read the image {name}: it is empty. Remove the row.")
-        image = read_image(name, size, self.channels, cut, self.max_pixels, content)
-        return image, target if target.is_floating_point() else int(target)
+        if content is None and path is not None:
+            return Path(path), None
+        if content is None:
+            raise UserError(f"cannot read the image {self._name}[{index}]: it is empty. Remove the row.")
+        return Path(f"{self._name}[{index}]"), content
 
 
 def hugging_face(
@@ -70,6 +50,7 @@ def hugging_face(
     path: str | None = None,
     subset: str | None = None,
     image_key: str | None = None,
+    *,
     label_key: str | list[str] | None = None,
     kind: Kind | None = None,
     train_split: str | None = None,
@@ -91,7 +72,7 @@ def hugging_face(
             such, the only other column. Several label columns are a list.
         kind: see `runner.data.sources.tables.image_table`.
         train_split, val_split, test_split: names of the splits; None for train, validation and test, if they exist.
-        image_size, channels, crop_share, max_pixels: see `runner.data.sources.folders.image_folder`.
+        image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
 
     Raises:
         UserError: if `datasets` is not installed, the data set, a split or a column is missing or not unique, or a label is
@@ -102,26 +83,24 @@ def hugging_face(
     except ImportError as error:
         problem = "needs the library datasets, which is not installed"
         raise UserError("data.dataset", problem, "pip install 'runner[huggingface]'") from error
-    if channels not in (1, 3):
-        raise ValueError(f"channels must be 1 or 3, got {channels}")
-    if not 0 < crop_share <= 1:
-        raise ValueError(f"crop_share must be above 0 and at most 1, got {crop_share}")
+    decoding = Decoding(image_size, channels, crop_share, max_pixels)
     found = _loaded(datasets, root, path, subset, download)
     all_splits = dict(found) if isinstance(found, Mapping) else {train_split or "train": found}
     splits = _chosen(all_splits, {"train": train_split, "val": val_split, "test": test_split})
     features = splits["train"].features
-    key = _image_key(datasets, features, image_key)
-    labels = [label_key] if isinstance(label_key, str) else label_key or [_label_key(datasets, features, key)]
-    for label in labels:
-        _check_column("data.dataset.label_key", label, features)
+    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    key = _column("image_key", image_key, images, features)
+    others = [name for name in features if name != key]
+    named = [name for name in others if isinstance(features[name], datasets.ClassLabel)]
+    labels = label_key if isinstance(label_key, list) else [_column("label_key", label_key, named or others, features)]
     targets, classes = _targets(datasets, splits, labels, kind, path or root)
-    made, start = {}, 0
+    result, start = {}, 0
     for split, rows in splits.items():
         encoded = rows.select_columns([key]).cast_column(key, datasets.Image(decode=False))
-        some, start = targets[start : start + len(rows)], start + len(rows)
-        settings = (image_size, channels, crop_share, max_pixels)
-        made[split] = EncodedImages(encoded, key, f"{path or root}:{split}", some, classes, *settings)
-    return made
+        name, some = f"{path or root}:{split}", targets[start : start + len(rows)]
+        result[split] = EncodedImages(encoded, key, name, some, classes, decoding=decoding)
+        start += len(rows)
+    return result
 
 
 def _loaded(datasets: Any, root: str, path: str | None, subset: str | None, download: bool) -> Any:
@@ -163,40 +142,29 @@ def _chosen(found: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[s
     return chosen
 
 
-def _check_column(key: str, column: str, features: Mapping[str, Any]) -> None:
-    if column not in features:
-        raise UserError(key, f"there is no column '{column}'", ", ".join(features), nearest(column, features))
-
-
-def _image_key(datasets: Any, features: Mapping[str, Any], given: str | None) -> str:
-    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if given is not None:
-        _check_column("data.dataset.image_key", given, features)
-        if given not in images:
-            raise UserError(
-                "data.dataset.image_key", f"'{given}' is not an image column", ", ".join(images) or "none here"
-            )
-        return given
-    if len(images) != 1:
-        what = f"has {len(images)} columns of images" if images else "has no image column"
-        raise UserError("data.dataset.image_key", f"is null, and the data set {what}", ", ".join(images or features))
-    return images[0]
-
-
-def _label_key(datasets: Any, features: Mapping[str, Any], image: str) -> str:
-    others = [name for name in features if name != image]
-    named = [name for name in others if isinstance(features[name], datasets.ClassLabel)]
-    choices = named or others
-    if len(choices) != 1:
-        problem = f"is null, and {len(choices)} columns may be the label"
-        raise UserError("data.dataset.label_key", problem, ", ".join(choices) or "a data set with labels")
-    return choices[0]
+def _column(key: str, given: str | None, choices: Sequence[str], features: Mapping[str, Any]) -> str:
+    """The column that is named, or the only one of `choices`; raises `UserError` if there is no such column."""
+    if given is None and len(choices) == 1:
+        return choices[0]
+    if given is None:
+        problem = f"is null, and {len(choices)} columns may be it"
+        raise UserError(f"data.dataset.{key}", problem, ", ".join(choices or features))
+    if given not in features:
+        problem = f"there is no column '{given}'"
+        raise UserError(f"data.dataset.{key}", problem, ", ".join(features), nearest(given, features))
+    if key == "image_key" and given not in choices:
+        raise UserError(
+            "data.dataset.image_key", f"'{given}' is not an image column", ", ".join(choices) or "none here"
+        )
+    return given
 
 
 def _targets(
     datasets: Any, splits: Mapping[str, Any], labels: list[str], kind: Kind | None, name: str
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Targets (N, ...) of all splits one after the other, and the names of the classes."""
+    for label in labels:
+        _column("label_key", label, labels, splits["train"].features)
     columns = {label: [entry for rows in splits.values() for entry in rows[label]] for label in labels}
     table = Table(Path(name), columns, [number for rows in splits.values() for number in range(1, len(rows) + 1)])
     feature = splits["train"].features[labels[0]]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.image_io import middle_square
+from runner.data.sources.image_io import Decoding, middle_square
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 
@@ -46,13 +46,10 @@ class ImageFiles(ImageFolder):
         self,
         paths: Sequence[Path],
         shape: tuple[int, int, int],
-        size: int | None,
-        channels: Literal[1, 3],
-        crop_share: float,
+        decoding: Decoding,
         transforms: Sequence[SampleTransform],
-        max_pixels: int,
     ) -> None:
-        super().__init__(paths, [0] * len(paths), (), size, channels, crop_share, max_pixels)
+        super().__init__(paths, torch.zeros(len(paths), dtype=torch.int64), (), decoding)
         self.shape = shape
         self._transforms = list(transforms) or [functools.partial(fitted, height=shape[1], width=shape[2])]
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
@@ -63,17 +60,19 @@ class ImageFiles(ImageFolder):
 
     def read(self, source: Path | bytes) -> Tensor:
         """The image of a file, or of its content; raises `UserError` if it cannot be decoded."""
-        cut, size = functools.partial(middle_square, share=self.crop_share), self.image_size
+        decoding = self.decoding
+        cut, size = functools.partial(middle_square, share=decoding.crop_share), decoding.image_size
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
         path, content = (source, None) if isinstance(source, Path) else (Path("image"), source)
-        image = image_io.read_image(path, size, self.channels, cut, self.max_pixels, content)
+        image = image_io.read_image(path, size, decoding.channels, cut, max_pixels=decoding.max_pixels, content=content)
         return as_tensor(transformed(image, self._transforms))
 
     def blank(self) -> Tensor:
         """An image of zeros of the shape and dtype of the others; raises `UserError` if the transforms fail on it."""
-        height, width = (self.image_size,) * 2 if self.image_size is not None else self.shape[1:]
-        blank = torch.zeros((self.channels, height, width), dtype=torch.uint8)
+        size = self.decoding.image_size
+        height, width = self.shape[1:] if size is None else (size, size)
+        blank = torch.zeros((self.decoding.channels, height, width), dtype=torch.uint8)
         try:
             made = as_tensor(transformed(blank, self._transforms))
         except Exception as error:  # user code can raise anything
@@ -130,7 +129,7 @@ def image_files(
         raise UserError("input", problem, "train, val or test, a split of the data")
     max_pixels = data.dataset.get("max_pixels") or data.max_pixels
     try:
-        return ImageFiles(paths, shape, size, channels, share, transforms, max_pixels)
+        return ImageFiles(paths, shape, Decoding(size, channels, share, max_pixels), transforms)
     except ValueError as error:
         raise UserError("data.dataset", str(error)) from error
 

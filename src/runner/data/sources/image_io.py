@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,11 +56,41 @@ def middle_square(height: int, width: int, share: float = 1.0) -> Region:
     return (height - edge) // 2, (width - edge) // 2, edge, edge
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """The form of decoded images.
+
+    Attributes:
+        image_size: every image is cropped to its central square and resized (bilinear, antialiased) to this many pixels a side;
+            None keeps the sizes.
+        channels: 3 for RGB, 1 for grey.
+        crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
+        max_pixels: most pixels that a file may have.
+
+    Raises:
+        ValueError: if one is out of range.
+    """
+
+    image_size: int | None = None
+    channels: Literal[1, 3] = 3
+    crop_share: float = 1.0
+    max_pixels: int = Data.max_pixels
+
+    def __post_init__(self) -> None:
+        if self.image_size is not None and self.image_size < 1:
+            raise ValueError(f"image_size must be at least 1, got {self.image_size}")
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels must be 1 or 3, got {self.channels}")
+        if not 0 < self.crop_share <= 1:
+            raise ValueError(f"crop_share must be above 0 and at most 1, got {self.crop_share}")
+
+
 def read_image(
     path: Path,
     image_size: int | None,
     channels: Literal[1, 3] = 3,
     cut: Cut = middle_square,
+    *,
     max_pixels: int = Data.max_pixels,
     content: bytes | None = None,
 ) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.config.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.image_io import Cut
+from runner.data.sources.image_io import Cut, Decoding
 
 Kind = Literal["classification", "multilabel", "regression"]
 
@@ -23,30 +23,6 @@ _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "te
 _SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = (".parquet", ".pq")
-_VALUES_A_BYTE, _UNPACKED = 32, 1000  # most of a Parquet file, for each of its bytes
-
-
-class TableImages(ImageFolder):
-    """Map-style data set of the image files of a table, see `ImageFolder`; an error names the line of the table too.
-
-    Args:
-        table, rows: the table, and the number of the row of each sample in it.
-        groups: of each sample, for `data.split.group=groups`; None for no such attribute.
-        *others, **named: of `ImageFolder`.
-    """
-
-    def __init__(self, table: Table, rows: Sequence[int], groups: list[str] | None, *others: Any, **named: Any) -> None:
-        super().__init__(*others, **named)
-        self._shown, self._lines = str(table.path), torch.tensor([table.line(row) for row in rows])
-        if groups is not None:
-            self.groups = groups
-
-    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
-        """See `ImageFolder.read_part`."""
-        try:
-            return super().read_part(index, cut, size)
-        except UserError as error:
-            raise UserError(f"{error} It is in line {int(self._lines[index])} of {self._shown}.") from error
 
 
 @dataclass(frozen=True)
@@ -55,17 +31,12 @@ class Table:
 
     path: Path
     columns: dict[str, list[Any]]
-    lines: Sequence[int] | None = None
-
-    def line(self, row: int) -> int:
-        """The line of a row."""
-        return row + 1 if self.lines is None else self.lines[row]
+    lines: Sequence[int]
 
     def wrong(self, row: int, column: str, problem: str, allowed: str = "") -> UserError:
         """An error about one entry."""
-        return UserError(
-            "data.dataset", f"column '{column}' in line {self.line(row)} of {self.path} {problem}", allowed
-        )
+        problem = f"column '{column}' in line {self.lines[row]} of {self.path} {problem}"
+        return UserError("data.dataset", problem, allowed)
 
     def text(self, column: str, row: int) -> str:
         """An entry as text without spaces around it; raises `UserError` if it is empty or NaN."""
@@ -87,12 +58,47 @@ class Table:
         return number
 
 
+class TableImages(ImageFolder):
+    """The image files of some rows of a table, see `ImageFolder`; an error names the line of the table too.
+
+    Args:
+        table, rows: the table, and the number of the row of each sample in it.
+        paths, targets: of all rows.
+        classes, decoding: see `ImageFolder`.
+
+    Attributes:
+        groups: of each sample, for `data.split.group=groups`, where the table has them.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        rows: Sequence[int],
+        paths: Sequence[Path],
+        targets: Tensor,
+        classes: Sequence[str],
+        *,
+        decoding: Decoding,
+    ) -> None:
+        super().__init__([paths[row] for row in rows], targets[rows], classes, decoding)
+        # A tensor, as workers copy the pages of lists that they read.
+        self._table, self._lines = str(table.path), torch.tensor([table.lines[row] for row in rows])
+
+    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
+        """See `ImageList.read_part`."""
+        try:
+            return super().read_part(index, cut, size)
+        except UserError as error:
+            raise UserError(f"{error} It is in line {int(self._lines[index])} of {self._table}.") from error
+
+
 def image_table(
     root: str,
     table: str,
     image_column: str = "image",
     label_columns: str | list[str] = "label",
     kind: Kind | None = None,
+    *,
     split_column: str | None = None,
     group_column: str | None = None,
     delimiter: str | None = None,
@@ -116,42 +122,31 @@ def image_table(
         split_column: train, val or test; None if all rows are 'train'.
         group_column: becomes the attribute `groups`, for `data.split.group`.
         delimiter: between the entries of a line; None for that of the file's suffix.
-        image_size, channels, crop_share, max_pixels: see `runner.data.sources.folders.image_folder`.
+        image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         on_error: `skip` allows files that do not exist, which are then skipped.
 
     Raises:
         UserError: if the table, a column or a file is missing, or an entry is empty or of another kind; with the line.
-        ValueError: if `image_size`, `channels`, `crop_share` or `delimiter` is out of range.
     """
     labels = [label_columns] if isinstance(label_columns, str) else list(label_columns)
     if not labels or len(set(labels)) < len(labels):
         raise UserError("data.dataset.label_columns", f"cannot be {labels}", "one or more columns, each named once")
-    needed = {"image_column": [image_column], "label_columns": labels}
-    needed |= {"split_column": [split_column] if split_column is not None else []}
-    needed |= {"group_column": [group_column] if group_column is not None else []}
-    base = Path(root).expanduser()
-    found = _read(base / Path(table).expanduser(), needed, delimiter)
-    paths = _paths(found, image_column, base, missing_allowed=on_error == "skip")
-    targets, classes = column_targets(found, labels, kind)
-    groups = None if group_column is None else [found.text(group_column, row) for row in range(len(paths))]
-    return {
-        split: TableImages(
-            found,
-            rows,
-            None if groups is None else [groups[row] for row in rows],
-            [paths[row] for row in rows],
-            targets[rows],
-            classes,
-            image_size,
-            channels,
-            crop_share,
-            max_pixels,
-        )
-        for split, rows in _rows_of_splits(found, split_column, len(paths)).items()
-    }
+    keys = dict.fromkeys(labels, "label_columns") | {image_column: "image_column"}
+    keys |= {column: key for key, column in (("split_column", split_column), ("group_column", group_column)) if column}
+    decoding, base = Decoding(image_size, channels, crop_share, max_pixels), Path(root).expanduser()
+    read = _read(base / Path(table).expanduser(), keys, delimiter)
+    paths = _paths(read, image_column, base, missing_allowed=on_error == "skip")
+    targets, classes = column_targets(read, labels, kind)
+    result = {}
+    for split, rows in _rows_of_splits(read, split_column, len(paths)).items():
+        result[split] = TableImages(read, rows, paths, targets, classes, decoding=decoding)
+        if group_column is not None:
+            result[split].groups = [read.text(group_column, row) for row in rows]
+    return result
 
 
-def _read(path: Path, needed: dict[str, list[str]], delimiter: str | None) -> Table:
+def _read(path: Path, keys: Mapping[str, str], delimiter: str | None) -> Table:
+    """The columns of a file that are named in `keys`, each with the key of the config that names it."""
     suffix = path.suffix.lower()
     if not path.is_file():
         problem = f"{path.absolute()} {'is not a file' if path.exists() else 'does not exist'}"
@@ -159,80 +154,63 @@ def _read(path: Path, needed: dict[str, list[str]], delimiter: str | None) -> Ta
     if suffix not in (*_DELIMITERS, *_PARQUET):
         allowed = ", ".join((*_DELIMITERS, *_PARQUET))
         raise UserError("data.dataset.table", f"cannot be {path.name}: its suffix is unknown", allowed)
-    reader: Callable[[Path, Callable[[Sequence[str]], list[str]], str], Table]
-    reader = _read_parquet if suffix in _PARQUET else _read_csv
-
-    def check(names: Sequence[str]) -> list[str]:
-        for key, columns in needed.items():
-            for column in columns:
-                if list(names).count(column) != 1:
-                    what = f"twice the column '{column}'" if column in names else f"no column '{column}'"
-                    raise _wrong_columns(path, key, column, what, names)
-        return [column for columns in needed.values() for column in columns]
-
-    made = reader(path, check, delimiter or _DELIMITERS.get(suffix, ""))
-    if not all(made.columns.values()):
+    read = _read_parquet(path, keys) if suffix in _PARQUET else _read_csv(path, keys, delimiter or _DELIMITERS[suffix])
+    if not read.lines:
         raise UserError("data.dataset.table", f"{path} has no rows")
-    return made
+    return read
 
 
-def _read_csv(path: Path, check: Callable[[Sequence[str]], list[str]], delimiter: str) -> Table:
-    reader = None
+def _read_csv(path: Path, keys: Mapping[str, str], delimiter: str) -> Table:
+    line, lines = 0, []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, delimiter=delimiter, strict=True)
-            head = [name.strip() for name in next(reader, [])]
-            columns: dict[str, list[Any]] = {name: [] for name in check(head)}
-            places, lines = {name: head.index(name) for name in columns}, []
-            for row in reader:
-                if not row:  # an empty line
-                    continue
-                if len(row) != len(head):
-                    problem = (
-                        f"line {reader.line_num} of {path} has {len(row)} entries, and there are {len(head)} columns"
-                    )
+            names = [name.strip() for name in next(reader, [])]
+            _check_columns(path, keys, names)
+            columns: dict[str, list[Any]] = {name: [] for name in keys}
+            for row in filter(None, reader):
+                line = reader.line_num
+                if len(row) != len(names):
+                    problem = f"line {line} of {path} has {len(row)} entries, and there are {len(names)} columns"
                     allowed = "one entry for each column; quotes around an entry with the delimiter in it"
                     raise UserError("data.dataset.table", problem, allowed)
-                lines.append(reader.line_num)
-                for name, place in places.items():
-                    columns[name].append(row[place])
+                lines.append(line)
+                for name, entries in columns.items():
+                    entries.append(row[names.index(name)])
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         text = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
-        where = f" in line {reader.line_num}" if isinstance(error, csv.Error) and reader is not None else ""
-        raise UserError("data.dataset.table", f"{path} cannot be read{where}: {text}") from error
+        raise UserError("data.dataset.table", f"{path} cannot be read after line {line}: {text}") from error
     return Table(path, columns, lines)
 
 
-def _wrong_columns(path: Path, key: str, column: str, what: str, names: Sequence[str]) -> UserError:
-    """The error of a table that does not have a column exactly once."""
-    if not names:
-        return UserError("data.dataset.table", f"{path} is empty", "a first line with the names of the columns")
-    if len(names) == 1 and (other := next((mark for mark in ";|" if column in names[0].split(mark)), "")):
-        setting = f"'data.dataset.delimiter=\"{other}\"'"
-        return UserError("data.dataset.delimiter", f"{path} has '{other}' between its columns", setting)
-    return UserError(f"data.dataset.{key}", f"{path} has {what}", ", ".join(names), nearest(column, names))
+def _check_columns(path: Path, keys: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raise `UserError` if a table does not have every column exactly once."""
+    for column, key in keys.items():
+        if names.count(column) == 1:
+            continue
+        if not names:
+            raise UserError("data.dataset.table", f"{path} is empty", "a first line with the names of the columns")
+        if len(names) == 1 and column in names[0].split(";"):  # as spreadsheets write it where 0,5 is a number
+            raise UserError(
+                "data.dataset.delimiter", f"{path} has ';' between its columns", "'data.dataset.delimiter=\";\"'"
+            )
+        what = f"twice the column '{column}'" if column in names else f"no column '{column}'"
+        raise UserError(f"data.dataset.{key}", f"{path} has {what}", ", ".join(names), nearest(column, names))
 
 
-def _read_parquet(path: Path, check: Callable[[Sequence[str]], list[str]], _: str) -> Table:
+def _read_parquet(path: Path, keys: Mapping[str, str]) -> Table:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         problem = f"{path.name} needs pyarrow, which is not installed"
         raise UserError("data.dataset.table", problem, "pip install 'runner[parquet]', or a .csv file") from error
     try:
-        names, known = set(check(parquet.read_schema(path).names)), parquet.read_metadata(path)
-        groups = map(known.row_group, range(known.num_row_groups))
-        parts = [group.column(place) for group in groups for place in range(group.num_columns)]
-        parts = [part for part in parts if part.path_in_schema.partition(".")[0] in names]
-        values, unpacked = sum(part.num_values for part in parts), sum(part.total_uncompressed_size for part in parts)
-        # Each row names another file, so a table with far more in it than it has bytes was made to fill the memory.
-        if max(values / _VALUES_A_BYTE, unpacked / _UNPACKED) > path.stat().st_size:
-            problem = f"{path} is far smaller than the {values:,} values in it, {unpacked:,} bytes once unpacked"
-            raise UserError("data.dataset.table", problem, "a table whose rows differ, or a .csv file")
-        return Table(path, parquet.read_table(path, columns=list(names)).to_pydict())
+        _check_columns(path, keys, parquet.read_schema(path).names)
+        columns = parquet.read_table(path, columns=list(keys)).to_pydict()
     except (OSError, ArrowException) as error:
         reason = " ".join(str(error).split())
         raise UserError("data.dataset.table", f"{path} cannot be read: {reason}") from error
+    return Table(path, columns, range(1, 1 + len(next(iter(columns.values())))))
 
 
 def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list[Path]:

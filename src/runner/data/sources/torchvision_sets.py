@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import gzip
 import math
-import os
 import struct
 import tarfile
+import tempfile
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
+from runner.data.bad_samples import one_line
 from runner.data.sources.arrays import ImageArrays
-from runner.data.sources.fetch import FetchFailed, addresses, fetch, has_md5, unpack
+from runner.data.sources.fetch import FetchFailed, addresses, fetch, has_md5, writing
 
 # Repeated from torchvision, so that files on disk are read without importing it, which takes a second.
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -42,8 +43,6 @@ _IDX_FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 _GZIP_MAGIC = b"\x1f\x8b"
-_ALWAYS_READ = 2**26  # bytes of data; the images of MNIST have 47 million
-_MAX_GZIP_RATIO = 16  # images of digits have about 5
 # Folders of the same files, which are tried after what torchvision names.
 _MIRRORS = {
     "FashionMNIST": ("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",),
@@ -93,66 +92,52 @@ def read_idx(path: Path, dims: int) -> Tensor:
     """
     header = 4 + 4 * dims
     try:
-        with path.open("rb") as file:
-            zipped = file.read(2) == _GZIP_MAGIC
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            with gzip.GzipFile(fileobj=file) if zipped else contextlib.nullcontext(file) as source:
-                head = source.read(header)
-                # Two zero bytes, 8 for unsigned bytes, the number of dimensions; then each size, big-endian.
-                if len(head) < header or head[:4] != bytes((0, 0, 8, dims)):
-                    raise _damaged(
-                        path, f"is not an idx file of bytes with {dims} dimensions: it begins with {head.hex()}"
-                    )
-                sizes = struct.unpack(f">{dims}I", head[4:])
-                promised = math.prod(sizes)
-                # A megabyte of gzip can expand to a gigabyte of zeros.
-                if promised > max(_ALWAYS_READ, _MAX_GZIP_RATIO * size if zipped else size):
-                    raise _damaged(path, f"promises {promised:,} bytes of data, and is a file of {size:,} bytes")
-                content = bytearray(source.read(promised))
-                more = len(source.read(1))
+        content = path.read_bytes()
+        content = gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content
     except (OSError, EOFError, zlib.error) as error:
-        raise _damaged(path, f"cannot be read ({_reason(error)})") from error
-    if more or promised != len(content) or promised == 0:
-        amount = f"over {promised}" if more else str(len(content))
-        raise _damaged(path, f"has {amount} bytes of data where its header promises {promised}")
-    return torch.frombuffer(content, dtype=torch.uint8).reshape(sizes)
+        raise _damaged(path, f"cannot be read ({one_line(error)})") from error
+    # Two zero bytes, 8 for unsigned bytes, the number of dimensions; then each size, big-endian.
+    if len(content) < header or content[:4] != bytes((0, 0, 8, dims)):
+        problem = f"is not an idx file of bytes with {dims} dimensions: it begins with {content[:header].hex()}"
+        raise _damaged(path, problem)
+    sizes = struct.unpack(f">{dims}I", content[4:header])
+    if math.prod(sizes) != len(content) - header or not math.prod(sizes):
+        problem = f"has {len(content) - header} bytes of data where its header promises {math.prod(sizes)}"
+        raise _damaged(path, problem)
+    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).reshape(sizes)
 
 
 def _read_idx_family(name: str, root: str, download: bool, mirror: Mirror) -> dict[str, ImageArrays]:
     folder = Path(root).expanduser() / name / "raw"
     try:
         return _read_idx_files(name, folder)
-    except UserError as error:
+    except UserError:
         if not download:
             raise
-        damaged = error
     from torchvision import datasets
 
-    source, fetched, names = getattr(datasets, name), False, [name for pair in _IDX_FILES.values() for name in pair]
+    source, names = getattr(datasets, name), [name for pair in _IDX_FILES.values() for name in pair]
     with _fetching(name, folder, names, f"from {source.mirrors[0]} (.gz)"):
         for filename, md5 in source.resources:
             packed = folder / filename
-            if not packed.with_suffix("").is_file() and not has_md5(packed, md5):
+            if not packed.with_suffix("").is_file():
                 published = [f"{url}{filename}" for url in (*source.mirrors, *_MIRRORS.get(name, ()))]
                 fetch(packed, md5, addresses(filename, mirror, published))
-                fetched = True
-    if not fetched:
-        raise damaged
     return _read_idx_files(name, folder)
 
 
 def _read_idx_files(name: str, folder: Path) -> dict[str, ImageArrays]:
     missing, classes, result = [], _CLASSES[name], {}
-    found: dict[str, list[Path]] = {}
-    for split, filenames in _IDX_FILES.items():
-        for filename in filenames:
-            paths = [path for path in (folder / filename, folder / f"{filename}.gz") if path.is_file()]
-            missing += [] if paths else [filename]
-            found.setdefault(split, []).extend(paths[:1])
+    paths: dict[str, Path] = {}
+    for filename in (name for pair in _IDX_FILES.values() for name in pair):
+        paths[filename] = folder / filename
+        if not paths[filename].is_file():
+            paths[filename] = folder / f"{filename}.gz"
+        missing += [] if paths[filename].is_file() else [filename]
     if missing:
         raise _missing(name, folder, missing, "unpacked or as .gz")
-    for split, (images_path, labels_path) in found.items():
+    for split, pair in _IDX_FILES.items():
+        images_path, labels_path = (paths[filename] for filename in pair)
         images, labels = read_idx(images_path, 3).unsqueeze(1), read_idx(labels_path, 1).long()
         if len(images) != len(labels):
             raise _damaged(labels_path, f"has {len(labels)} labels, but {images_path} has {len(images)} images")
@@ -164,13 +149,12 @@ def _read_idx_files(name: str, folder: Path) -> dict[str, ImageArrays]:
 
 def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -> dict[str, ImageArrays]:
     from torchvision import datasets
-    from torchvision.datasets.utils import check_integrity
 
     source, parent, is_svhn = getattr(datasets, name), Path(root).expanduser(), name == "SVHN"
     if is_svhn:
-        listed = [source.split_list[split] for split in ("train", "test")]
-        folder, sums = parent, {filename: md5 for _, filename, md5 in listed}
-        by_hand = "from " + " and ".join(url for url, _, _ in listed)
+        urls = {filename: url for url, filename, _ in (source.split_list[split] for split in ("train", "test"))}
+        folder, sums = parent, {filename: md5 for _, filename, md5 in source.split_list.values() if filename in urls}
+        by_hand = "from " + " and ".join(urls.values())
     else:
         folder, sums = parent / source.base_folder, dict(source.train_list + source.test_list)
         sums[source.meta["filename"]] = source.meta["md5"]
@@ -178,46 +162,53 @@ def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -
     missing = [filename for filename in sums if not (folder / filename).is_file()]
     if missing and not download:
         raise _missing(name, folder, missing, by_hand)
-    if download and not all(check_integrity(folder / filename, md5) for filename, md5 in sums.items()):
+    if download and not all(has_md5(folder / filename, md5) for filename, md5 in sums.items()):
         with _fetching(name, folder, sums, by_hand):
             if is_svhn:
-                for url, filename, md5 in listed:
-                    fetch(folder / filename, md5, addresses(filename, mirror, [url]))
+                for filename, url in urls.items():
+                    fetch(folder / filename, sums[filename], addresses(filename, mirror, [url]))
             else:
                 archive = parent / source.filename
                 published = [source.url, *(f"{url}{source.filename}" for url in _MIRRORS.get(name, ()))]
                 fetch(archive, source.tgz_md5, addresses(source.filename, mirror, published))
-                unpack(archive, folder, sums)
-    result = {}
+                _unpack(archive, folder, sums)
     try:
-        for split in ("train", "test"):
-            which = {"split": split} if is_svhn else {"train": split == "train"}
-            with warnings.catch_warnings():
-                # NumPy 2.4 warns about how NumPy 1 wrote the flags of a dtype into the pickles of CIFAR.
-                warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
-                data = source(parent, **which)
-            pixels, labels = (data.data, data.labels) if is_svhn else (data.data.transpose(0, 3, 1, 2), data.targets)
-            classes = tuple(str(digit) for digit in range(10)) if is_svhn else tuple(data.classes)
-            images = torch.from_numpy(np.ascontiguousarray(pixels))
-            result[split] = ImageArrays(images, torch.from_numpy(np.array(labels, dtype=np.int64)), classes)
+        return {split: _arrays(source, parent, split) for split in ("train", "test")}
     except (OSError, RuntimeError, EOFError) as error:
-        damaged = [folder / filename for filename, md5 in sums.items() if not check_integrity(folder / filename, md5)]
+        damaged = [folder / filename for filename, md5 in sums.items() if not has_md5(folder / filename, md5)]
         if not damaged:
-            raise _damaged(folder, f"cannot be read ({_reason(error)})") from error
-        others = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
-        raise _damaged(damaged[0], f"has another MD5 than the published one{others}") from error
-    return result
+            raise _damaged(folder, f"cannot be read ({one_line(error)})") from error
+        raise _damaged(damaged[0], "has another MD5 than the published one") from error
 
 
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _arrays(source: Any, root: Path, split: str) -> ImageArrays:
+    """A split of CIFAR or SVHN, as torchvision reads it."""
+    is_svhn = source.__name__ == "SVHN"
+    with warnings.catch_warnings():
+        # NumPy 2.4 warns about how NumPy 1 wrote the flags of a dtype into the pickles of CIFAR.
+        warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
+        data = source(root, split=split) if is_svhn else source(root, train=split == "train")
+    pixels, labels = (data.data, data.labels) if is_svhn else (data.data.transpose(0, 3, 1, 2), data.targets)
+    classes = tuple(str(digit) for digit in range(10)) if is_svhn else tuple(data.classes)
+    images = torch.from_numpy(np.ascontiguousarray(pixels))
+    return ImageArrays(images, torch.from_numpy(np.array(labels, dtype=np.int64)), classes)
+
+
+def _unpack(archive: Path, folder: Path, files: Iterable[str]) -> None:
+    """Unpack files of an archive of a folder; each appears when it is complete, as another process may read it."""
+    with writing(folder), tempfile.TemporaryDirectory(dir=archive.parent) as place:
+        folder.mkdir(exist_ok=True)
+        wanted = {f"{folder.name}/{name}" for name in files}
+        with tarfile.open(archive) as packed:
+            packed.extractall(place, (member for member in packed if member.name in wanted), filter="data")
+        for file in (Path(place) / folder.name).iterdir():
+            file.replace(folder / file.name)
 
 
 def _missing(name: str, folder: Path, files: Iterable[str], note: str) -> UserError:
     problem = f"{name} is incomplete in {folder.absolute()}: {', '.join(files)} not found there ({note})"
-    return UserError(
-        "data.root", problem, "data.download=true to fetch them, or data.root=<the folder that holds them>"
-    )
+    allowed = "data.download=true to fetch them, or data.root=<the folder that holds them>"
+    return UserError("data.root", problem, allowed)
 
 
 @contextlib.contextmanager
@@ -228,7 +219,7 @@ def _fetching(name: str, folder: Path, files: Iterable[str], source: str) -> Ite
     except (FetchFailed, OSError, tarfile.TarError, zlib.error, EOFError) as error:
         by_hand = f"files copied by hand: put {', '.join(files)} into {folder.absolute()}, {source}"
         allowed = f"data.mirror=<address of a folder with the files>, or {by_hand}"
-        raise UserError("data.download", f"fetching {name} failed: {_reason(error)}", allowed) from error
+        raise UserError("data.download", f"fetching {name} failed: {one_line(error)}", allowed) from error
 
 
 def _damaged(path: Path, what: str) -> UserError:

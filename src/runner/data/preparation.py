@@ -1,4 +1,4 @@
-"""What takes long before training: its progress, the signals that arrive meanwhile, and one process at a time."""
+"""Files that are made before training: the progress, the signals that arrive meanwhile, and one process at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from runner.config.errors import DiskFull, UserError
 from runner.config.signals import STOPPING
 
 _POLL_S = 0.2
@@ -69,17 +70,13 @@ def noticing_signals() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def exclusive(
-    path: Path, verb: str, stopped: Callable[[], bool], reporting: contextlib.AbstractContextManager[None]
-) -> Iterator[bool]:
-    """Let one process at a time make a file; the lock of a killed process ends with it.
+def exclusive(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
+    """Let one process at a time make a file, whose folder is made; the lock of a killed process ends with it.
 
-    Gives whether the lock is held. Some file systems have none: there, two processes both write and the last one wins.
-    `verb` says what the other process does with it, and `reporting` is entered to make the folder and the lock.
+    Gives whether the lock is held: not after a signal, nor on file systems that have no locks.
     """
-    with reporting:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     locked = reported = False
     try:
         while not (locked or stopped()):
@@ -88,7 +85,7 @@ def exclusive(
                 locked = True
             except BlockingIOError:
                 if not reported:
-                    print(f"waiting for another process that {verb} {path}", file=sys.stderr, flush=True)
+                    print(f"waiting for another process that makes {path}", file=sys.stderr, flush=True)
                 reported = True
                 time.sleep(_POLL_S)
             except OSError as error:
@@ -100,3 +97,13 @@ def exclusive(
             fcntl.flock(lock, fcntl.LOCK_UN)
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def reported_writing(path: Path, key: str, allowed: str) -> Iterator[None]:
+    """Turn an error of the system into one that says which file cannot be written, and which key to set."""
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno == errno.ENOSPC else UserError
+        raise kind(key, f"cannot write {path.absolute()}: {error.strerror or error}", allowed) from error
