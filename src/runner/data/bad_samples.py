@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.config.reading import read_regular
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.distributed.world import World, world
@@ -23,7 +23,6 @@ from runner.distributed.world import World, world
 DRAWS = 16
 """Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
 NOT_READ = "it could not be read when the cache was made"
-_LARGEST_LIST = 2**28  # bytes; a line has about 200
 _OWN_STREAM = 2
 _NAMED = 3  # samples in an error
 
@@ -120,11 +119,9 @@ class BadSampleLog:
     def __init__(self, share: float = 1.0) -> None:
         self._share = share
         self._entries: dict[tuple[str, int], dict[str, Any]] = {}
-        self._waiting: list[dict[str, Any]] = []  # found before `open`
+        self._waiting: list[dict[str, Any]] = []  # not written yet
         self._path: Path | None = None
-        self._known_bytes = 0
-        self._cut_short = False
-        self._tell: Callable[[str], None] | None = None
+        self._warn: Callable[[str], None] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -150,19 +147,19 @@ class BadSampleLog:
                     self._entries[split, sample] = entry
                     self._waiting.append(entry)
             self._write()
-            bad = sum(name == split for name, _ in self._entries)
-            if bad > math.ceil(self._share * samples):
-                named = [f"{sample}: {reason}" for sample, reason in self.reasons(split).items()][:_NAMED]
+            reasons = self.reasons(split)
+            if len(reasons) > math.ceil(self._share * samples):
+                shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
                 where = f", and in {self._path}" if self._path else ""
-                problem = f"{bad:,} of the {samples:,} samples of '{split}' cannot be read, which is more than {self._share:g}"
+                problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read, more than {self._share:g}"
                 allowed = "repair the samples and start a new run, or set a larger share"
-                raise UserError("data.max_skipped", f"{problem} of them; among them {'; '.join(named)}{where}", allowed)
+                raise UserError("data.max_skipped", f"{problem} of them; among them {shown}{where}", allowed)
 
         return note
 
-    def open(self, path: Path | None, tell: Callable[[str], None]) -> None:
+    def open(self, path: Path | None, warn: Callable[[str], None]) -> None:
         """Set the file of JSON lines, which is continued (None writes none), and the callback for warnings."""
-        self._path, self._tell = path, tell
+        self._path, self._warn = path, warn
         self._read()
         if not world().first:
             self._waiting = []  # what was found before is known to all ranks
@@ -170,22 +167,13 @@ class BadSampleLog:
 
     def _read(self) -> None:
         """Learn what is in the file: of an earlier run, or of other ranks."""
-        path = self._path
-        if path is None or not path.is_file() or path.stat().st_size == self._known_bytes:
+        if self._path is None or not self._path.is_file():
             return
-        try:
-            content = read_regular(path, _LARGEST_LIST)
-        except OSError as error:
-            raise UserError(str(path), f"cannot be read: {error.strerror or error}", "move it away") from error
-        text = content.decode("utf-8", "replace")
-        for line in text.splitlines():
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
                 entry = json.loads(line)
-                key = str(entry["split"]), int(entry["sample"])
-                self._entries[key] = entry
-                self._waiting = [new for new in self._waiting if (new["split"], new["sample"]) != key]
-        self._cut_short = bool(text) and not text.endswith("\n")
-        self._known_bytes = len(content)
+                self._entries[str(entry["split"]), int(entry["sample"])] = entry
+                self._waiting = [new for new in self._waiting if _key(new) != _key(entry)]
 
     def join(self, ranks: World) -> None:
         """Add what other ranks have found, without reporting it; all have to call this."""
@@ -193,26 +181,30 @@ class BadSampleLog:
             self._entries |= entries
 
     def _write(self) -> None:
-        tell = self._tell
-        if tell is not None and self._waiting and world().size > 1:
-            self._read()
-        new = self._waiting
-        if tell is None or not new:
+        if self._warn is None or not self._waiting:
             return
-        self._waiting = []
-        if len(new) == len(self._entries):
+        if world().size > 1:
+            self._read()
+        new, self._waiting = self._waiting, []
+        if new and len(new) == len(self._entries):
             first = new[0]
             where = first["reason"] if first["path"] is None or first["path"] in first["reason"] else first["path"]
-            tell(f"sample {first['sample']} of {first['split']} cannot be read and is replaced by another: {where}")
-        if self._path is None:
+            self._warn(
+                f"sample {first['sample']} of {first['split']} cannot be read and is replaced by another: {where}"
+            )
+        if self._path is None or not new:
             return
         try:
-            lines = ("\n" if self._cut_short else "") + "".join(json.dumps(entry) + "\n" for entry in new)
-            self._cut_short = False
-            with self._path.open("ab", buffering=0) as file:  # in one call, as other ranks append too
-                file.write(lines.encode())
+            with self._path.open("a+b", buffering=0) as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                cut_short = file.read(1) not in (b"", b"\n")
+                # In one call, as other ranks append too.
+                file.write(
+                    (b"\n" if cut_short else b"") + b"".join(json.dumps(entry).encode() + b"\n" for entry in new)
+                )
         except OSError as error:
-            tell(f"cannot write {self._path}: {error.strerror}")
+            self._warn(f"cannot write {self._path}: {error.strerror}")
             self._path = None
 
     def summary(self) -> str:
@@ -222,3 +214,7 @@ class BadSampleLog:
         share = ", ".join(f"{count:,} of {split}" for split, count in counts.items())
         where = f"; they are listed in {self._path}" if self._path else ""
         return f"samples could not be read and were replaced by others: {share}{where}" if counts else ""
+
+
+def _key(entry: dict[str, Any]) -> tuple[Any, Any]:
+    return entry["split"], entry["sample"]

@@ -7,8 +7,6 @@ tests/data/test_worker_failures.py notices a change.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import signal
 import sys
 import threading
@@ -20,19 +18,14 @@ from typing import Any
 from runner.config.signals import raising_after
 
 _ADVICE = {
-    "SIGKILL": "the system kills processes that take too much memory",
-    "SIGBUS": "as happens when the shared memory in /dev/shm is full",
-}
-_NO_ROOM = {
-    errno.EFBIG: "the limit on file sizes (ulimit -f) holds for it as well",
-    errno.ENOSPC: "/dev/shm is full",
+    "SIGKILL": " (the system kills processes that take too much memory)",
+    "SIGBUS": " (as happens when the shared memory in /dev/shm is full)",
 }
 _PATIENCE_S = 2.0
 _END_S = 5.0
 _LOOKS = 1000
 _IN_MAIN = "data.num_workers=0, which reads in the main process"
 _FROM_A_WORKER = "in DataLoader worker process"
-LATE = "DataLoader timed out"
 _OF_TORCH = "torch.utils.data._utils.signal_handling"
 
 
@@ -90,20 +83,6 @@ def wait_for_batch(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
 
 
-def next_batch(iterator: Iterator[Any]) -> Any:
-    """The next batch, or None at the end.
-
-    Torch's clock goes on while the process is stopped, so that its timeout counts the second time only; `wait_for_batch`
-    ends a wait before that, where it has a limit.
-    """
-    try:
-        return next(iterator, None)
-    except RuntimeError as error:
-        if not str(error).startswith(LATE):
-            raise
-    return next(iterator, None)
-
-
 def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
     """What is wrong with the workers of the iterators of all loaders, and what is allowed; None if all is well.
 
@@ -111,10 +90,8 @@ def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, s
     """
     text = str(error)
     if _FROM_A_WORKER in text and "</torch_" in text:  # how torch names its shared memory
-        for number, reason in _NO_ROOM.items():
-            if os.strerror(number) in text:
-                problem = f"a worker process cannot put a batch into shared memory: {reason}"
-                return problem, f"a larger limit, a smaller data.batch_size, or {_IN_MAIN}"
+        problem = f"a worker process cannot put a batch into shared memory: {text.strip().rpartition('Error: ')[2]}"
+        return problem, f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
     # Once an iterator ends its workers, they may have ended with status 0.
     workers = [
         (number, worker, not getattr(iterator, "_shutdown", True))
@@ -133,11 +110,12 @@ def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, s
 
 
 def _how_it_ended(exitcode: int) -> str:
-    if exitcode >= 0:
-        reason = "" if exitcode else " (the data set or a transform may have called exit())"
-        return f"ended with status {exitcode}{reason}"
-    name = next((known.name for known in signal.Signals if known == -exitcode), f"signal {-exitcode}")
-    return f"was killed by {name}" + (f" ({_ADVICE[name]})" if name in _ADVICE else "")
+    if exitcode == 0:
+        return "ended with status 0 (the data set or a transform may have called exit())"
+    if exitcode > 0:
+        return f"ended with status {exitcode}"
+    name = signal.Signals(-exitcode).name
+    return f"was killed by {name}{_ADVICE.get(name, '')}"
 
 
 def shut_down(iterator: Any) -> None:

@@ -120,7 +120,6 @@ class WorkerLoader(Loader):
                 worker_init_fn=_start_worker,
                 prefetch_factor=prefetch if workers else None,
                 persistent_workers=persistent and workers > 0,
-                timeout=(timeout_s or 0) if workers else 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
                 generator=torch.Generator().manual_seed(hash_ints(seed, 2)),
             )
@@ -149,7 +148,7 @@ class WorkerLoader(Loader):
                 iterator = self._iterator = iter(self._loader)
             while True:
                 with self._watched(pending, self._timeout_s):
-                    read = worker_failures.next_batch(iterator)
+                    read = next(iterator, None)
                 if read is None:
                     return
                 yield read
@@ -175,8 +174,7 @@ class WorkerLoader(Loader):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
             failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
-            late = isinstance(error, worker_failures.TimedOut) or str(error).startswith(worker_failures.LATE)
-            if failure is None and not late:
+            if failure is None and not isinstance(error, worker_failures.TimedOut):
                 raise
             worker_failures.kill(self._iterator)
             self.close()
