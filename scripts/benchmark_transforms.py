@@ -80,7 +80,7 @@ def transforms(images: Tensor, indices: Tensor) -> dict[str, Call]:
         calls[name] = lambda epoch, made=mix: made(normalised, targets, indices, epoch)
     for name, steps in together.items():
         for layout, channels_last in (("", False), (" channels_last=true", True)):
-            pipeline = Pipeline(steps, MEAN, STD, 0, CPU, channels_last)
+            pipeline = Pipeline(steps, MEAN, STD, 0, CPU, channels_last=channels_last)
             calls[f"transform={name}{layout}"] = lambda epoch, made=pipeline: made(images, indices, epoch)
     return calls
 

@@ -274,7 +274,7 @@ runner.tracking.loggers.JsonLines.log torch.nn.Module.load_state_dict
 os torch nothing_at_all.Net
 torch.utils.data.datapipes.iter.RoutedDecoder torch.utils.data.datapipes.iter.FileOpener torch.fx.GraphModule
 torch.jit.ScriptModule torch.distributed.nn.RemoteModule torch.nn.parallel.DistributedDataParallel
-torchvision.datasets.LSUN torchvision.datasets.LSUNClass runner.data.build.build_data runner.data.workers.WorkerLoader
+torchvision.datasets.LSUN torchvision.datasets.LSUNClass runner.data.build.read_data runner.data.workers.WorkerLoader
 runner.data.sources.folders.EXTENSIONS torch.float32
 """
 USUAL = """

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.config.schema.sections import Data, Split, Transform
+from runner.config.schema.sections import Data, Split
 from runner.data import bad_samples
 from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler
-from runner.data.build import DataModule, build_data
+from runner.data.build import DataModule
 from runner.data.cache_file import CachedImages
-from runner.data.loaders import Batch, MemoryLoader
+from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, read_sample
 from runner.data.workers import WorkerLoader
@@ -61,7 +62,7 @@ def loader(
     transforms = options.pop("transforms", ())
     replacements = options.pop("replacements", ReplacementSampler(seed, PART))
     reader = SeededDataset(Damaged(broken), seed, transforms, replacements)
-    return WorkerLoader(reader, PART, 8, seed, True, CPU, **{"on_skipped": note, **options})
+    return WorkerLoader(reader, BatchPlan(PART, 8, seed, True), CPU, **{"on_skipped": note, **options})
 
 
 def read(made: WorkerLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
@@ -142,10 +143,7 @@ def test_without_replacements_it_is_an_error_at_once() -> None:
 def test_too_little_memory_is_no_damaged_sample() -> None:
     made = WorkerLoader(
         SeededDataset(Damaged({0}, MemoryError()), 0, (), ReplacementSampler(0, AllSamples(40))),
-        AllSamples(40),
-        8,
-        0,
-        True,
+        BatchPlan(AllSamples(40), 8, 0, True),
         CPU,
     )
     with pytest.raises(MemoryError):
@@ -155,7 +153,7 @@ def test_too_little_memory_is_no_damaged_sample() -> None:
 def test_from_memory_the_same_samples_are_replacements() -> None:
     images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1).expand(40, 1, 2, 2).contiguous()
     source_of = functools.partial(ReplacementSampler(3, PART).sources, unreadable=torch.tensor(sorted(BROKEN)))
-    memory = MemoryLoader(images, torch.arange(40), PART, 8, 3, True, CPU, source_of=source_of)
+    memory = MemoryLoader(images, torch.arange(40), BatchPlan(PART, 8, 3, True), CPU, source_of=source_of)
     for epoch in (0, 1):
         assert same(list(memory.batches(epoch, 0, 4)), read(loader(), epoch))
 
@@ -189,7 +187,7 @@ def data(folder: Path, **keys: Any) -> Data:
 
 @contextlib.contextmanager
 def assembled(settings: Data, seed: int = 0) -> Iterator[DataModule]:
-    with contextlib.closing(build_data(settings, Transform(), seed, CPU, 16, False)) as splits:
+    with contextlib.closing(read_splits(settings, seed=seed, batch_size=16)) as splits:
         yield splits
 
 

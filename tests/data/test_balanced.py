@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.data.loaders import Batch, Loader, MemoryLoader
+from runner.data.loaders import Batch, BatchPlan, Loader, MemoryLoader
 from runner.data.sampler import BalancedOrder, ClassBalance, sample_of
 from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
@@ -28,10 +28,10 @@ def noisy(image: Tensor) -> Tensor:
 
 
 def loader(workers: int | None = None, transforms: Any = (), rank: int = 0, ranks: int = 1) -> Loader:
-    order = (PART, 8, 3, True, CPU)
-    made: Loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, *order)
+    plan = BatchPlan(PART, 8, 3, True)
+    made: Loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU)
     if workers is not None:
-        made = WorkerLoader(SeededDataset(ARRAYS, 3, transforms), *order, workers=workers, persistent=False)
+        made = WorkerLoader(SeededDataset(ARRAYS, 3, transforms), plan, CPU, workers=workers, persistent=False)
     made.balance, made.world = BALANCE, World(rank=rank, size=ranks)
     return made
 

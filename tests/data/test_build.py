@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from read_splits import read_splits
 from torch import Tensor
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data.build import DataModule, build_data
+from runner.data.build import DataModule
 from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
@@ -66,7 +67,7 @@ def node(name: str = "", **arguments: Any) -> dict[str, Any]:
 def put_together(dataset: dict[str, Any] | None = None, transform: Transform | None = None, **keys: Any) -> DataModule:
     dataset = dataset or node(samples=60, image_size=8, classes=5)
     data = Data(dataset=dataset, **{"batch_size": 16, "num_workers": 0, "pin_memory": False, **keys})
-    return build_data(data, transform or Transform(), 3, CPU, 32, channels_last=False)
+    return read_splits(data, transform)
 
 
 def choice(splits: DataModule, label: str) -> tuple[str, str]:

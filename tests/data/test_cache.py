@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from PIL import Image
+from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -29,7 +30,7 @@ from runner.config.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data import preparation
-from runner.data.build import DataModule, build_data
+from runner.data.build import DataModule
 from runner.data.cache import Cache, Opened
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, dump_header, ends
 from runner.data.loaders import MemoryLoader
@@ -477,7 +478,7 @@ def put_together(root: Path, transform: Transform | None = None, **keys: Any) ->
     settings: dict[str, Any] = {"image_size": 16, "batch_size": 5, "num_workers": 0, "split": Split(val=0.2)}
     node = {"_target_": "runner.data.sources.folders.image_folder"}
     data = Data(dataset=node, root=str(root), **(settings | keys))
-    return build_data(data, transform or Transform(), 3, CPU, 4, channels_last=False)
+    return read_splits(data, transform, batch_size=4)
 
 
 def assert_same_batches(one: DataModule, other: DataModule) -> None:
@@ -543,7 +544,7 @@ def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos
     def read_once(placement: Any = "auto") -> DataModule:
         node = {"_target_": "runner.data.sources.folders.image_folder"}
         data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0, placement=placement)
-        return build_data(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
+        return read_splits(data, batch_size=4, make_cache=False)
 
     splits = read_once()
     assert rows(splits) == rows(read_once())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from runner.data.loaders import Batch
+from runner.data.loaders import Batch, BatchPlan
 from runner.data.sample_rng import seed_generators
 from runner.data.samples import SeededDataset
 from runner.data.sources.folders import ImageFolder
@@ -119,12 +119,9 @@ def test_a_large_photograph_is_decoded_at_a_fraction_and_looks_alike(
 def read(folder: ImageFolder, workers: int, epoch: int = 0, start: int = 0) -> list[Batch]:
     loader = WorkerLoader(
         SeededDataset(folder, 5, [RandomResizedCrop(16)]),
-        torch.arange(8),
-        3,
-        5,
-        True,
+        BatchPlan(torch.arange(8), 3, 5, True),
         torch.device("cpu"),
-        workers,
+        workers=workers,
         persistent=False,
     )
     return list(loader.batches(epoch, start, 3))

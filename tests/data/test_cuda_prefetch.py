@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.data.loaders import Batch, MemoryLoader, prefetch_to_cuda
+from runner.data.loaders import Batch, BatchPlan, MemoryLoader, prefetch_to_cuda
 from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
@@ -132,10 +132,14 @@ def test_only_what_has_no_random_state_is_prepared_ahead(
     cpu, indices = torch.device("cpu"), torch.arange(20)
     loader: Any
     if path == "memory":
-        loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, indices, 8, 0, True, cpu, prepare, mix)
+        loader = MemoryLoader(
+            ARRAYS.images, ARRAYS.targets, BatchPlan(indices, 8, 0, True), cpu, prepare=prepare, mix_batch=mix
+        )
         loader._prefetches = True  # as if the batches were wanted on another device than that of the images
     else:
-        loader = WorkerLoader(SeededDataset(ARRAYS, 0), indices, 8, 0, True, cpu, prepare=prepare, mix_batch=mix)
+        loader = WorkerLoader(
+            SeededDataset(ARRAYS, 0), BatchPlan(indices, 8, 0, True), cpu, prepare=prepare, mix_batch=mix
+        )
     assert sum(len(batch.images) for batch in loader.batches(0, 0, 3)) == 20
     assert prepare.ahead
     assert all(ahead == per_sample for ahead in prepare.ahead)

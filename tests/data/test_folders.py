@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from runner.config.errors import UserError
+from runner.data.loaders import BatchPlan
 from runner.data.samples import SeededDataset
 from runner.data.sources.folders import image_folder
 from runner.data.sources.image_io import read_image
@@ -292,7 +293,7 @@ def test_a_missing_image_is_named(tmp_path):
 def test_the_message_survives_a_loader_worker(root):
     (root / "train/cat/1.png").write_bytes(b"broken")
     reader = SeededDataset(image_folder(str(root))["train"], 0)
-    loader = WorkerLoader(reader, torch.arange(6), 3, 0, False, torch.device("cpu"), workers=1, persistent=False)
+    loader = WorkerLoader(reader, BatchPlan(torch.arange(6), 3), torch.device("cpu"), workers=1, persistent=False)
     with contextlib.closing(loader), pytest.raises(UserError, match=r"^cannot read the image .*1\.png"):
         list(loader.batches(0, 0, 2))
 
@@ -380,7 +381,7 @@ def test_pictures_of_every_kind_make_one_batch(tmp_path):
         image.save(path)
     for channels in (1, 3):
         dataset = image_folder(str(tmp_path), 6, channels)["train"]
-        (batch,) = WorkerLoader(SeededDataset(dataset, 0), torch.arange(7), 7, 0, False, torch.device("cpu")).batches(
+        (batch,) = WorkerLoader(SeededDataset(dataset, 0), BatchPlan(torch.arange(7), 7), torch.device("cpu")).batches(
             0, 0, 1
         )
         assert batch.images.shape == (7, channels, 6, 6)

@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
-from runner.data.consistency import find_leaks
-from runner.data.sources.arrays import ImageArrays
+from runner.data.consistency import shared_groups
 from runner.data.sources.folders import image_folder
 from runner.data.splits import groups_of, make_splits
 
@@ -171,41 +170,16 @@ def test_a_pattern_tells_the_groups_of_image_files(tmp_path: Path):
         groups_of(dataset, "p(")
 
 
-def arrays(pixels: torch.Tensor) -> ImageArrays:
-    return ImageArrays(pixels, torch.zeros(len(pixels), dtype=torch.int64), ("one",))
-
-
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 5, 7), (1, 1, 1)])
-def test_images_that_are_in_two_splits_are_reported(shape: tuple[int, ...]):
-    pixels = torch.arange(40, dtype=torch.uint8).view(-1, 1, 1, 1).expand(40, *shape).clone()
-    if shape != (1, 1, 1):
-        pixels[:, 0, 0, 1] = 9
-
-    def split() -> dict[str, tuple[ImageArrays, torch.Tensor]]:
-        train, test = arrays(pixels[:30]), arrays(pixels[30:])
-        return {
-            "train": (train, torch.arange(20)),
-            "val": (train, torch.arange(20, 30)),
-            "test": (test, torch.arange(10)),
-        }
-
-    assert find_leaks(split(), None) == []
-    pixels[34], pixels[35], pixels[36] = pixels[7], pixels[25], pixels[26]
-    told = find_leaks(split(), None)
-    assert [text.split(":")[0] for text in told] == [
-        "1 image is in 'test' and, pixel for pixel, in 'train', such as sample 4 as sample 7",
-        "2 images are in 'test' and, pixel for pixel, in 'val', such as sample 5 as sample 25",
-    ]
-
-
 def test_groups_that_are_in_two_splits_of_the_data_set_are_reported():
     train, test = Plain(30, patient=list(range(30))), Plain(4, patient=[28, 29, 30, 31])
     parts = make_splits({"train": train, "test": test}, Split(group="patient", seed=3))
-    told = find_leaks(parts, "patient")
-    assert sum(int(text.split()[1]) for text in told) == 2
-    assert all(text.startswith("data.split.group: ") and "in 'test', such as 2" in text for text in told)
+    warnings = shared_groups(parts, "patient")
+    assert sum(int(text.split()[1]) for text in warnings) == 2
+    assert all(text.startswith("data.split.group: ") and "in 'test', such as 2" in text for text in warnings)
     del test.patient
-    assert find_leaks(parts, "patient")[0].startswith("whether groups are in 'test' and in another split is not known")
+    assert shared_groups(parts, "patient")[0].startswith(
+        "whether groups are in 'test' and in another split is not known"
+    )
 
 
 def test_a_run_trains_on_its_fold_and_warns_of_leaks(train: Callable[..., Any], tmp_path: Path):

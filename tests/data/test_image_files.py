@@ -42,7 +42,16 @@ def read(
         found.update(dict(unreadable))
 
     data = Data(dataset=dataset, num_workers=0, image_size=dataset.get("image_size"))
-    loader = files_loader(paths, data, transforms, shape, Pipeline([], [0.0], [1.0], 0, CPU), CPU, 2, note)
+    loader = files_loader(
+        paths,
+        data,
+        transforms,
+        shape,
+        prepare=Pipeline([], [0.0], [1.0], 0, CPU),
+        device=CPU,
+        batch_size=2,
+        on_unreadable=note,
+    )
     batches = list(loader.batches(0, 0, len(paths)))
     return torch.cat([batch.images for batch in batches]) * 255, found
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.data.loaders import Batch, MemoryLoader
+from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
@@ -63,11 +63,11 @@ def through_workers(
     shuffle: bool = True,
     **options: Any,
 ) -> WorkerLoader:
-    return WorkerLoader(SeededDataset(dataset, seed, transforms), indices, 8, seed, shuffle, CPU, **options)
+    return WorkerLoader(SeededDataset(dataset, seed, transforms), BatchPlan(indices, 8, seed, shuffle), CPU, **options)
 
 
 def in_memory(seed: int = 5, shuffle: bool = True) -> MemoryLoader:
-    return MemoryLoader(ARRAYS.images, ARRAYS.targets, PART, 8, seed, shuffle, CPU)
+    return MemoryLoader(ARRAYS.images, ARRAYS.targets, BatchPlan(PART, 8, seed, shuffle), CPU)
 
 
 def same(first: list[Batch], second: list[Batch]) -> bool:
@@ -253,7 +253,7 @@ class Noting:
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_preparing_gets_the_epoch_and_the_samples_and_is_the_same_on_both_paths(per_sample: bool) -> None:
     first, second = Noting(per_sample), Noting(per_sample)
-    memory = MemoryLoader(ARRAYS.images, ARRAYS.targets, PART, 8, 5, True, CPU, first)
+    memory = MemoryLoader(ARRAYS.images, ARRAYS.targets, BatchPlan(PART, 8, 5, True), CPU, prepare=first)
     given = list(memory.batches(3, 1, BATCHES))
     assert same(given, list(through_workers(prepare=second).batches(3, 1, BATCHES)))
     for batch in given:
@@ -274,7 +274,7 @@ def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
             return images[..., :1].float().contiguous()
 
     for size, prepare in itertools.product((7, 16), (Noting(True), Cut(True))):
-        loader = MemoryLoader(odd, targets, torch.arange(40), size, 0, True, CPU, prepare)
+        loader = MemoryLoader(odd, targets, BatchPlan(torch.arange(40), size, 0, True), CPU, prepare=prepare)
         for batch in loader.batches(0, 0, 2):
             assert batch.images.data_ptr() % 64 == 0
 
@@ -371,6 +371,7 @@ def test_an_array_that_must_not_be_written_to_is_copied() -> None:
 
 LEFT_RUNNING = """
 import torch
+from runner.data.loaders import BatchPlan
 from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
@@ -379,7 +380,8 @@ arrays = synthetic(samples=40, image_size=6)["train"]
 kept = []
 for persistent in (True, False):
     loader = WorkerLoader(
-        SeededDataset(arrays, 0), torch.arange(40), 8, 0, True, torch.device("cpu"), workers=1, prefetch=1, persistent=persistent
+        SeededDataset(arrays, 0), BatchPlan(torch.arange(40), 8, 0, True), torch.device("cpu"),
+        workers=1, prefetch=1, persistent=persistent,
     )
     batches = loader.batches(0, 0, 5)
     next(batches)

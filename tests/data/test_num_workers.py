@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from read_splits import data_config
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -70,7 +71,12 @@ def chosen(
 ) -> WorkerChoice:
     indices = torch.arange(len(dataset))
     return choose_num_workers(
-        wanted, SeededDataset(dataset, 0), indices, batch, prefetch * batch * sample_bytes, sample_bytes
+        wanted,
+        SeededDataset(dataset, 0),
+        indices,
+        batch,
+        bytes_ahead=prefetch * batch * sample_bytes,
+        sample_bytes=sample_bytes,
     )
 
 
@@ -128,7 +134,7 @@ def test_shared_memory_has_to_hold_the_batches_of_all_loaders_that_have_some_at_
     for room, said in ((ahead, []), (ahead - 1, ["data.num_workers=2 reads up to"])):
         monkeypatch.setattr(num_workers, "_free_shared_memory", lambda room=room: room)
         monkeypatch.setattr(num_workers, "cores", lambda: 2)
-        plan = plan_placement(data, parts, [], [], torch.device("cpu"), dataset[0][0], 16)
+        plan = plan_placement(data_config(data, batch_size=16), parts, ([], []), torch.device("cpu"), dataset[0][0])
         assert [warning[:30] for warning in plan.warnings if "shm" in warning] == said
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from read_splits import data_config
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -35,7 +36,7 @@ class Read(Dataset[Any]):
 def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any) -> DataPlacement:
     data = Data(dataset={"_target_": "some.where"}, **keys)
     parts = {"train": (dataset, torch.arange(24)), "val": (dataset, torch.arange(4))}
-    return plan_placement(data, parts, [], [], device, ARRAYS.images[0], 16)
+    return plan_placement(data_config(data, batch_size=16), parts, ([], []), device, ARRAYS.images[0])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any
         ({"prefetch": 4}, ["data.prefetch=4 has no effect: the images are in memory"]),
         ({"persistent_workers": False}, ["data.persistent_workers=false has no effect: the images are in memory"]),
         ({"pin_memory": True}, ["data.pin_memory=true has no effect: it is for copies to a CUDA device"]),
-        ({"timeout_s": 5.0}, ["data.timeout_s=5 has no effect: the images are in memory"]),
+        ({"timeout_s": 5.0}, ["data.timeout_s=5.0 has no effect: the images are in memory"]),
         ({"timeout_s": None}, ["data.timeout_s=null has no effect: the images are in memory"]),
         ({"pin_memory": False}, []),
         ({"non_blocking": False}, ["data.non_blocking=false has no effect: nothing is copied to another device"]),

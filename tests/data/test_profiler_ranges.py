@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.data.cache_file import CachedImages, write
-from runner.data.loaders import Loader, MemoryLoader
+from runner.data.loaders import BatchPlan, Loader, MemoryLoader
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
@@ -64,11 +64,15 @@ def pipeline(diary: Diary) -> Pipeline:
 
 
 def memory(diary: Diary) -> Loader:
-    return MemoryLoader(IMAGES, torch.arange(10) % 4, torch.arange(10), 4, 0, True, CPU, pipeline(diary))
+    return MemoryLoader(
+        IMAGES, torch.arange(10) % 4, BatchPlan(torch.arange(10), 4, 0, True), CPU, prepare=pipeline(diary)
+    )
 
 
 def disk(diary: Diary) -> Loader:
-    return WorkerLoader(SeededDataset(Noting(diary), 0), torch.arange(10), 4, 0, True, CPU, prepare=pipeline(diary))
+    return WorkerLoader(
+        SeededDataset(Noting(diary), 0), BatchPlan(torch.arange(10), 4, 0, True), CPU, prepare=pipeline(diary)
+    )
 
 
 @pytest.mark.parametrize("make", [memory, disk])
@@ -105,7 +109,9 @@ def test_images_in_memory_are_prepared_and_never_waited_for() -> None:
 def test_batches_are_gathered_at_most_so_many_at_a_time(at_once: int, times: int) -> None:
     diary = Diary()
     images = IMAGES[:8].repeat(2, 1, 1, 1)
-    loader = MemoryLoader(images, torch.arange(16) % 4, torch.arange(16), 4, 0, True, CPU, pipeline(diary))
+    loader = MemoryLoader(
+        images, torch.arange(16) % 4, BatchPlan(torch.arange(16), 4, 0, True), CPU, prepare=pipeline(diary)
+    )
     assert len(list(loader_in_ranges(loader, diary, at_once).batches(0, 0, 4))) == 4
     assert len(diary.book) == times
     assert loader._chunk > 9, "the loader of the run itself stays as it is"
@@ -124,8 +130,14 @@ def test_how_samples_are_read_is_known() -> None:
     arrays = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES)
     assert facts(memory(diary)) == (None, CPU, False)
     assert facts(disk(diary)) == (0, None, False)
-    assert facts(WorkerLoader(SeededDataset(arrays, 0), torch.arange(10), 4, 0, True, CPU)) == (0, None, True)
-    transformed = WorkerLoader(SeededDataset(arrays, 0, [lambda image: image]), torch.arange(10), 4, 0, True, CPU)
+    assert facts(WorkerLoader(SeededDataset(arrays, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU)) == (
+        0,
+        None,
+        True,
+    )
+    transformed = WorkerLoader(
+        SeededDataset(arrays, 0, [lambda image: image]), BatchPlan(torch.arange(10), 4, 0, True), CPU
+    )
     assert not transformed.could_be_resident
 
 
@@ -136,12 +148,12 @@ def facts(loader: Loader) -> tuple[int | None, torch.device | None, bool]:
 def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
     write(tmp_path / "images", "key", len(IMAGES), iter([(IMAGES, torch.arange(10))]))
     mapped = CachedImages(tmp_path / "images")
-    assert WorkerLoader(SeededDataset(mapped, 0), torch.arange(10), 4, 0, True, CPU).could_be_resident
+    assert WorkerLoader(SeededDataset(mapped, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU).could_be_resident
 
 
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:
     arrays, diary = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES), Diary()
-    loader = WorkerLoader(SeededDataset(arrays, 0), torch.arange(10), 4, 0, True, CPU, workers=1)
+    loader = WorkerLoader(SeededDataset(arrays, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU, workers=1)
     with_ranges = loader_in_ranges(loader, diary, 9)
     list(with_ranges.batches(0, 0, 3))
     (worker,) = loader._iterator._workers

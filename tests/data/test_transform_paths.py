@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from read_splits import read_splits
 from torch import Tensor
 
 from runner.config.schema.sections import Data, Transform
-from runner.data.build import DataModule, build_data
+from runner.data.build import DataModule
 from runner.data.transforms import augment, auto_augment, color_jitter, mixing, resized_crop
 from runner.data.transforms.augment import Pipeline
 
@@ -82,7 +83,7 @@ def test_a_split_of_the_samples_changes_no_bit(
 ) -> None:
     transform = built(target, arguments)
     assert transform.per_sample
-    pipeline = Pipeline([transform], [0.1, 0.5, 0.7], [0.3, 0.2, 0.21], 0, CPU, channels_last)
+    pipeline = Pipeline([transform], [0.1, 0.5, 0.7], [0.3, 0.2, 0.21], 0, CPU, channels_last=channels_last)
     # Odd sizes leave tails of all lengths behind the vectors; the larger images are shared out between threads.
     for count, height, width, size in ((70, 5, 7, 9), (33, 13, 11, 1), (6, 90, 75, 5)):
         generator = torch.Generator().manual_seed(count)
@@ -118,7 +119,7 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
     found = []
     for keys in ({"placement": "ram"}, {"placement": "disk", "num_workers": 2 if channels_last else 0}):
         data = Data(dataset=dataset, batch_size=16, pin_memory=False, **keys)  # type: ignore[arg-type]
-        found.append(batches(build_data(data, transform, 3, CPU, 32, channels_last)))
+        found.append(batches(read_splits(data, transform, channels_last=channels_last)))
     for memory, workers in zip(*found, strict=True):
         assert all(map(torch.equal, memory, workers))
         assert memory[0].stride() == workers[0].stride()
@@ -135,7 +136,7 @@ def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Callable
         data = Data(
             dataset=dataset, batch_size=16, num_workers=workers if transform is not plain else "auto", pin_memory=False
         )
-        splits = build_data(data, transform, 3, CPU, 32, False)
+        splits = read_splits(data, transform)
         if transform is not plain:
             assert splits.choices[0] == ("data path", "workers", "transform has sample transforms")
         found.append(batches(splits))

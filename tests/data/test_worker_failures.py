@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.errors import DataFailed
+from runner.data.loaders import BatchPlan
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset
 from runner.data.workers import WorkerLoader
@@ -61,7 +62,7 @@ class Numbered(Dataset[Any]):
 
 def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
     return WorkerLoader(
-        SeededDataset(Numbered(wrong, side), 0), AllSamples(80), 8, 0, False, CPU, workers=workers, **options
+        SeededDataset(Numbered(wrong, side), 0), BatchPlan(AllSamples(80), 8), CPU, workers=workers, **options
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.data.loaders import Batch, MemoryLoader
+from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
@@ -57,7 +57,7 @@ class Bench:
     @property
     def source(self) -> MemoryLoader:
         return MemoryLoader(
-            self.images, self.targets, torch.arange(len(self.images)), self.batch_size, self.seed, True, CPU
+            self.images, self.targets, BatchPlan(torch.arange(len(self.images)), self.batch_size, self.seed, True), CPU
         )
 
     @property

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.data.loaders import MemoryLoader
+from runner.data.loaders import BatchPlan, MemoryLoader
 from runner.data.transforms.augment import Pipeline
 from runner.distributed.sharding import shard
 from runner.distributed.world import World, joined
@@ -74,7 +74,7 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
     for size, batch in itertools.product(SIZES, BATCHES):
         every.append(found := dict[str, Any]())
         for name, task in tasks.items():
-            loader = MemoryLoader(images, targets[name], torch.arange(size), batch, 0, False, _CPU, prepare)
+            loader = MemoryLoader(images, targets[name], BatchPlan(torch.arange(size), batch), _CPU, prepare=prepare)
             source = Noting(loader)
             for metric in metrics[name].values():
                 metric.reset()

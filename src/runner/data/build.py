@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,14 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.merge import FACTS
-from runner.config.schema.sections import Data, Transform
+from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.config.targets import build
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
-from runner.data.consistency import Examples, check_classes, check_images, class_counts, find_leaks, known_targets
+from runner.data.consistency import Examples, check_classes, check_images, class_counts, known_targets, shared_groups
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.loaders import Loader, MemoryLoader
-from runner.data.placement import plan_placement
+from runner.data.loaders import BatchPlan, Loader, MemoryLoader
+from runner.data.placement import DataPlacement, plan_placement
 from runner.data.sample_rng import preserved_rng
 from runner.data.sampler import AllSamples, ClassBalance, Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_pair, as_target, as_tensor, read_sample
@@ -70,9 +70,8 @@ class DataModule:
     targets: Mapping[str, Tensor] = field(default_factory=dict)
     # Why the splits cannot be used together; `check` examines such data, all else refuses them.
     incompatibilities: list[UserError] = field(default_factory=list)
-    searched_for_nonfinite: set[str] = field(
-        default_factory=set
-    )  # splits that were searched for samples that are not finite
+    # Splits that were searched for samples that are not finite.
+    searched_for_nonfinite: set[str] = field(default_factory=set)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -96,69 +95,44 @@ class DataModule:
 
 
 def read_data(config: Train, device: torch.device, *, make_cache: bool = False, dtype: torch.dtype) -> DataModule:
-    """The data of a run, see `build_data`."""
-    parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-    return build_data(*parts, make_cache=make_cache, dtype=dtype)
-
-
-def build_data(
-    data: Data,
-    transform: Transform,
-    seed: int,
-    device: torch.device,
-    eval_batch_size: int,
-    channels_last: bool,
-    make_cache: bool = True,
-    dtype: torch.dtype = torch.float32,
-) -> DataModule:
     """Read the data set and prepare its splits.
 
-    `seed` is for sample order and augmentation. `make_cache=False` uses an existing cache of `data.cache` and makes none, for
-    images that are read once. `dtype` is that of prepared images.
+    `make_cache=False` uses an existing cache of `data.cache` and makes none, for images that are read once. `dtype` is that of
+    prepared images.
 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
+    data, transform, seed = config.data, config.transform, config.seed
     facts = {name: getattr(data, name) for name in FACTS["data.dataset"]}
-    datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
-    parts = make_splits(datasets, data.split)
+    parts = make_splits(_as_splits(build("data.dataset", data.dataset, facts=facts)), data.split)
+    train_set, train_indices = parts["train"]
     sample_train = callables("transform.sample_train", transform.sample_train)
     sample_eval = callables("transform.sample_eval", transform.sample_eval)
 
+    # The first sample of each split tells what images and targets are like, before anything is built for them.
     skips = data.on_error == "skip"
     replacements = {name: ReplacementSampler(seed, indices) for name, (_, indices) in parts.items() if skips}
     bad_samples = BadSampleLog(data.max_skipped)
-    train_set, train_indices = parts["train"]
-    first, target = _first("train", train_set, train_indices, sample_eval, replacements.get("train"))
-    examples = {"train": (first, target)}
-    with preserved_rng():
-        for name, part in parts.items():
-            if name != "train":
-                examples[name] = _first(name, *part, sample_eval, replacements.get(name))
-    placement = plan_placement(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
+    examples = _examples(parts, sample_eval, replacements)
+    first, target = examples["train"]
+    placement = plan_placement(config, parts, (sample_train, sample_eval), device, first, make_cache=make_cache)
     sources = {name: placement.source(dataset) for name, (dataset, _) in parts.items()}
-    known, doubts = known_targets(parts, sources, examples)
-    classes = _classes(train_set)
-    incompatibilities = []
-    for check in (
-        functools.partial(check_images, parts, examples, sample_eval, data.normalize),
-        functools.partial(check_classes, parts, classes, known),
-    ):
+
+    # Splits that do not fit together are kept for `check`, which examines them; all else refuses them.
+    known, warnings = known_targets(parts, sources, examples)
+    warnings = [*placement.warnings, *warnings, *(shared_groups(parts, data.split.group) if data.split.group else ())]
+    classes, incompatibilities = _classes(train_set), []
+    for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, classes)):
         try:
-            doubts += check()
+            check()
         except UserError as error:
             incompatibilities.append(error)
-    choices, warnings = placement.choices, [*placement.warnings, *doubts, *find_leaks(parts, data.split.group)]
-    mean, std = data.normalize.mean, data.normalize.std
-    if mean is None or std is None:
-        mean, std = _measure(train_set, train_indices, sample_eval, skips)
-        shown = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
-        choices.append(("normalize", "mean {}, std {}".format(*shown), "measured on the training split"))
     channels, height, width = first.shape
     if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
-        warnings.append(
-            f"data.image_size={data.image_size} has no effect: the images of this data set are {height}x{width}"
-        )
+        problem = f"has no effect: the images of this data set are {height}x{width}"
+        warnings.append(f"data.image_size={data.image_size} {problem}")
+    mean, std, choices = _normalization(data, train_set, train_indices, sample_eval)
     if len(mean) not in (1, channels):
         problem = f"has {len(mean)} values, but the images have {channels} channels"
         raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
@@ -169,51 +143,48 @@ def build_data(
     def split_data(name: str, training: bool = False) -> SplitData:
         dataset, indices = parts[name]
         key, nodes = ("train", transform.train) if training else ("eval", transform.eval)
-        prepare = Pipeline(callables(f"transform.{key}", nodes), mean, std, seed, device, channels_last, dtype)
-        mix = mixing if training else None
-        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
-        order = (indices, size, seed, shuffle, device)
-        replacing, note = replacements.get(name), bad_samples.noting(name, dataset, len(indices))
-        if placement.in_memory is None:
-            transforms = sample_train if training else sample_eval
-            reader = SeededDataset(placement.source(dataset), seed, transforms, replacing, name)
-            reading = (placement.workers, data.prefetch, data.persistent_workers, placement.pin, data.non_blocking)
-            loader: Loader = WorkerLoader(reader, *order, *reading, prepare, mix, note, data.timeout_s)
-        else:
-            unreadable, source_of = placement.unreadable(dataset), None
-            if not isinstance(indices, AllSamples):
-                unreadable = unreadable[torch.isin(unreadable, indices)]
-            if replacing is not None and len(unreadable):
-                note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
-                source_of = functools.partial(replacing.sources, unreadable=unreadable)
-            images, numbers = placement.stored(dataset)
-            loader = MemoryLoader(images, numbers, *order, prepare, mix, source_of)
-        return SplitData(loader, prepare, len(indices), mix)
+        prepare = Pipeline(
+            callables(f"transform.{key}", nodes),
+            mean,
+            std,
+            seed,
+            device,
+            channels_last=config.channels_last,
+            dtype=dtype,
+        )
+        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (config.evaluate.batch_size, False)
+        loader = _loader(
+            data,
+            (name, dataset, sample_train if training else sample_eval),
+            BatchPlan(indices, size, seed, shuffle),
+            placement,
+            device,
+            replacements=replacements.get(name),
+            note=bad_samples.noting(name, dataset, len(indices)),
+            prepare=prepare,
+            mix=mixing if training else None,
+        )
+        return SplitData(loader, prepare, len(indices), mixing if training else None)
 
     train, train_for_eval = split_data("train", training=True), split_data("train")
     if data.sampler == "balanced":
         train.loader.balance = _balance(known.get("train"), train_indices, len(classes))
         sizes = train.loader.balance.sizes
-        reason = (
-            f"{len(sizes)} classes of {int(sizes.min()):,} to {int(sizes.max()):,} samples, each drawn equally often"
-        )
-        choices.append(("sampler", "balanced", reason))
-    counts, targets = None, targets_of(train_set)
-    if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
-        counts = class_counts(targets[train_indices[:]], len(classes))
+        amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
+        choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
     return DataModule(
         train=train,
         val=split_data("val") if "val" in parts else None,
         test=split_data("test") if "test" in parts else None,
         train_for_eval=train_for_eval,
         classes=classes,
-        class_counts=counts,
+        class_counts=_class_counts(train_set, train_indices, classes),
         channels=channels,
         image_size=(height, width),
         mean=mean,
         std=std,
         example=(first[None].to(device), target[None].to(device)),
-        choices=choices,
+        choices=[*placement.choices, *choices],
         warnings=warnings,
         bad_samples=bad_samples,
         fingerprint=functools.cache(functools.partial(fingerprint_data, parts, sources, data.identity == "full")),
@@ -222,6 +193,45 @@ def build_data(
         targets=known,
         incompatibilities=incompatibilities,
     )
+
+
+def _loader(
+    data: Data,
+    source: tuple[str, Dataset[Any], list[SampleTransform]],
+    plan: BatchPlan,
+    placement: DataPlacement,
+    device: torch.device,
+    *,
+    replacements: ReplacementSampler | None,
+    note: Callable[[Sequence[BadSample]], None],
+    prepare: Pipeline,
+    mix: Mixing | None,
+) -> Loader:
+    """The batches of a split, from memory or read one by one; `source` is its name, its data set and its sample transforms."""
+    name, dataset, transforms = source
+    if placement.in_memory is None:
+        return WorkerLoader(
+            SeededDataset(placement.source(dataset), plan.seed, transforms, replacements, name),
+            plan,
+            device,
+            workers=placement.workers,
+            prefetch=data.prefetch,
+            persistent=data.persistent_workers,
+            pin=placement.pin,
+            non_blocking=data.non_blocking,
+            prepare=prepare,
+            mix_batch=mix,
+            on_skipped=note,
+            timeout_s=data.timeout_s,
+        )
+    unreadable, source_of = placement.unreadable(dataset), None
+    if not isinstance(plan.indices, AllSamples):
+        unreadable = unreadable[torch.isin(unreadable, plan.indices)]
+    if replacements is not None and len(unreadable):
+        note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
+        source_of = functools.partial(replacements.sources, unreadable=unreadable)
+    images, targets = placement.stored(dataset)
+    return MemoryLoader(images, targets, plan, device, prepare=prepare, mix_batch=mix, source_of=source_of)
 
 
 def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
@@ -270,17 +280,23 @@ def _sample(name: str, dataset: Dataset[Any], index: int, transforms: list[Sampl
     return as_tensor(image), as_target(target)
 
 
-def _first(
-    name: str,
-    dataset: Dataset[Any],
-    indices: Indices,
-    transforms: list[SampleTransform],
-    replacements: ReplacementSampler | None,
-) -> tuple[Tensor, Tensor]:
-    index = int(indices[0])
-    if replacements is None:
-        return _sample(name, dataset, index, transforms)
-    return replacements.read(lambda source: _sample(name, dataset, source, transforms), 0, index, [])
+def _examples(
+    parts: Parts, transforms: list[SampleTransform], replacements: Mapping[str, ReplacementSampler]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The image and the target of the first sample of each split that can be read, as they are evaluated."""
+
+    def first(name: str) -> tuple[Tensor, Tensor]:
+        dataset, indices = parts[name]
+
+        def read(index: int) -> tuple[Tensor, Tensor]:
+            return _sample(name, dataset, index, transforms)
+
+        index = int(indices[0])
+        return replacements[name].read(read, 0, index, []) if name in replacements else read(index)
+
+    examples = {"train": first("train")}
+    with preserved_rng():
+        return examples | {name: first(name) for name in parts if name != "train"}
 
 
 def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
@@ -298,6 +314,25 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
             "class numbers from 0 on, or an attribute classes with their names",
         )
     return tuple(str(number) for number in range(largest + 1))
+
+
+def _class_counts(dataset: Dataset[Any], indices: Indices, classes: tuple[str, ...]) -> Tensor | None:
+    targets = targets_of(dataset)
+    if targets is None or targets.ndim != 1 or targets.is_floating_point() or not classes:
+        return None
+    return class_counts(targets[indices[:]], len(classes))
+
+
+def _normalization(
+    data: Data, dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform]
+) -> tuple[list[float], list[float], list[tuple[str, str, str]]]:
+    """Mean and deviation, as they are set or measured; and a row to show, if they were measured."""
+    mean, std = data.normalize.mean, data.normalize.std
+    if mean is not None and std is not None:
+        return mean, std, []
+    mean, std = _measure(dataset, indices, transforms, data.on_error == "skip")
+    shown = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
+    return mean, std, [("normalize", "mean {}, std {}".format(*shown), "measured on the training split")]
 
 
 def _measure(

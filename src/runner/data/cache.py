@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write
+from runner.data.loaders import BatchPlan
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
@@ -220,9 +221,8 @@ def _decoded(
         return f"caching {split}: {done:,} of {count:,} images, {rate:,.0f} a second, {left:.0f} s left"
 
     cpu, done = torch.device("cpu"), 0
-    loader = WorkerLoader(
-        reader, everything, DECODED_AT_ONCE, 0, False, cpu, workers, persistent=False, on_skipped=note
-    )
+    plan = BatchPlan(everything, DECODED_AT_ONCE)
+    loader = WorkerLoader(reader, plan, cpu, workers=workers, persistent=False, on_skipped=note)
     with contextlib.closing(loader), progress(say) as advance:
         for batch in loader.batches(0, 0, count):
             if stopped():

@@ -7,6 +7,7 @@ run has the same bits either way, and resuming starts at a slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -57,8 +58,18 @@ Mix = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """The samples of a split, and how they are divided into batches; `seed` is that of their order, which `shuffle=False` keeps."""
+
+    indices: Indices
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = False
+
+
 class Loader:
-    """The batches of a split, whose samples are `indices`; `seed` is that of their order, which `shuffle=False` keeps.
+    """The batches of a split.
 
     The last batch of an epoch may be smaller. Without `prepare` and `mix_batch`, images and targets are those of the data set.
     """
@@ -68,18 +79,10 @@ class Loader:
     could_be_resident = False  # whether tensors, in memory or in a cache file, are read one by one and stay as they are
 
     def __init__(
-        self,
-        indices: Indices,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        device: torch.device,
-        prepare: Prepare | None = None,
-        mix_batch: Mix | None = None,
+        self, plan: BatchPlan, device: torch.device, *, prepare: Prepare | None = None, mix_batch: Mix | None = None
     ) -> None:
-        self.samples, self.batch_size = len(indices), batch_size
-        self._indices, self._seed, self._shuffle, self._device = indices, seed, shuffle, device
-        self._prepare, self._mix = prepare, mix_batch
+        self.samples, self.batch_size = len(plan.indices), plan.batch_size
+        self._plan, self._device, self._prepare, self._mix = plan, device, prepare, mix_batch
         self._chunk = 1  # batches that are made together
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
@@ -91,9 +94,9 @@ class Loader:
 
     def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch, or every `step`-th of them; of each batch the rows of this rank."""
-        size, order = self.batch_size, EpochOrder(self.samples, self._seed, epoch, self._shuffle)
+        size, order = self.batch_size, EpochOrder(self.samples, self._plan.seed, epoch, self._plan.shuffle)
         if self.balance is not None:
-            order = BalancedOrder(self.balance, self._seed, epoch)
+            order = BalancedOrder(self.balance, self._plan.seed, epoch)
         if self.world.size == step == 1:
             pieces = order.pieces(self._chunk * size, start * size, stop * size)
         else:
@@ -118,9 +121,9 @@ class Loader:
     def _places(self, positions: Tensor) -> Tensor:
         """The samples of the data set at positions of the split; with `balance` both may have the numbers of draws."""
         if self.balance is None:
-            return self._indices[positions]
+            return self._plan.indices[positions]
         samples: Tensor = sample_of(positions)
-        return positions - samples + self._indices[samples]
+        return positions - samples + self._plan.indices[samples]
 
     def _own_pieces(self, order: EpochOrder, numbers: range) -> Iterator[Tensor]:
         """The positions of this rank's rows of the batches `numbers`, several batches together where they are whole."""
@@ -182,20 +185,18 @@ class MemoryLoader(Loader):
         self,
         images: Tensor | StoredImages,
         targets: Tensor,
-        indices: Indices,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
+        plan: BatchPlan,
         device: torch.device,
+        *,
         prepare: Prepare | None = None,
         mix_batch: Mix | None = None,
         source_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
-        super().__init__(indices, batch_size, seed, shuffle, device, prepare, mix_batch)
+        super().__init__(plan, device, prepare=prepare, mix_batch=mix_batch)
         self._images, self._targets, self._source_of = images, targets, source_of
         self.resident, self._prefetches = images.device, images.device != device
         if prepare is None or prepare.per_sample:
-            bytes_of_batch = max(1, batch_size * images.shape[1:].numel() * 4)
+            bytes_of_batch = max(1, self.batch_size * images.shape[1:].numel() * 4)
             self._chunk = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
 
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

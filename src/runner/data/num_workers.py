@@ -40,6 +40,7 @@ def choose_num_workers(
     reader: SeededDataset,
     indices: Indices,
     batch_size: int,
+    *,
     bytes_ahead: int,
     sample_bytes: int,
 ) -> WorkerChoice:

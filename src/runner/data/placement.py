@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
+from runner.config.schema.train import Train
 from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache
 from runner.data.cache_file import CachedImages, StoredImages
@@ -66,47 +68,47 @@ class DataPlacement:
 
 
 def plan_placement(
-    data: Data,
+    config: Train,
     parts: Parts,
-    sample_train: Sequence[SampleTransform],
-    sample_eval: Sequence[SampleTransform],
+    transforms: tuple[Sequence[SampleTransform], Sequence[SampleTransform]],
     device: torch.device,
     example: Tensor,
-    eval_batch_size: int,
+    *,
     make_cache: bool = True,
 ) -> DataPlacement:
     """Decide how the splits are read, and make their cache if there is to be one.
 
-    `example` is an image as it is read; `make_cache=False` uses an existing cache and makes none.
+    `transforms` are the sample transforms of training and of evaluation, `example` is an image as it is read;
+    `make_cache=False` uses an existing cache and makes none.
 
     Raises:
         UserError: if settings contradict each other, or the cache cannot be made.
     """
-    plan = DataPlacement()
+    plan, data = DataPlacement(), config.data
     train, indices = parts["train"]
     replacements = ReplacementSampler(0, indices) if data.on_error == "skip" else None
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
-    ahead = max(data.samples_a_batch + eval_batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
+    ahead = max(data.samples_a_batch + config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
     def choose(dataset: Dataset[Any]) -> WorkerChoice:
-        reader, size = SeededDataset(dataset, 0, sample_train, replacements), data.samples_a_batch
+        reader, size = SeededDataset(dataset, 0, transforms[0], replacements), data.samples_a_batch
         bytes_ahead = data.prefetch * ahead * example.nbytes
-        return choose_num_workers(data.num_workers, reader, indices, size, bytes_ahead, example.nbytes)
+        return choose_num_workers(
+            data.num_workers, reader, indices, size, bytes_ahead=bytes_ahead, sample_bytes=example.nbytes
+        )
 
     decoding = functools.cache(lambda: choose(train))  # called only if a cache is made
     if data.cache is not None:
-        for key, transforms, splits in (("train", sample_train, ["train"]), ("eval", sample_eval, [*parts])):
-            if any(crops_while_decoding(parts[split][0], transforms) for split in splits):
-                problem = (
-                    f"'disk' keeps the central squares of images, and transform.sample_{key}.0 crops from whole images"
-                )
+        for key, some, splits in (("train", transforms[0], ["train"]), ("eval", transforms[1], [*parts])):
+            if any(crops_while_decoding(parts[split][0], some) for split in splits):
+                problem = f"'disk' keeps central squares, and transform.sample_{key}.0 crops from whole images"
                 allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
                 raise UserError("data.cache", problem, allowed)
         _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
     elif data.cache_dir is not None:
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
-    _place(plan, data, list(sources.values()), bool(sample_train or sample_eval), device)
+    _place(plan, data, list(sources.values()), any(transforms), device)
     choice = decoding() if decoding.cache_info().currsize else None
     if plan.in_memory is None:
         choice = choose(plan.source(train))
@@ -163,33 +165,33 @@ def _place(
         plan.choices.insert(0, ("data path", "workers", "as set" if wanted == "disk" else reason))
         return
     size, cached = sum(source.images.nbytes for source in arrays), bool(plan._caches)
-    shown, on_cuda = f"{size / 2**20:.1f} MiB of images", device.type == "cuda"
-    home, reason = torch.device("cpu"), "as set"
-    if wanted == "ram":
-        if cached:
-            _require(
-                size,
-                psutil.virtual_memory().available,
-                "'ram'",
-                "are available",
-                "auto, which reads from the cache file",
-            )
-    elif device.type == "cpu":
-        reason = reason if wanted == "device" else f"{shown}, and the CPU computes"
-    elif on_cuda and wanted == "auto" and size > _SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0]:
-        reason = f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
-    else:
-        home, reason = device, reason if wanted == "device" else f"{shown} fit"
-        if on_cuda and wanted == "device":
-            # torch returns its reserved memory when an allocation needs it.
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            free = torch.cuda.mem_get_info(device)[0] + unused
-            _require(
-                size, free, "'device'", f"on {device} are free", "auto or ram, which keep the images in CPU memory"
-            )
+    home, reason = _choose_home(wanted, size, device)
+    if wanted == "ram" and cached:
+        available = psutil.virtual_memory().available
+        _require(size, available, "'ram'", "are available", "auto, which reads from the cache file")
     plan.in_memory, plan._copies = home, wanted == "ram" or home.type != "cpu"
     value = f"on {home}" if home.type != "cpu" else "in RAM" if wanted == "ram" or not cached else "cache file"
     plan.choices.insert(0, ("data path", value, reason))
+
+
+def _choose_home(wanted: str, size: int, device: torch.device) -> tuple[torch.device, str]:
+    """Where images of `size` bytes live, and why: on the device if they are to or fit well, else in CPU memory."""
+    shown, cpu = f"{size / 2**20:.1f} MiB of images", torch.device("cpu")
+    if wanted == "ram":
+        return cpu, "as set"
+    if device.type == "cpu":
+        return cpu, "as set" if wanted == "device" else f"{shown}, and the CPU computes"
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if wanted == "auto" and size > _SHARE_OF_DEVICE * free:
+            return cpu, f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
+        if wanted == "device":
+            # torch returns its reserved memory when an allocation needs it.
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            _require(
+                size, free, "'device'", f"on {device} are free", "auto or ram, which keep the images in CPU memory"
+            )
+    return device, "as set" if wanted == "device" else f"{shown} fit"
 
 
 def _require(size: int, free: int, what: str, where: str, allowed: str) -> None:
@@ -200,29 +202,24 @@ def _require(size: int, free: int, what: str, where: str, allowed: str) -> None:
 
 def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> list[str]:
     """Settings that differ from the default and change nothing in this run."""
-    in_memory, on_cpu, on_cuda = plan.in_memory is not None, device.type == "cpu", device.type == "cuda"
+    in_memory, unread = plan.in_memory is not None, plan.workers == 0
     reason = "no worker process reads"
     if in_memory:
         reason = "the images are in memory (data.placement=disk reads them through workers)"
-    count, timeout = data.num_workers, "null" if data.timeout_s is None else f"{data.timeout_s:g}"
-    unread = plan.workers == 0
-    useless = (
-        (data.placement == "device" and on_cpu, "placement=device", "the device is the CPU"),
-        (in_memory and isinstance(count, int) and count > 0 and not plan._caches, f"num_workers={count}", reason),
-        (unread and data.prefetch != Data.prefetch, f"prefetch={data.prefetch}", reason),
-        (unread and not data.persistent_workers, "persistent_workers=false", reason),
-        (unread and data.timeout_s != Data.timeout_s, f"timeout_s={timeout}", reason),
-        (
-            data.pin_memory is True and not on_cuda,
-            "pin_memory=true",
-            f"it is for copies to a CUDA device, and the device is {device.type}",
-        ),
-        (
-            data.pin_memory != Data.pin_memory and on_cuda and in_memory,
-            f"pin_memory={str(data.pin_memory).lower()}",
-            reason,
-        ),
-        (not data.non_blocking and on_cpu, "non_blocking=false", "nothing is copied to another device"),
-        (not data.non_blocking and not on_cpu and in_memory, "non_blocking=false", reason),
-    )
-    return [f"data.{setting} has no effect: {why}" for applies, setting, why in useless if applies]
+    useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if unread else {}
+    if in_memory and data.num_workers != 0 and not plan._caches:
+        useless["num_workers"] = reason
+    if device.type == "cuda" and in_memory:
+        useless["pin_memory"] = reason
+    elif device.type != "cuda" and data.pin_memory is True:
+        useless["pin_memory"] = "it is for copies to a CUDA device"
+    if device.type == "cpu":
+        useless["non_blocking"] = "nothing is copied to another device"
+        useless |= {"placement": "the device is the CPU"} if data.placement == "device" else {}
+    elif in_memory:
+        useless["non_blocking"] = reason
+    return [
+        f"data.{key}={json.dumps(value) if not isinstance(value, str) else value} has no effect: {why}"
+        for key, why in useless.items()
+        if (value := getattr(data, key)) != getattr(Data, key)
+    ]

@@ -21,9 +21,9 @@ from runner.config.signals import STOPPING
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
 from runner.data.cache_file import CachedImages
-from runner.data.loaders import Loader, Mix, Prepare
+from runner.data.loaders import BatchPlan, Loader, Mix, Prepare
 from runner.data.sample_rng import hash_ints
-from runner.data.sampler import Indices, sample_of
+from runner.data.sampler import sample_of
 from runner.data.samples import Read, SeededDataset, collate
 from runner.data.sources.arrays import ImageArrays
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
@@ -86,11 +86,9 @@ class WorkerLoader(Loader):
     def __init__(
         self,
         reader: SeededDataset,
-        indices: Indices,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
+        plan: BatchPlan,
         device: torch.device,
+        *,
         workers: int = 0,
         prefetch: int = 2,
         persistent: bool = True,
@@ -101,7 +99,7 @@ class WorkerLoader(Loader):
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
         timeout_s: float | None = None,
     ) -> None:
-        super().__init__(indices, batch_size, seed, shuffle, device, prepare, mix_batch)
+        super().__init__(plan, device, prepare=prepare, mix_batch=mix_batch)
         self.check: Callable[[Tensor, Tensor], None] | None = None
         self.workers = workers
         self.could_be_resident = isinstance(reader.dataset, ImageArrays | CachedImages) and not reader.changes_images
@@ -121,7 +119,7 @@ class WorkerLoader(Loader):
                 prefetch_factor=prefetch if workers else None,
                 persistent_workers=persistent and workers > 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
-                generator=torch.Generator().manual_seed(hash_ints(seed, 2)),
+                generator=torch.Generator().manual_seed(hash_ints(plan.seed, 2)),
             )
 
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

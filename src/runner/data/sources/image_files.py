@@ -15,6 +15,7 @@ from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
+from runner.data.loaders import BatchPlan
 from runner.data.num_workers import workers_with_room
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
@@ -139,6 +140,7 @@ def files_loader(
     data: Data,
     transforms: Sequence[SampleTransform],
     shape: tuple[int, int, int],
+    *,
     prepare: Pipeline,
     device: torch.device,
     batch_size: int,
@@ -162,10 +164,7 @@ def files_loader(
     workers = min(few, room) if data.num_workers == "auto" else data.num_workers
     return WorkerLoader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
-        everything,
-        batch_size,
-        0,
-        False,
+        BatchPlan(everything, batch_size),
         device,
         workers=workers,
         prefetch=data.prefetch,

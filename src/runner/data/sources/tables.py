@@ -70,6 +70,8 @@ class TableImages(ImageFolder):
         groups: of each sample, for `data.split.group=groups`, where the table has them.
     """
 
+    groups: list[str]
+
     def __init__(
         self,
         table: Table,

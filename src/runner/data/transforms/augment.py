@@ -230,6 +230,7 @@ class Pipeline:
         std: Sequence[float],
         seed: int,
         device: torch.device,
+        *,
         channels_last: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:

@@ -19,7 +19,7 @@ from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
 from runner.config.schema.verbs import Check
 from runner.config.targets import build
-from runner.data.build import DataModule, build_data
+from runner.data.build import DataModule, read_data
 from runner.data.loaders import Batch
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
 from runner.data.sources.arrays import ImageArrays
@@ -58,8 +58,9 @@ class CheckContext:
         # The check `readable` counts unreadable images.
         data = dataclasses.replace(config.data, on_error="skip", max_skipped=1.0)
         size = min(config.evaluate.batch_size, _EVALUATED)
-        arguments = (data, config.transform, config.seed, self.device, size, config.channels_last)
-        self._splits = build_data(*arguments, make_cache=False, dtype=getattr(torch, config.dtype))
+        evaluate = dataclasses.replace(config.evaluate, batch_size=size)
+        reading = dataclasses.replace(config, data=data, evaluate=evaluate)
+        self._splits = read_data(reading, self.device, dtype=getattr(torch, config.dtype))
         plain = dataclasses.replace(config, compile=False)  # compiled code calls no hooks
         training = build_run(plain, data=self._splits, fresh=self.found is None)
         validate_limits(training)
