@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,70 +104,44 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
-    data, transform, seed = config.data, config.transform, config.seed
-    facts = {name: getattr(data, name) for name in FACTS["data.dataset"]}
-    parts = make_splits(_as_splits(build("data.dataset", data.dataset, facts=facts)), data.split)
+    data = config.data
+    parts = make_splits(_as_splits(_dataset(data)), data.split)
     train_set, train_indices = parts["train"]
-    sample_train = callables("transform.sample_train", transform.sample_train)
-    sample_eval = callables("transform.sample_eval", transform.sample_eval)
+    sample_train = callables("transform.sample_train", config.transform.sample_train)
+    sample_eval = callables("transform.sample_eval", config.transform.sample_eval)
 
     # The first sample of each split tells what images and targets are like, before anything is built for them.
     skips = data.on_error == "skip"
-    replacements = {name: ReplacementSampler(seed, indices) for name, (_, indices) in parts.items() if skips}
-    bad_samples = BadSampleLog(data.max_skipped)
+    replacements = {name: ReplacementSampler(config.seed, indices) for name, (_, indices) in parts.items() if skips}
     examples = _examples(parts, sample_eval, replacements)
     first, target = examples["train"]
     placement = plan_placement(config, parts, (sample_train, sample_eval), device, first, make_cache=make_cache)
     sources = {name: placement.source(dataset) for name, (dataset, _) in parts.items()}
 
-    # Splits that do not fit together are kept for `check`, which examines them; all else refuses them.
     known, warnings = known_targets(parts, sources, examples)
     warnings = [*placement.warnings, *warnings, *(shared_groups(parts, data.split.group) if data.split.group else ())]
-    classes, incompatibilities = _classes(train_set), []
-    for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, classes)):
-        try:
-            check()
-        except UserError as error:
-            incompatibilities.append(error)
-    channels, height, width = first.shape
+    classes, (channels, height, width) = _classes(train_set), first.shape
+    incompatibilities = _incompatibilities(parts, examples, classes)
     if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
-    mean, std, choices = _normalization(data, train_set, train_indices, sample_eval)
-    if len(mean) not in (1, channels):
-        problem = f"has {len(mean)} values, but the images have {channels} channels"
-        raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
+    mean, std, choices = _normalization(data, parts["train"], sample_eval, channels)
+
     mixing = None
-    if transform.mix is not None:
-        mixing = Mixing(_callable("transform.mix", transform.mix), seed, len(classes) or None)
+    if (node := config.transform.mix) is not None:
+        mixing = Mixing(_callable("transform.mix", node), config.seed, len(classes) or None)
+    bad_samples = BadSampleLog(data.max_skipped)
+    loaders = _LoaderBuilder(config, device, parts, placement, replacements, bad_samples)
 
-    def split_data(name: str, training: bool = False) -> SplitData:
-        dataset, indices = parts[name]
-        key, nodes = ("train", transform.train) if training else ("eval", transform.eval)
-        prepare = Pipeline(
-            callables(f"transform.{key}", nodes),
-            mean,
-            std,
-            seed,
-            device,
-            channels_last=config.channels_last,
-            dtype=dtype,
-        )
-        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (config.evaluate.batch_size, False)
-        loader = _loader(
-            data,
-            (name, dataset, sample_train if training else sample_eval),
-            BatchPlan(indices, size, seed, shuffle),
-            placement,
-            device,
-            replacements=replacements.get(name),
-            note=bad_samples.noting(name, dataset, len(indices)),
-            prepare=prepare,
-            mix=mixing if training else None,
-        )
-        return SplitData(loader, prepare, len(indices), mixing if training else None)
+    def split(name: str, training: bool = False) -> SplitData:
+        key, nodes = ("train", config.transform.train) if training else ("eval", config.transform.eval)
+        steps, memory = callables(f"transform.{key}", nodes), config.channels_last
+        prepare = Pipeline(steps, mean, std, config.seed, device, channels_last=memory, dtype=dtype)
+        mix, transforms = (mixing, sample_train) if training else (None, sample_eval)
+        loader = loaders.build(name, transforms, prepare, mix, training=training)
+        return SplitData(loader, prepare, loader.samples, mix)
 
-    train, train_for_eval = split_data("train", training=True), split_data("train")
+    train, train_for_eval = split("train", training=True), split("train")
     if data.sampler == "balanced":
         train.loader.balance = _balance(known.get("train"), train_indices, len(classes))
         sizes = train.loader.balance.sizes
@@ -174,8 +149,8 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
         choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
     return DataModule(
         train=train,
-        val=split_data("val") if "val" in parts else None,
-        test=split_data("test") if "test" in parts else None,
+        val=split("val") if "val" in parts else None,
+        test=split("test") if "test" in parts else None,
         train_for_eval=train_for_eval,
         classes=classes,
         class_counts=_class_counts(train_set, train_indices, classes),
@@ -195,43 +170,65 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     )
 
 
-def _loader(
-    data: Data,
-    source: tuple[str, Dataset[Any], list[SampleTransform]],
-    plan: BatchPlan,
-    placement: DataPlacement,
-    device: torch.device,
-    *,
-    replacements: ReplacementSampler | None,
-    note: Callable[[Sequence[BadSample]], None],
-    prepare: Pipeline,
-    mix: Mixing | None,
-) -> Loader:
-    """The batches of a split, from memory or read one by one; `source` is its name, its data set and its sample transforms."""
-    name, dataset, transforms = source
-    if placement.in_memory is None:
-        return WorkerLoader(
-            SeededDataset(placement.source(dataset), plan.seed, transforms, replacements, name),
-            plan,
-            device,
-            workers=placement.workers,
-            prefetch=data.prefetch,
-            persistent=data.persistent_workers,
-            pin=placement.pin,
-            non_blocking=data.non_blocking,
-            prepare=prepare,
-            mix_batch=mix,
-            on_skipped=note,
-            timeout_s=data.timeout_s,
-        )
-    unreadable, source_of = placement.unreadable(dataset), None
-    if not isinstance(plan.indices, AllSamples):
-        unreadable = unreadable[torch.isin(unreadable, plan.indices)]
-    if replacements is not None and len(unreadable):
-        note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
-        source_of = functools.partial(replacements.sources, unreadable=unreadable)
-    images, targets = placement.stored(dataset)
-    return MemoryLoader(images, targets, plan, device, prepare=prepare, mix_batch=mix, source_of=source_of)
+def _dataset(data: Data) -> Any:
+    return build("data.dataset", data.dataset, facts={name: getattr(data, name) for name in FACTS["data.dataset"]})
+
+
+def _incompatibilities(parts: Parts, examples: Examples, classes: tuple[str, ...]) -> list[UserError]:
+    """Reasons why the splits do not fit together. They are kept for `check`, which examines such data; all else refuses it."""
+    errors = []
+    for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, classes)):
+        try:
+            check()
+        except UserError as error:
+            errors.append(error)
+    return errors
+
+
+@dataclass
+class _LoaderBuilder:
+    """Builds the loader of a split: from memory, or through workers."""
+
+    config: Train
+    device: torch.device
+    parts: Parts
+    placement: DataPlacement
+    replacements: Mapping[str, ReplacementSampler]
+    bad_samples: BadSampleLog
+
+    def build(
+        self, name: str, transforms: list[SampleTransform], prepare: Pipeline, mix: Mixing | None, *, training: bool
+    ) -> Loader:
+        (dataset, indices), data = self.parts[name], self.config.data
+        plan = BatchPlan(indices, self.config.evaluate.batch_size, self.config.seed)
+        if training:
+            plan = dataclasses.replace(plan, batch_size=data.samples_a_batch, shuffle=data.shuffle)
+        replacements, note = self.replacements.get(name), self.bad_samples.noting(name, dataset, len(indices))
+        if self.placement.in_memory is None:
+            reader = SeededDataset(self.placement.source(dataset), plan.seed, transforms, replacements, name)
+            return WorkerLoader(
+                reader,
+                plan,
+                self.device,
+                workers=self.placement.workers,
+                prefetch=data.prefetch,
+                persistent=data.persistent_workers,
+                pin=self.placement.pin,
+                non_blocking=data.non_blocking,
+                prepare=prepare,
+                mix_batch=mix,
+                on_skipped=note,
+                timeout_s=data.timeout_s,
+            )
+        # A cache knows already which images cannot be read, so that they are noted before training.
+        unreadable, source_of = self.placement.unreadable(dataset), None
+        if not isinstance(indices, AllSamples):
+            unreadable = unreadable[torch.isin(unreadable, indices)]
+        if replacements is not None and len(unreadable):
+            note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
+            source_of = functools.partial(replacements.sources, unreadable=unreadable)
+        images, targets = self.placement.stored(dataset)
+        return MemoryLoader(images, targets, plan, self.device, prepare=prepare, mix_batch=mix, source_of=source_of)
 
 
 def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
@@ -324,24 +321,28 @@ def _class_counts(dataset: Dataset[Any], indices: Indices, classes: tuple[str, .
 
 
 def _normalization(
-    data: Data, dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform]
+    data: Data, part: tuple[Dataset[Any], Indices], transforms: list[SampleTransform], channels: int
 ) -> tuple[list[float], list[float], list[tuple[str, str, str]]]:
-    """Mean and deviation, as they are set or measured; and a row to show, if they were measured."""
-    mean, std = data.normalize.mean, data.normalize.std
-    if mean is not None and std is not None:
-        return mean, std, []
-    mean, std = _measure(dataset, indices, transforms, data.on_error == "skip")
-    shown = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
-    return mean, std, [("normalize", "mean {}, std {}".format(*shown), "measured on the training split")]
+    """Mean and deviation, as they are set or measured on the training split; and a row to show, if they were measured."""
+    mean, std, row = data.normalize.mean, data.normalize.std, []
+    if mean is None or std is None:
+        mean, std = _measure(part, transforms, data.on_error == "skip")
+        means, deviations = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
+        row = [("normalize", f"mean {means}, std {deviations}", "measured on the training split")]
+    if len(mean) not in (1, channels):
+        problem = f"has {len(mean)} values, but the images have {channels} channels"
+        raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
+    return mean, std, row
 
 
 def _measure(
-    dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], skips: bool
+    part: tuple[Dataset[Any], Indices], transforms: list[SampleTransform], skips: bool
 ) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1.
 
     With `skips`, samples that cannot be read are skipped.
     """
+    dataset, indices = part
 
     def chunks() -> Iterator[tuple[int, Tensor]]:
         if isinstance(dataset, ImageArrays) and not transforms:

@@ -110,7 +110,7 @@ class Cache:
         return f"{path} was rebuilt: {problem}" if problem else cached
 
     def _mismatch(self, cached: CachedImages, dataset: Dataset[Any]) -> str:
-        """How a cache differs from its data set, of which a few samples are read; empty if it does not."""
+        """The difference of a cache from its data set, of which a few samples are read; empty if it does not."""
         count = len(dataset)  # type: ignore[arg-type]
         if len(cached) != count:
             return f"it has {len(cached):,} images for {count:,}"

@@ -123,7 +123,7 @@ class StoredImages:
         return images
 
     def problem(self, number: int) -> str:
-        """What is wrong with an image in the file; empty if nothing is."""
+        """The damage of an image in the file; empty if there is none."""
         return self._read(number, memoryview(bytearray(self._each)))
 
     def _read(self, number: int, piece: memoryview) -> str:

@@ -32,22 +32,22 @@ def fingerprint_data(parts: Parts, sources: Mapping[str, Dataset[Any]], full: bo
         common folder, and size) and `images` (those in memory). With `full` also `bytes`, of every file, or of every sample
         if there are no files.
     """
-    found = {}
+    result = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
     for name, (dataset, indices) in parts.items():
         count, source = len(indices), sources[name]
-        facts: dict[str, Any] = {"samples": count, "content": _digest(_content(source, _places(count), indices))}
+        digests: dict[str, Any] = {"samples": count, "content": _digest(_content(source, _places(count), indices))}
         targets, files = targets_of(dataset), files_of[id(dataset)]
         if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
-            facts["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
+            digests["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
         if files:
-            facts["files"] = _digest(_listing(files, indices))
+            digests["files"] = _digest(_listing(files, indices))
         if isinstance(dataset, ImageArrays):
-            facts["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
+            digests["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
         if full:
-            facts["bytes"] = _digest(_bytes(files, indices) if files else _content(source, range(count), indices))
-        found[name] = facts
-    return found
+            digests["bytes"] = _digest(_bytes(files, indices) if files else _content(source, range(count), indices))
+        result[name] = digests
+    return result
 
 
 def _digest(pieces: Iterable[bytes]) -> str:
@@ -112,7 +112,7 @@ def _bytes(files: list[bytes], indices: Indices) -> Iterator[bytes]:
 def data_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], identify: Callable[[], Mapping[str, Any]]
 ) -> list[str]:
-    """How the data differ from those of a checkpoint, in clauses; empty if they do not.
+    """The differences of the data from those of a checkpoint, in clauses.
 
     Facts that change at every reading, or that only one of the two has, are not compared; `identify` computes `now` again.
     """
@@ -137,7 +137,8 @@ def data_changes(
 
 def class_changes(before: list[str], now: list[str]) -> list[str]:
     """`data_changes` for the names of the classes."""
-    shown = [
-        ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "") or "none" for names in (now, before)
-    ]
-    return [] if before == now else ["its classes are {} instead of {}".format(*shown)]
+
+    def shown(names: list[str]) -> str:
+        return ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "") or "none"
+
+    return [] if before == now else [f"its classes are {shown(now)} instead of {shown(before)}"]

@@ -113,7 +113,9 @@ class Loader:
         if mix is not None and self.world.size > 1:
             batches = self._mixed(mix, batches, epoch, range(start, stop, step))
         elif mix is not None:
-            batches = (Batch(*mix(*batch, epoch), batch.indices) for batch in batches)
+            batches = (
+                Batch(*mix(batch.images, batch.targets, batch.indices, epoch), batch.indices) for batch in batches
+            )
         return (
             batches if self.balance is None else (batch._replace(indices=sample_of(batch.indices)) for batch in batches)
         )

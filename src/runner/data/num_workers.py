@@ -91,7 +91,7 @@ def enough(read: float, hand_over: float, epoch: float, cores: int, allowed: int
 
 
 def workers_with_room(ahead: int) -> int:
-    """How many workers shared memory has room for, at most 16, if each keeps `ahead` bytes of batches there."""
+    """The workers that shared memory has room for, at most 16, if each keeps `ahead` bytes of batches there."""
     room = _free_shared_memory()
     return _MOST if room is None else min(_MOST, room // max(1, ahead))
 

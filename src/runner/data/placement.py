@@ -31,7 +31,7 @@ _GIB = 2**30
 
 @dataclass
 class DataPlacement:
-    """How the splits are read; `choices` are rows of (label, value, reason) to show."""
+    """The way in which the splits are read; `choices` are rows of (label, value, reason) to show."""
 
     in_memory: torch.device | None = None  # where images are gathered from; None to read them one by one
     workers: int = 0  # processes that read them one by one
@@ -44,7 +44,7 @@ class DataPlacement:
     _copies: bool = False  # whether images of a cache file are copied into memory
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
-        """What is read instead of a data set: its cache, or the data set itself."""
+        """The cache of a data set, or the data set itself: the one that is read."""
         return self._caches.get(id(dataset), dataset)
 
     def unreadable(self, dataset: Dataset[Any]) -> Tensor:

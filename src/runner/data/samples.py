@@ -155,7 +155,7 @@ def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:
 
 
 def crops_while_decoding(dataset: Dataset[Any], transforms: Sequence[SampleTransform]) -> bool:
-    """Whether the first transform chooses the part of an image to decode, and the data set supports that."""
+    """Tell whether the first transform chooses the part of an image to decode, and the data set supports that."""
     first = transforms[0] if transforms else None
     return hasattr(dataset, "read_part") and hasattr(first, "region") and getattr(first, "size", None) is not None
 

@@ -159,10 +159,8 @@ def split_indices(
     pieces = [
         torch.split(some, taken) for some, taken in zip(members, np.vstack([amounts, of_train]).T.tolist(), strict=True)
     ]
-    splits = {
-        name: torch.cat(each).sort().values
-        for name, each in zip([*names, "train"], zip(*pieces, strict=True), strict=True)
-    }
+    places = {name: place for place, name in enumerate(names)} | {"train": len(names)}
+    splits = {name: torch.cat([each[place] for each in pieces]).sort().values for name, place in places.items()}
     return {"train": splits.pop("train"), **splits}
 
 
@@ -194,7 +192,7 @@ def _checked_sizes(fractions: Mapping[str, float], n: int) -> dict[str, int]:
 
 
 def _apportion(counts: np.ndarray, fractions: list[float], sizes: list[int]) -> np.ndarray:
-    """How many samples of each class go to each of at most two splits, int64 (splits, classes).
+    """The number of samples of each class that go to each of at most two splits, int64 (splits, classes).
 
     Every entry is its share rounded down or up, every split has its exact size, and no class gives more than it has.
     What a split lacks when all is rounded down comes from the classes with the largest remainders. Only a class whose

@@ -84,7 +84,7 @@ def wait_for_batch(seconds: float | None) -> Iterator[None]:
 
 
 def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
-    """What is wrong with the workers of the iterators of all loaders, and what is allowed; None if all is well.
+    """The failure of a worker of any loader's iterator, and what is allowed; None if all are well.
 
     `error` is what was raised while a batch was waited for.
     """

@@ -30,7 +30,7 @@ from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_rang
 
 
 class _Requests:
-    """What is to be read: `batches` of samples of an epoch, computed when they are asked for and `pending` until they came."""
+    """The `batches` of samples of an epoch that are to be read, computed when needed and `pending` until they came."""
 
     def __init__(self, epoch: int, batches: Iterator[Tensor]) -> None:
         self.begin(epoch, batches)
@@ -177,7 +177,7 @@ class WorkerLoader(Loader):
             worker_failures.kill(self._iterator)
             self.close()
             if failure is not None:
-                raise DataFailed("data.num_workers", *failure) from error
+                raise DataFailed("data.num_workers", failure[0], failure[1]) from error
             samples = sample_of(pending[0]).tolist() if pending else []
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
             raise DataFailed(

@@ -43,7 +43,7 @@ def addresses(filename: str, mirror: str | Sequence[str] | None, published: Sequ
 
 
 def has_md5(path: Path, md5: str) -> bool:
-    """Whether there is a file with this checksum."""
+    """Tell whether there is a file with this checksum."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest() == md5

@@ -104,7 +104,7 @@ def hugging_face(
 
 
 def _loaded(datasets: Any, root: str, path: str | None, subset: str | None, download: bool) -> Any:
-    """What `datasets` makes of a path or a name: one of its data sets, or a mapping of them."""
+    """The data set of a path or a name, or a mapping of several."""
     place = Path(root).expanduser() / Path(path or ".").expanduser()
     if not place.exists() and not download:
         problem = f"{place.absolute()} does not exist, and data.download=false"

@@ -161,7 +161,7 @@ def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tenso
 
 
 def reading_steps(image_size: int | None, channels: Literal[1, 3], share: float) -> list[dict[str, Any]]:
-    """What `read_image` does with the central square of an image, as data for other programs.
+    """The steps of `read_image` on the central square of an image, as data for other programs.
 
     The steps are in order. Formulas are Python's, with its `round` (half to even) and `//`.
     """
@@ -212,7 +212,7 @@ def reading_steps(image_size: int | None, channels: Literal[1, 3], share: float)
 
 
 def resize_step(height: int, width: int) -> dict[str, Any]:
-    """How `resized` resizes, see `reading_steps`."""
+    """The step of `resized`, see `reading_steps`."""
     same_as = "Pillow's Image.resize with Image.Resampling.BILINEAR, to one level of 255"
     sides = {"height": height, "width": width}
     return _step("resize", **sides, filter="bilinear", antialias=True, dtype="uint8", same_as=same_as)

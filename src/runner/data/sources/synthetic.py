@@ -26,6 +26,7 @@ def synthetic(
     image_size: int | None = None,
     channels: int = 3,
     classes: int = 10,
+    *,
     kind: Literal["classification", "regression"] = "classification",
     noise: float = 0.5,
     seed: int = 0,
