@@ -183,21 +183,6 @@ def test_without_a_test_split_one_is_carved_and_no_sample_is_in_two() -> None:
     assert read == train
 
 
-def test_splits_that_the_data_has_are_used_whole() -> None:
-    splits = put_together(node("three"))
-    assert [splits.eval_split(name).samples for name in ("train", "val", "test")] == [20, 8, 6]  # type: ignore[union-attr]
-    for name, value in (("val", 2), ("test", 3)):
-        (batch,) = splits.eval_split(name).loader.batches(0, 0, 1)  # type: ignore[union-attr]
-        assert ((batch.images * splits.std[0] + splits.mean[0]) * 255).round().eq(value).all()
-
-
-def test_no_share_means_no_split() -> None:
-    splits = put_together(node("Listed"), split=Split(val=0, test=0))
-    assert splits.val is None
-    assert splits.test is None
-    assert splits.train.samples == 40
-
-
 def test_classes_are_counted_in_the_training_split_alone() -> None:
     splits = put_together(node("Listed"), split=Split(val=0.1, test=0.25))
     targets = torch.tensor([target for _, target in _batch_of(splits)])

@@ -206,6 +206,10 @@ def test_numbers_to_predict_are_float32(target: Any) -> None:
     ("items", "words"),
     [
         ([(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 5), 0)], r"different shapes.*\n.*data\.image_size"),
+        (
+            [(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)],
+            "different kinds: torch.float32, torch.uint8",
+        ),
         ([("path.png", 0)] * 2, "gave str where an image was expected"),
         ([(torch.zeros(1, 1, 4, 4), 0)] * 2, r"shape \(1, 1, 4, 4\)"),
         ([(torch.zeros(1, 4, 4), "cat")] * 2, "'cat', which is not a number"),
@@ -214,7 +218,7 @@ def test_numbers_to_predict_are_float32(target: Any) -> None:
             r"^data.root: the file 7.png is broken\n.*data.on_error=skip",
         ),
     ],
-    ids=["shapes", "path", "dimensions", "target", "own"],
+    ids=["shapes", "kinds", "path", "dimensions", "target", "own"],
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_sample_is_one_sentence_on_either_side_of_a_process(items: list[Any], words: str, workers: int) -> None:
@@ -318,12 +322,6 @@ def test_closing_ends_the_workers(busy: tuple[WorkerLoader, Iterator[Batch], lis
             os.kill(pid, 0)
 
 
-def test_samples_read_one_by_one_equal_those_of_arrays() -> None:
-    listed = Listed([ARRAYS[index] for index in range(len(ARRAYS))])
-    loaded = list(through_workers(listed).batches(3, 0, BATCHES))
-    assert same(loaded, list(in_memory().batches(3, 0, BATCHES)))
-
-
 class Counting(Dataset[Any]):
     """Gives the number of threads that torch computes on where it is read."""
 
@@ -352,12 +350,6 @@ def test_a_worker_writes_a_batch_straight_into_shared_memory() -> None:
         (batch,) = through_workers(indices=torch.arange(8), workers=workers, persistent=False).batches(0, 0, 1)
         assert batch.images.is_shared() == shared
         assert batch.images.is_contiguous()
-
-
-def test_images_of_two_kinds_in_one_batch_are_reported() -> None:
-    items = [(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)]
-    with pytest.raises(UserError, match=r"different kinds: torch.float32, torch.uint8"):
-        list(through_workers(Listed(items), torch.arange(2)).batches(0, 0, 1))
 
 
 def test_an_array_that_must_not_be_written_to_is_copied() -> None:

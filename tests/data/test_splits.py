@@ -9,7 +9,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
-from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import make_splits, split_indices, targets_of
 
 FRACTION = st.one_of(st.just(0.0), st.floats(0.0, 0.6, allow_nan=False), st.sampled_from([0.1, 0.15, 0.25, 1 / 3, 0.5]))
@@ -152,40 +151,21 @@ def test_given_splits_are_used_whole_and_cost_train_nothing():
         assert torch.equal(indices[:], torch.arange(len(dataset)))
 
 
-def test_a_given_test_split_leaves_only_validation_to_carve():
-    found = make_splits({"train": Plain(100), "test": Plain(30)}, Split(val=0.2, test=0.5, seed=0, stratified=False))
-    assert [len(indices) for _, indices in found.values()] == [80, 20, 30]
-
-
 @pytest.mark.parametrize(
-    ("given", "test", "sizes"),
+    ("given", "shares", "sizes"),
     [
-        ({"train": 100}, None, {"train": 70, "val": 10, "test": 20}),
-        ({"train": 100, "test": 30}, None, {"train": 90, "val": 10, "test": 30}),
-        ({"train": 100, "val": 30}, None, {"train": 100, "val": 30}),
-        ({"train": 100, "val": 30}, 0.2, {"train": 80, "val": 30, "test": 20}),
+        ({"train": 100}, {}, {"train": 70, "val": 10, "test": 20}),
+        ({"train": 100, "test": 30}, {}, {"train": 90, "val": 10, "test": 30}),
+        ({"train": 100, "test": 30}, {"val": 0.2, "test": 0.5}, {"train": 80, "val": 20, "test": 30}),
+        ({"train": 100, "val": 30}, {}, {"train": 100, "val": 30}),
+        ({"train": 100, "val": 30}, {"test": 0.2}, {"train": 80, "val": 30, "test": 20}),
+        ({"train": 10, "val": 3}, {"val": 5.0, "test": 0}, {"train": 10, "val": 3}),
+        ({"train": 10}, {"val": 0, "test": 0}, {"train": 10}),
     ],
 )
-def test_data_with_a_validation_split_are_not_divided_further_unless_asked(given, test, sizes):
-    found = make_splits({name: Plain(size) for name, size in given.items()}, Split(test=test))
+def test_only_splits_that_the_data_do_not_have_are_taken_from_train(given, shares, sizes):
+    found = make_splits({name: Plain(size) for name, size in given.items()}, Split(**shares))
     assert {name: len(indices) for name, (_, indices) in found.items()} == sizes
-
-
-def test_a_fraction_of_zero_makes_no_split():
-    found = make_splits({"train": Plain(10)}, Split(val=0, test=0, seed=0, stratified=True))
-    assert list(found) == ["train"]
-    assert torch.equal(found["train"][1][:], torch.arange(10))
-
-
-def test_fractions_of_given_splits_are_not_judged():
-    assert (
-        len(
-            make_splits({"train": Plain(10), "val": Plain(3)}, Split(val=5.0, test=0, seed=0, stratified=False))["val"][
-                1
-            ]
-        )
-        == 3
-    )
 
 
 @pytest.mark.parametrize(
@@ -237,9 +217,3 @@ def test_targets_are_found_in_any_container():
 @pytest.mark.parametrize("raw", [None, ["cat", "dog"], [[1], [1, 2]], 3, {"boxes": 1}])
 def test_targets_that_are_no_numbers_are_none(raw):
     assert targets_of(Plain(2, raw)) is None
-
-
-def test_digits_like_arrays_are_stratified():
-    arrays = ImageArrays(torch.zeros(60, 1, 2, 2, dtype=torch.uint8), torch.arange(60) % 3, ("a", "b", "c"))
-    val = make_splits({"train": arrays}, Split(val=0.5, test=0, seed=1, stratified=True))["val"][1]
-    assert torch.bincount(arrays.targets[val]).tolist() == [10, 10, 10]

@@ -279,7 +279,7 @@ REFUSED = {
     "size inside a batch": (on("sizes"), "images of one batch have different shapes, such as (1, 4, 4) and (1, 5, 4)"),
     "0 to 255 beside uint8": (on("float_val", factor=255), "data.dataset: images of 'val' are torch.float32 with values from"),
     "normalised beside uint8": (on("float_val", low=-0.5), "images of 'val' are torch.float32 with values from -0.4"),
-    "uint8 beside 0 to 255": (on("float_val", factor=255, train="float"), "of 'train' are torch.float32 with values from 14 to 214"),
+    "uint8 beside 0 to 255": (on("float_val", factor=255, train="float"), "of 'train' are torch.float32 with values from 14"),
     "nan in train while measuring": (on("nan_train", place=30), "sample 30 of 'train' has values that are not finite"),
     "nan in train while measuring, transformed": (on("nan_train", f"transform.sample_eval=[{HALVE}]", place=30), "sample 30 of"),
     # reading
