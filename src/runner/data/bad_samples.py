@@ -183,6 +183,7 @@ class BadSampleLog:
     def _write(self) -> None:
         if self._warn is None or not self._waiting:
             return
+        # Another rank may have written the same sample in the meantime.
         if world().size > 1:
             self._read()
         new, self._waiting = self._waiting, []

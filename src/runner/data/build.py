@@ -118,6 +118,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     placement = plan_placement(config, parts, (sample_train, sample_eval), device, first, make_cache=make_cache)
     sources = {name: placement.source(dataset) for name, (dataset, _) in parts.items()}
 
+    # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
     known, warnings = known_targets(parts, sources, examples)
     warnings = [*placement.warnings, *warnings, *(shared_groups(parts, data.split.group) if data.split.group else ())]
     classes, (channels, height, width) = _classes(train_set), first.shape
@@ -133,6 +134,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     bad_samples = BadSampleLog(data.max_skipped)
     loaders = _LoaderBuilder(config, device, parts, placement, replacements, bad_samples)
 
+    # A split is built for training and again for evaluation, which neither shuffles nor augments.
     def split(name: str, training: bool = False) -> SplitData:
         key, nodes = ("train", config.transform.train) if training else ("eval", config.transform.eval)
         steps, memory = callables(f"transform.{key}", nodes), config.channels_last
@@ -291,6 +293,7 @@ def _examples(
         index = int(indices[0])
         return replacements[name].read(read, 0, index, []) if name in replacements else read(index)
 
+    # Other splits are read without a trace in the generators: the run is the same whichever splits there are.
     examples = {"train": first("train")}
     with preserved_rng():
         return examples | {name: first(name) for name in parts if name != "train"}
@@ -361,6 +364,7 @@ def _measure(
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
     for _, chunk in chunks():
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
+        # Sums in float64: a large data set has more pixels than float32 can count.
         count += pixels.numel() // pixels.shape[1]
         total = total + pixels.sum(dim=(0, 2, 3))
         squares = squares + pixels.square().sum(dim=(0, 2, 3))

@@ -79,7 +79,8 @@ class Cache:
         ):
             if stopped():
                 return Opened(None)
-            found = self._existing(path, key, dataset)  # another process may have made it in the meantime
+            # Another process may have made it while this one waited for the lock.
+            found = self._existing(path, key, dataset)
             if isinstance(found, CachedImages):
                 return Opened(found, "opened")
             # What killed processes have left, if no other process can be writing.

@@ -97,6 +97,7 @@ class Loader:
         size, order = self.batch_size, EpochOrder(self.samples, self._plan.seed, epoch, self._plan.shuffle)
         if self.balance is not None:
             order = BalancedOrder(self.balance, self._plan.seed, epoch)
+        # One rank and all batches: positions can be computed many batches at a time.
         if self.world.size == step == 1:
             pieces = order.pieces(self._chunk * size, start * size, stop * size)
         else:
@@ -131,6 +132,7 @@ class Loader:
         """The positions of this rank's rows of the batches `numbers`, several batches together where they are whole."""
         size, whole = self.batch_size, self.samples // self.batch_size
         at_once = self._chunk if numbers.step == 1 else 1
+        # Whole batches have one shape and are gathered together; the last, partial one is cut by itself.
         for first in range(numbers.start, numbers.stop, at_once * numbers.step):
             last = min(first + at_once, numbers.stop)
             if first < whole:

@@ -49,6 +49,7 @@ def choose_num_workers(
     The global generators are untouched, and measuring changes no sample. `bytes_ahead` are the bytes of all batches that one
     worker of every loader may hold at the same time, `sample_bytes` those of an image.
     """
+    # Workers hold their batches in shared memory, which is small in containers.
     room = _free_shared_memory()
     if wanted != "auto":
         warnings = []

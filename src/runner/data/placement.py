@@ -107,6 +107,7 @@ def plan_placement(
         _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
     elif data.cache_dir is not None:
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
+    # Where images live decides whether workers are needed at all, so their number is chosen last.
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
     _place(plan, data, list(sources.values()), any(transforms), device)
     choice = decoding() if decoding.cache_info().currsize else None
@@ -135,6 +136,7 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callabl
     cache = Cache(folder, data.name, recipe, data.on_error == "skip")
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
+        # All splits or none: batches of both kinds would mix two ways of reading.
         if opened.images is None:
             plan.cache_missing = True
             plan._caches.clear()
@@ -155,6 +157,7 @@ def _place(
     wanted = data.placement
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
+    # A missing cache is no mistake of the user, while images that are read one by one cannot be placed in memory.
     if wanted in ("device", "ram") and not possible:
         if not plan.cache_missing:
             problem = f"'{wanted}' needs a data set of image tensors in memory"

@@ -70,6 +70,7 @@ class SeededDataset(Dataset[Any]):
         return items
 
     def _item(self, epoch: int, place: int, skipped: list[BadSample]) -> tuple[Any, Any]:
+        # A replacement is read with the random numbers of the sample that it replaces, so an epoch has the same draws.
         def read(source: int) -> tuple[Any, Any]:
             seed_generators(self._seed, epoch, place)
             if self._cut is None:
@@ -107,6 +108,7 @@ def read_sample(
         transforming = True
         return transformed(image, transforms), target
     except (UserError, MemoryError) as error:
+        # Only a plain sentence about a file gets the advice; errors that name a key say already what to do.
         if type(error) is not UserError or transforming or error.problems[0].key or error.problems[0].allowed:
             raise
         raise UserError("", str(error), "data.on_error=skip, which reads other samples instead") from error

@@ -36,7 +36,7 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
 
     Returns 'train', 'val' and 'test', if they exist, in this order, with ascending indices. A split of the data set is used
     whole, whatever the fractions; it has no list of indices, so it may have any size. Raises `UserError` if 'train' is missing,
-    a split is empty or has an unknown name, a fraction is out of range or gives no sample, or folds or groups cannot be made.
+    a split is empty or has an unknown name, a fraction gives no sample, or folds or groups cannot be made.
     """
     for name in datasets:
         if name not in ("train", *_HELD_OUT):
@@ -122,6 +122,7 @@ def _divided(
                 raise UserError("data.split.group", problem, allowed)
     if split.folds is None:
         return splits
+    # Folds divide what is left, so that every fold is tested on the same samples.
     rest = splits["train"]
     place, classes = _order(len(rest), split.seed), classes[rest]
     if groups is None:
@@ -146,7 +147,7 @@ def split_indices(
 
     `targets` are integer classes (n,) to stratify by; None, floats or more dimensions mean a plain random split. The global
     random state is neither read nor changed. Returns int64 indices in ascending order for 'train' and each key of
-    `fractions`. Raises `UserError` if a fraction is out of range or no training sample would be left.
+    `fractions`. Raises `UserError` if no training sample would be left.
     """
     sizes = _checked_sizes(fractions, n)
     order, classes = _order(n, seed), _strata(targets if stratified else None, n)
@@ -179,9 +180,6 @@ def _strata(targets: Tensor | None, n: int) -> Tensor:
 
 
 def _checked_sizes(fractions: Mapping[str, float], n: int) -> dict[str, int]:
-    for name, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise UserError(f"data.split.{name}", f"cannot be {fraction}", "a fraction from 0 to below 1")
     given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
     if sum(fractions.values()) >= 1:
         raise UserError("data.split", f"{given} leave no training sample", "fractions that are together below 1")

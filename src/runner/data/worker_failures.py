@@ -68,6 +68,7 @@ def wait_for_batch(seconds: float | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Torch installs its handler when the first workers start, which happens inside of this block.
     before = signal.getsignal(signal.SIGCHLD)
     limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if seconds is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:

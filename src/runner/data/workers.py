@@ -104,6 +104,7 @@ class WorkerLoader(Loader):
         self.workers = workers
         self.could_be_resident = isinstance(reader.dataset, ImageArrays | CachedImages) and not reader.changes_images
         self._pin, self._prefetches = pin, non_blocking
+        # One object for all epochs, as a DataLoader cannot be given another sampler.
         self._requests = _Requests(0, iter(()))
         self._persistent, self._on_skipped, self._timeout_s = persistent, on_skipped, timeout_s
         self._iterator: Any = None
@@ -174,6 +175,7 @@ class WorkerLoader(Loader):
             failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
             if failure is None and not isinstance(error, worker_failures.TimedOut):
                 raise
+            # After a failure no worker can be trusted to end by itself.
             worker_failures.kill(self._iterator)
             self.close()
             if failure is not None:

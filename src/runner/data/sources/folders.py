@@ -148,6 +148,7 @@ def image_folder(
     # Without folders of splits, the folders are those of the classes.
     folders = folders or {"train": base}
     names = _class_folders(folders["train"])
+    # Class numbers are places in the sorted names, so every split must have the same names.
     for folder in folders.values():
         if more := set(names) ^ set(_class_folders(folder)):
             only = "; ".join(f"{name} only in {folders['train'] if name in names else folder}" for name in sorted(more))

@@ -94,6 +94,7 @@ def hugging_face(
     named = [name for name in others if isinstance(features[name], datasets.ClassLabel)]
     labels = label_key if isinstance(label_key, list) else [_column("label_key", label_key, named or others, features)]
     targets, classes = _targets(datasets, splits, labels, kind, path or root)
+    # Targets were read for all splits together, so that a class has one number in each of them.
     result, start = {}, 0
     for split, rows in splits.items():
         encoded = rows.select_columns([key]).cast_column(key, datasets.Image(decode=False))
@@ -112,6 +113,7 @@ def _loaded(datasets: Any, root: str, path: str | None, subset: str | None, down
             "data.dataset.path", problem, "a folder or a .parquet file, or data.download=true to fetch the name"
         )
     try:
+        # A path that exists is never taken for a name on the Hub.
         if not place.exists():
             return datasets.load_dataset(str(path), subset)
         if place.is_file():

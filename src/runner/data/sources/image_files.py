@@ -158,6 +158,7 @@ def files_loader(
         UserError: if the config does not determine how to read them.
     """
     files = image_files(paths, data, transforms, shape)
+    # Reading starts at once where files are few: starting workers would take longer.
     everything, blank = AllSamples(len(paths)), files.blank()
     few = min(cores(), _MOST_WORKERS) if len(paths) >= _FEW else 0
     room = workers_with_room(data.prefetch * batch_size * blank.nbytes)

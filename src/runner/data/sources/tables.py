@@ -258,6 +258,7 @@ def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple
         except ValueError:
             return None
 
+    # Numbers are sorted as numbers, so that class 10 comes after class 9.
     numbers = {name: as_number(name) for name in dict.fromkeys(names)}
     if all(number is not None for number in numbers.values()):
         for name, number in numbers.items():
