@@ -38,8 +38,9 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data.build import DataModule, build_data
+from runner.config.schema.sections import Data, Evaluate, Normalize, Split, Transform
+from runner.config.schema.train import Train
+from runner.data.build import DataModule, read_data
 from runner.runtime.device import configure_torch
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -103,7 +104,9 @@ def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None 
     )
     crops = [{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": size}] if kind == "random" else []
     transform = Transform(sample_train=crops, train=[{"_target_": "runner.data.transforms.augment.RandomFlip"}])
-    return build_data(data, transform, 0, CPU, BATCH, channels_last=False)
+    nodes: dict[str, Any] = {name: {} for name in ("model", "optimizer", "scheduler", "loss", "task")}
+    config = Train(data=data, transform=transform, evaluate=Evaluate(batch_size=BATCH), **nodes)
+    return read_data(config, CPU, make_cache=True, dtype=torch.float32)
 
 
 class Cost(NamedTuple):

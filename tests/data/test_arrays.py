@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from runner.data.sources.arrays import ImageArrays
 
@@ -20,16 +19,6 @@ def test_items_are_image_and_target():
     assert torch.equal(image, arrays.images[3])
     assert target.item() == 1
     assert len(arrays) == 6
-
-
-def test_data_loader_fetches_whole_batches():
-    images, targets = next(iter(DataLoader(_arrays(), batch_size=4, generator=torch.Generator())))
-    assert torch.equal(images, _arrays().images[:4])
-    assert torch.equal(targets, torch.tensor([0, 1, 0, 1]))
-
-
-def test_iteration_stops_at_the_end():
-    assert len(list(_arrays())) == 6
 
 
 def test_pickling_keeps_everything():
