@@ -168,7 +168,7 @@ def resolve_checkpoint(
     resolve = functools.partial(resolve_with_checkpoint, text, where, composition, schema, normalize=statistics)
     config, _ = resolve(builds=builds)
     with_data = functools.partial(resolve, builds=EVALUATED)
-    which = getattr(config, "weights", "auto")
+    which: Weights = getattr(config, "weights", "auto")
     return ResolvedCheckpoint(found, config, words=composition.overrides, which=which, with_data=with_data)
 
 
