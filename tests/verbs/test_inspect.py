@@ -121,23 +121,18 @@ def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -
         assert gradients[name].norm == pytest.approx(float(weight.grad.norm()), rel=1e-5), name
 
 
-def test_tensors_inside_a_forward_are_looked_into_by_name(built: Callable[..., Run]) -> None:
-    words = (*DATA, "model=resnet18_cifar", "model.width=4")
-    training = built(*words)
+def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]) -> None:
+    training = built(*DATA, "model=resnet18_cifar", "model.width=4")
     batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
     before = fingerprint(training.model)
-    found = pass_through(training, batch, ["stages.0", "mean", "stages.3.1.add"])
+    found = pass_through(training, batch, ["stages.0", "stages.3.1", "head"])
     assert_same(before, fingerprint(training.model))
-    assert [each.name for each in found.activations] == ["stages.0", "stages.3.1.add", "mean"]
-    assert [each.name for each in found.flows] == ["stages.0", "stages.3.1.add", "mean"]
+    assert [each.name for each in found.activations] == ["stages.0", "stages.3.1", "head"]
+    assert [each.name for each in found.flows] == ["stages.0", "stages.3.1", "head"]
     whole = pass_through(training, batch, [])
     assert found.loss == whole.loss
     of_stage = next(each for each in whole.activations if each.name == "stages.0.1")
     assert found.activations[0].counts == of_stage.counts
-    # The head is linear in the mean, so the gradient by the mean is that by the logits times its weights.
-    weight = training.model.head.weight.detach()
-    logits = [each for each in whole.flows if each.name == "head"]
-    assert found.flows[-1].norm <= logits[0].norm * float(torch.linalg.matrix_norm(weight, 2)) * 1.0001
     assert found.flows[-1].norm > 0
 
 
