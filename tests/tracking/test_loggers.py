@@ -56,45 +56,37 @@ def test_json_lines_without_a_step_to_resume_from_add_to_what_is_there(tmp_path)
     assert splits == ["val", "test"]
 
 
-def test_a_csv_file_grows_a_column_when_a_new_metric_appears(tmp_path):
-    logger = Csv()
-    logger.open(tmp_path, None)
-    logger.log("train", {"loss": 0.5}, 10, 1)
-    logger.log("train", {"loss": 0.25, "lr": math.nan}, 20, 1)
-    logger.log("train", {"lr": 0.1}, 30, 2)
-    logger.log("val", {"loss": 0.125}, 30, 2)
-    logger.flush()
+def _log_both(directory, resume_step, lines):
+    loggers = [JsonLines(), Csv()]
+    for logger in loggers:
+        logger.open(directory, resume_step)
+    for split, metrics, step in lines:
+        for logger in loggers:
+            logger.log(split, metrics, step, 1)
+    for logger in reversed(loggers):
+        logger.close()
+
+
+def test_csv_files_have_a_column_for_each_metric(tmp_path):
+    train = [({"loss": 0.5}, 10), ({"loss": 0.25, "lr": math.nan}, 20), ({"lr": 0.1}, 30)]
+    _log_both(tmp_path, None, [*(("train", *line) for line in train), ("val", {"loss": 0.125}, 30)])
     assert _rows(tmp_path / "metrics_train.csv") == [
         ["global_step", "epoch", "loss", "lr"],
         ["10", "1", "0.5", ""],
         ["20", "1", "0.25", "nan"],
-        ["30", "2", "", "0.1"],
+        ["30", "1", "", "0.1"],
     ]
-    assert _rows(tmp_path / "metrics_val.csv") == [["global_step", "epoch", "loss"], ["30", "2", "0.125"]]
-    logger.close()
+    assert _rows(tmp_path / "metrics_val.csv") == [["global_step", "epoch", "loss"], ["30", "1", "0.125"]]
 
 
-def test_csv_rows_after_the_step_resumed_from_and_a_partial_row_are_dropped(tmp_path):
-    first = Csv()
-    first.open(tmp_path, None)
-    for step in (10, 20, 30):
-        first.log("train", {"loss": 1.0}, step, 1)
-    first.close()
-    path = tmp_path / "metrics_train.csv"
+def test_csv_files_of_a_resumed_run_have_what_metrics_jsonl_has(tmp_path):
+    _log_both(tmp_path, None, [("train", {"loss": 1.0}, step) for step in (10, 20, 30)])
+    path, foreign = tmp_path / "metrics_train.csv", tmp_path / "metrics_of_mine.csv"
     path.write_text(path.read_text() + "15,1,0.")
-    foreign = tmp_path / "metrics_of_mine.csv"
     foreign.write_text("a,b\nx,y")
-    second = Csv()
-    second.open(tmp_path, 20)
-    second.log("train", {"loss": 0.0, "accuracy": 1.0}, 30, 1)
-    second.close()
-    steps_and_losses = [row[:3] for row in _rows(path)]
-    assert steps_and_losses == [
-        ["global_step", "epoch", "loss"],
-        ["10", "1", "1.0"],
-        ["20", "1", "1.0"],
-        ["30", "1", "0.0"],
-    ]
+    _log_both(tmp_path, 20, [("train", {"loss": 0.0, "accuracy": 1.0}, 30)])
+    assert [row[0] for row in _rows(path)] == ["global_step", "10", "20", "30"]
+    assert _rows(path)[-1] == ["30", "1", "0.0", "1.0"]
     assert foreign.read_text() == "a,b\nx,y"
 
 

@@ -13,19 +13,15 @@ from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from runner.config.errors import UserError, first_line
 from runner.tracking.files import append, finite, write_atomically, writing
 from runner.tracking.jsonl import copy_until, read_records
 
 METRICS = "metrics.jsonl"
-_FIRST_COLUMNS = ["global_step", "epoch"]
 _LARGEST = 2.0**128  # of 32 bits, as TensorBoard stores numbers
-
-
-def _ignore(text: str) -> None:
-    """Report nothing."""
+T = TypeVar("T")
 
 
 class Logger(Protocol):
@@ -55,95 +51,79 @@ class Logger(Protocol):
         ...
 
 
-class _Lines:
-    """Files of lines in a run directory; each line reaches the operating system at once, so that a kill loses none."""
+class JsonLines:
+    """`metrics.jsonl`: one object per line, `global_step`, `epoch`, `split` first, then the metrics; NaN as null.
+
+    Each line reaches the operating system at once, so that a kill loses none.
+    """
 
     def __init__(self) -> None:
-        self._directory: Path | None = None
-        self._files: dict[Path, FileIO] = {}
-
-    def flush(self) -> None:
-        """See `Logger.flush`."""
-        for path, file in self._files.items():
-            with writing(path):
-                os.fsync(file.fileno())
-
-    def close(self) -> None:
-        """See `Logger.close`."""
-        while self._files:
-            self._files.popitem()[1].close()
-
-    def _open(self, path: Path) -> None:
-        with writing(path):
-            self._files[path] = path.open("ab", buffering=0)
-
-
-class JsonLines(_Lines):
-    """`metrics.jsonl`: one object per line, `global_step`, `epoch`, `split` first, then the metrics; NaN as null."""
+        self._path: Path | None = None
+        self._file: FileIO | None = None
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
-        self._directory, path = directory, directory / METRICS
+        self.close()
+        self._path = path = directory / METRICS
         copy_until(path, path, resume_step)
-        self._open(path)
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
         record: dict[str, Any] = {"global_step": global_step, "epoch": epoch, "split": split}
         record.update({name: finite(float(value)) for name, value in metrics.items()})
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        append(self._files[_opened(self._directory) / METRICS], line)
+        append(_opened(self._file), line)
+
+    def flush(self) -> None:
+        """See `Logger.flush`."""
+        if self._file is not None:
+            with writing(Path(self._file.name)):
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
-class Csv(_Lines):
-    """`metrics_<split>.csv`: a row per call, a column per metric.
+class Csv:
+    """`metrics_<split>.csv`: the lines of `metrics.jsonl` as tables, a column per metric, written at each flush and the end.
 
-    A new metric adds a column: the whole file is rewritten, and older rows are empty there.
+    A table is written whole each time, so a resumed run and a new metric need no code of their own.
     """
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
         self._directory = directory
-        self._columns: dict[Path, list[str]] = {}
-        again = _at(directory, resume_step)
-        counted = None if again is None else {_csv_name(split) for split, _ in again}
-        for path in sorted(directory.glob("metrics_*.csv")):
-            with writing(path):
-                data = path.read_bytes()
-            # A row without a line end was truncated by a crash.
-            whole = data[: data.rfind(b"\n") + 1].decode("utf-8", "replace")
-            columns, *rows = list(csv.reader(io.StringIO(whole, newline=""))) or [[]]
-            if columns[:2] != _FIRST_COLUMNS:
-                continue
-            last = math.inf if resume_step is None else resume_step
-            if counted is not None and path.name not in counted:
-                last -= 1
-            kept = [row for row in rows if row and row[0].isdecimal() and int(row[0]) <= last]
-            if (content := _csv([columns, *kept])) != data:
-                write_atomically(path, content)
-            self._columns[path] = columns
-            self._open(path)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
-        """See `Logger.log`."""
-        path = _opened(self._directory) / _csv_name(split)
-        values = {"global_step": str(global_step), "epoch": str(epoch)}
-        values.update({name: repr(float(value)) for name, value in metrics.items()})
-        columns = self._columns.get(path, [])
-        if new := [name for name in values if name not in columns]:
-            self._widen(path, columns := [*columns, *new])
-        append(self._files[path], _csv([[values.get(name, "") for name in columns]]))
+        """Nothing to do: the line is in `metrics.jsonl` already."""
+        _opened(self._directory)
 
-    def _widen(self, path: Path, columns: list[str]) -> None:
-        rows: list[list[str]] = []
-        if path in self._files:
-            with writing(path), path.open(encoding="utf-8", newline="") as file:
-                rows = list(csv.reader(file))[1:]
-        write_atomically(path, _csv([columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]))
-        if path in self._files:
-            self._files.pop(path).close()
-        self._columns[path] = columns
-        self._open(path)
+    def flush(self) -> None:
+        """See `Logger.flush`."""
+        tables: dict[str, list[dict[str, Any]]] = {}
+        for record in read_records(self._directory / METRICS) if self._directory is not None else ():
+            row = {name: "nan" if value is None else value for name, value in record.items() if name != "split"}
+            tables.setdefault(str(record.get("split", "")), []).append(row)
+        for split, rows in tables.items():
+            columns = dict.fromkeys(["global_step", "epoch", *(name for row in rows for name in row)])
+            text = io.StringIO()
+            table = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
+            path = _opened(self._directory) / f"metrics_{split.replace('/', '_')}.csv"
+            write_atomically(path, text.getvalue().encode())
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        self.flush()
 
 
 class TensorBoard:
@@ -172,7 +152,7 @@ class TensorBoard:
         graph: bool = False,
         images: bool = False,
         watched: Any = None,
-        warn: Callable[[str], None] = _ignore,
+        warn: Callable[[str], object] = str,
     ) -> None:
         if flush_s < 1:
             raise ValueError(f"flush_s must be at least 1, got {flush_s}")
@@ -240,17 +220,12 @@ class TensorBoard:
         for split, metrics in self._again:
             self._write(split, {name: metrics[name] for name in metrics if name != "epoch"}, self._first_step or 0)
         self._again = []
-        if self._watched is not None:
-            self._show_model()
-        self._flush()
-
-    def _show_model(self) -> None:
-        """Write images and graph."""
         self._step = self._first_step or 0
-        if self._images:
+        if self._watched is not None and self._images:
             self._put_extras(lambda: _extras().images(self._watched))
-        if self._graph:
+        if self._watched is not None and self._graph:
             self._put_extras(lambda: _extras().graph(self._watched))
+        self._flush()
 
     def _put_extras(self, make: Callable[[], Iterable[dict[str, Any]]]) -> None:
         """Write events; what cannot be made of a model costs a warning."""
@@ -293,10 +268,10 @@ def _extras() -> ModuleType:
     return tensorboard_extras
 
 
-def _opened(directory: Path | None) -> Path:
-    if directory is None:
+def _opened(target: T | None) -> T:
+    if target is None:
         raise RuntimeError("log() came before open()")
-    return directory
+    return target
 
 
 def _at(directory: Path, step: int | None) -> list[tuple[str, dict[str, float]]] | None:
@@ -311,13 +286,3 @@ def _at(directory: Path, step: int | None) -> list[tuple[str, dict[str, float]]]
 def _number(value: Any) -> float:
     """A number as before JSON, which stores NaN as null; NaN for anything else."""
     return float(value) if isinstance(value, float | int) and abs(value) < _LARGEST else math.nan
-
-
-def _csv_name(split: str) -> str:
-    return f"metrics_{split.replace('/', '_')}.csv"
-
-
-def _csv(rows: Iterable[list[str]]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
