@@ -78,7 +78,7 @@ def test_colour_codes_and_control_characters_are_removed():
 
 
 def test_text_can_be_reduced_to_any_encoding():
-    assert encodable("Zürich", "ascii") == encodable("Zürich", None) == encodable("Zürich", "no-such") == "Z?rich"
+    assert encodable("Zürich", "ascii") == encodable("Zürich", None) == "Z?rich"
     assert encodable("Zürich", "utf-8") == "Zürich"
 
 

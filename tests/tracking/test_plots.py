@@ -99,13 +99,6 @@ def test_numbers_appear_only_while_they_fit(tmp_path):
         assert ("<!-- 777 -->" in (tmp_path / "cm.svg").read_text()) is expected
 
 
-def test_a_matrix_that_is_not_square_or_has_other_names_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="square"):
-        confusion_matrix([[1, 2]], [], tmp_path / "cm.png", "val")
-    with pytest.raises(ValueError, match="2 classes cannot have 1 names"):
-        confusion_matrix([[1, 2], [3, 4]], ["a"], tmp_path / "cm.png", "val")
-
-
 def test_drawing_needs_no_display_and_leaves_the_backend_alone(tmp_path):
     code = (
         "import sys, pathlib\n"

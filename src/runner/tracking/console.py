@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, TextIO
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text
 from runner.tracking.files import append, writing
-from runner.tracking.formats import HARDWARE_METRICS, clean, duration, encodable, in_order, metric, table_lines, wrapped
+from runner.tracking.formats import (
+    HARDWARE_METRICS,
+    Line,
+    clean,
+    duration,
+    encodable,
+    in_order,
+    metric,
+    table_lines,
+    wrapped,
+)
 from runner.tracking.live import LiveLines
 from runner.tracking.progress_file import Progress, ProgressFile
 
@@ -37,8 +47,6 @@ _NOTABLE_WAIT = 0.1
 _COMMAND = "python -m runner"
 _BOUND = "\N{NO-BREAK SPACE}"
 _ALL_LINES = 250  # of a split; then fewer, so that 10,000 lines take less than 200 kB
-Line = list[tuple[str, str]]
-"""Texts with their styles."""
 
 
 class Console:
@@ -61,14 +69,14 @@ class Console:
         self._silent = False
         self._running = False
         self._due = float("inf")
-        self._told_at = perf_counter()
+        self._shown_at = perf_counter()
         self._period = _RATE_PERIOD_S
         self._marks: deque[tuple[float, int]] = deque()
         self._progress = Progress()
         self._progress_file: ProgressFile | None = None
         self._mode = ""
         self._live = LiveLines()
-        self._told: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()  # lines of metrics by split
         if log_file is not None:
             try:
                 with writing(log_file):
@@ -89,9 +97,8 @@ class Console:
             why = f"  ({reason})" if reason else ""
             lines.append([(f"  {label.ljust(left)}  ", "cyan"), (value.ljust(middle), "bold"), (why, "dim")])
         shown = lines
-        if self._terminal is not None:
-            room = self._terminal.width - left - 4
-            shown = [lines[0], *(part for line in lines[1:] for part in _folded(line, left + 4, room))]
+        if self._room is not None:
+            shown = [lines[0], *(part for line in lines[1:] for part in _folded(line, left + 4, self._room - left - 4))]
         self._emit(lines, shown)
 
     def line(self, text: str, style: str = "") -> None:
@@ -123,7 +130,7 @@ class Console:
     @property
     def size(self) -> tuple[int, int] | None:
         """Columns and rows of the terminal; None if there is none."""
-        return None if self._terminal is None or self._silent else (self._terminal.width, self._terminal.height)
+        return None if self._terminal is None or self._silent else self._terminal.size
 
     def live(self, shown: RenderableType) -> None:
         """Draw something at the bottom of the terminal instead of what was drawn there before; nothing without a terminal."""
@@ -134,6 +141,7 @@ class Console:
         total_steps: int,
         total_epochs: int,
         first_step: int,
+        *,
         monitor: tuple[str, str] = ("", ""),
         best: tuple[float, int] | None = None,
         device: str = "",
@@ -142,23 +150,19 @@ class Console:
         """Start to show progress up to these optimizer steps and epochs, 0 if unknown; `first_step` are complete already.
 
         Args:
-            total_steps: of the run, 0 if unknown.
-            total_epochs: of the run, 0 if unknown.
-            first_step: how many steps are complete already.
             monitor: the metric that decides which evaluation is best, such as `val/accuracy`, and `max` or `min`.
             best: its best value so far and the step of that.
-            device: where the run trains.
             file: gets the progress for other processes, see `ProgressFile`.
         """
         value, step = best or (None, None)
         self._progress = Progress(
-            first_step, total_steps, 0, total_epochs, None, device, {}, monitor[0], None, value, step
+            total_steps=total_steps, total_epochs=total_epochs, device=device, best=value, best_step=step
         )
-        self._mode = monitor[1]
+        self._progress.metric, self._mode = monitor
         self._progress_file = ProgressFile(file) if file is not None else None
         self._write_progress(first_step, 0)
         self._marks.clear()
-        self._live.clear()
+        self._live = LiveLines(self._live.warnings)
         self._running = True
         self._period = _BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S
         # The clock starts with the first `advance`: the first step compiles and warms up, so it does not show the rate.
@@ -186,10 +190,7 @@ class Console:
                 lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
                 self._emit([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
             return
-        left = self._seconds_left(global_step)
-        if left is not None:
-            shown.append(f"eta {duration(left)}")
-        line = "  ".join(shown)
+        line = "  ".join([*shown, *self._eta(global_step)])
         self._progress.train = dict(values)
         self._live.add_loss(values.get("loss", math.nan))
         if thin:
@@ -217,7 +218,7 @@ class Console:
             nonlocal begun, due, quiet
             begun += 1
             texts = [name] if name else []
-            if self._terminal is None and perf_counter() - self._told_at >= quiet:
+            if self._terminal is None and perf_counter() - self._shown_at >= quiet:
                 quiet = min(2 * quiet, _QUIET_S)
                 self.line("  ".join([what, f"{begun}/{total}", *texts]))
             elif self._terminal is not None and (name or perf_counter() >= due):  # short parts would flood the terminal
@@ -231,7 +232,7 @@ class Console:
 
     @property
     def _room(self) -> int | None:
-        return None if self._terminal is None else self._terminal.width
+        return None if self._terminal is None else self._terminal.size[0]
 
     @property
     def _bar_on(self) -> bool:
@@ -246,10 +247,8 @@ class Console:
         self._write_progress(global_step, epoch)
         if self._bar_on:
             self._draw(global_step, self._position(global_step, epoch)[0])
-        elif now - self._told_at >= _QUIET_S:
-            left = self._seconds_left(global_step)
-            eta = [] if left is None else [f"eta {duration(left)}"]
-            self._emit([[("  ".join([*self._position(global_step, epoch), *eta]), "")]])
+        elif now - self._shown_at >= _QUIET_S:
+            self._emit([[("  ".join([*self._position(global_step, epoch), *self._eta(global_step)]), "")]])
         self._due = perf_counter() + self._period
 
     def _write_progress(self, global_step: int, epoch: int) -> None:
@@ -269,13 +268,12 @@ class Console:
                 progress.best, progress.best_step = value, global_step
 
     def _thinned(self, split: str) -> bool:
-        """Whether a line is skipped: of many, every second is shown, later every fourth, and so on, to keep files small."""
-        self._told[split] += 1
-        told = self._told[split]
-        period = 1 << max(0, math.ceil(math.log2(told / _ALL_LINES)))
-        if told == _ALL_LINES:
+        """True if a line is skipped: of many, every second is shown, later every fourth, and so on, to keep files small."""
+        self._counts[split] += 1
+        count = self._counts[split]
+        if count == _ALL_LINES:
             self.line(f"fewer lines of {split} follow; metrics.jsonl has all of them")
-        return told % period != 0
+        return count % (1 << max(0, math.ceil(math.log2(count / _ALL_LINES)))) != 0
 
     def _draw(self, global_step: int, before: str) -> None:
         # Of the gauges, the bar has room for one: if waiting costs a tenth of the time.
@@ -283,18 +281,21 @@ class Console:
         if self._progress.train.get("data_wait", 0.0) >= _NOTABLE_WAIT:
             shown.append("data_wait")
         texts = [metric(name, self._progress.train[name]) for name in shown]
-        left = self._seconds_left(global_step)
-        if left is not None:
-            texts.append(f"eta {duration(left)}")
+        # A narrow terminal crops the line at its right end, so what people look for most comes first.
+        texts[1:1] = self._eta(global_step)
         _, after = self._position(global_step, 0)
         share = global_step / self._progress.total_steps if self._progress.total_steps > 0 else 0.0
         below = self._live.lines(self._progress, getattr(self._stream, "encoding", None))
-        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts, below))
+        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts, below=below))
 
     def _position(self, global_step: int, epoch: int) -> list[str]:
         epochs = f"/{self._progress.total_epochs}" if self._progress.total_epochs > 0 else ""
         steps = f"/{self._progress.total_steps}" if self._progress.total_steps > 0 else ""
         return [f"epoch {epoch}{epochs}", f"step {global_step}{steps}"]
+
+    def _eta(self, global_step: int) -> list[str]:
+        left = self._seconds_left(global_step)
+        return [] if left is None else [f"eta {duration(left)}"]
 
     def _seconds_left(self, global_step: int) -> float | None:
         if not self._running or not self._marks or self._progress.total_steps <= 0:
@@ -307,7 +308,7 @@ class Console:
 
     def _emit(self, lines: list[Line], on_terminal: list[Line] | None = None) -> None:
         plain = ["".join(text for text, _ in line).rstrip() for line in lines]
-        self._told_at = perf_counter()
+        self._shown_at = perf_counter()
         self._write_log(plain)
         if not self._on_terminal(lambda terminal: terminal.lines(on_terminal or lines)):
             self._write_plain(plain)
@@ -320,7 +321,7 @@ class Console:
             self._give_up()
 
     def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:
-        """Draw; returns whether nothing is left to be shown as plain lines."""
+        """Draw; returns False if plain lines have to be shown instead."""
         if self._terminal is None or self._silent:
             return self._silent
         try:

@@ -9,6 +9,9 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
+Line = list[tuple[str, str]]
+"""Texts with their styles."""
+
 HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
 """Training metrics about the machine, shown last and not drawn as learning curves."""
 
@@ -28,7 +31,6 @@ _STATES = re.compile(rf"(?<=  )({'|'.join(STATE_COLOURS)})(?=  |$)")  # as cells
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what makes spreadsheets take the text of a cell for a formula
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
-_LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
 _UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Those of bidirectional text show what follows them in another order: a command would read as a different one.
@@ -40,9 +42,7 @@ def number(value: float | None) -> str:
     """Four significant digits; integers whole; `nan` for None, as JSON stores NaN."""
     if value is None:
         return "nan"
-    if isinstance(value, int):
-        return str(value)
-    return f"{value:.4g}"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def plus_minus(mean: float, deviation: float | None) -> str:
@@ -105,34 +105,18 @@ def percent(share: float) -> str:
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of metrics in reading order: the loss, others as they come, the learning rate, throughput, hardware."""
 
-    def rank(name: str) -> int:
-        if name in HARDWARE_METRICS:
-            return 4
-        return (
-            -1
-            if name == WEIGHTS_STEP
-            else 0
-            if name == "loss"
-            else 3
-            if name.endswith("_per_s")
-            else 2
-            if name == "lr"
-            else 1
-        )
-
-    return sorted(names, key=rank)
+    ranks = {WEIGHTS_STEP: 0, "loss": 1, "lr": 3, **dict.fromkeys(HARDWARE_METRICS, 5)}
+    return sorted(names, key=lambda name: ranks.get(name, 4 if name.endswith("_per_s") else 2))
 
 
 def label(name: str) -> str:
     """A metric's name in words with its unit: `step_ms` is `step (ms)`, `samples_per_s` is `samples/s`."""
-    if name in _LABELS:
-        return _LABELS[name]
+    stem, _, unit = name.rpartition("_")
+    if name == "lr":
+        return "learning rate"
     if name.endswith("_per_s"):
         return name.removesuffix("_per_s").replace("_", " ") + "/s"
-    stem, _, unit = name.rpartition("_")
-    if stem and unit in _UNITS:
-        return f"{stem.replace('_', ' ')} ({_UNITS[unit]})"
-    return name.replace("_", " ")
+    return f"{stem.replace('_', ' ')} ({_UNITS[unit]})" if stem and unit in _UNITS else name.replace("_", " ")
 
 
 def clean(text: str) -> str:
@@ -141,11 +125,15 @@ def clean(text: str) -> str:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """`text` with a question mark for each character that `encoding` (ASCII if None or unknown) lacks."""
-    try:
-        return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
-    except LookupError:
-        return text.encode("ascii", "replace").decode("ascii")
+    """`text` with a question mark for each character that `encoding` (ASCII if None) lacks."""
+    return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
+
+
+def bar_texts(share: float, cells: int, encoding: str | None) -> tuple[str, str]:
+    """The filled and the empty part of a bar of so many characters, in ASCII where `encoding` has no lines."""
+    filled = round(min(max(share, 0.0), 1.0) * cells)
+    full, empty = ("━", "─") if encodable("━", encoding) == "━" else ("#", "-")
+    return full * filled, empty * (cells - filled)
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
@@ -214,7 +202,7 @@ def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def table_lines(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
-) -> list[list[tuple[str, str]]]:
+) -> list[Line]:
     """The lines of `aligned` below a title, as parts with their styles; states of runs have their colours."""
     head, rule, *body = aligned(columns, rows, width)
     above = [[(clean(title), "bold")]] if title else []
@@ -223,7 +211,7 @@ def table_lines(
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` reads as a number."""
+    """True for a text that reads as a number."""
     try:
         float(text)
     except ValueError:

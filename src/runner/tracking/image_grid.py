@@ -57,18 +57,18 @@ def filter_grid(filters: Pixels, target: Path, title: str) -> None:
 
     Those of shape (N, h, w) are drawn on a colour scale around 0; (N, h, w, 3) as colours, each scaled to its largest weight.
     """
+    import torch
+    from torchvision.utils import make_grid
+
     count, height, width = filters.shape[:3]
     columns = math.ceil(math.sqrt(count * height / width))
-    rows = math.ceil(count / columns)
     gap = max(1, round(0.12 * max(height, width)))
     colour = filters.ndim == 4
     if colour:
         filters = 0.5 + 0.5 * filters / np.abs(filters).max(axis=(1, 2, 3), keepdims=True).clip(1e-12)
-    # Not torchvision's make_grid: it draws no gap around a single image, and this room does not import torch.
-    tiles = np.full((rows * columns, height + gap, width + gap, *filters.shape[3:]), 1.0 if colour else np.nan)
-    tiles[:count, :height, :width] = filters
-    tiles = tiles.reshape(rows, columns, *tiles.shape[1:]).swapaxes(1, 2)
-    mosaic = tiles.reshape(rows * (height + gap), columns * (width + gap), *filters.shape[3:])[:-gap, :-gap]
+    images = torch.from_numpy(filters if colour else filters[..., None]).permute(0, 3, 1, 2)
+    grid = make_grid(images, columns, gap, pad_value=1.0 if colour else math.nan).numpy()
+    mosaic = grid.transpose(1, 2, 0) if colour else grid[0]
     side = min(8.0, max(3.0, 0.45 * columns))
     figure = new_figure(side + (0.0 if colour else 0.9), min(12.0, side * mosaic.shape[0] / mosaic.shape[1]) + 0.7)
     axes = figure.subplots()

@@ -6,59 +6,50 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from runner.tracking.formats import amount, encodable, metric, number
+from runner.tracking.formats import Line, amount, bar_texts, encodable, metric, number
 from runner.tracking.progress_file import Progress
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE = 24  # characters
 _MOST_LOSSES = 512
 _EPOCH_BAR = 16
-Line = list[tuple[str, str]]
 
 
 class LiveLines:
     """Collects what the lines show."""
 
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin another run; warnings stay."""
+    def __init__(self, warnings: list[str] | None = None) -> None:
+        self.warnings = warnings or []
         self._losses: list[float] = []
-        self._together, self._next = 1, list[float]()  # how many losses make a point, and those of the next one
+        self._count, self._every = 0, 1
 
     def add_loss(self, loss: float) -> None:
-        """Add a point to the curve of the loss."""
-        if not math.isfinite(loss):
-            return
-        self._next.append(loss)
-        if len(self._next) == self._together:
-            self._losses.append(sum(self._next) / self._together)
-            self._next = []
+        """Add a point to the curve of the loss, unless it is not finite."""
+        self._count += 1
+        if math.isfinite(loss) and self._count % self._every == 0:
+            self._losses.append(loss)
+        # Drawing must not become slower as a run gets longer, so only every second, fourth, ... loss stays.
         if len(self._losses) == _MOST_LOSSES:
-            self._losses = [sum(pair) / 2 for pair in zip(self._losses[::2], self._losses[1::2], strict=True)]
-            self._together *= 2
+            del self._losses[::2]
+            self._every *= 2
 
     def lines(self, progress: Progress, encoding: str | None) -> list[Line]:
         """The lines, with their styles; those that have nothing to say are omitted."""
-        blocks = encodable(_BLOCKS, encoding) == _BLOCKS
         first: Line = []
         if progress.total_epochs > 1 and progress.total_steps > 0:
             steps = max(1, round(progress.total_steps / progress.total_epochs))
             done = progress.global_step - (max(progress.epoch, 1) - 1) * steps
-            filled = round(min(max(done / steps, 0.0), 1.0) * _EPOCH_BAR)
-            full, empty = ("━", "─") if blocks else ("#", "-")
-            first += [("  this epoch  ", ""), (full * filled, "cyan"), (empty * (_EPOCH_BAR - filled), "dim")]
-        if blocks and len(self._losses) > 1:
-            positive = min(self._losses) > 0  # the first losses are so large that the rest looks flat
-            curve = [math.log(loss) for loss in self._losses] if positive else self._losses
+            full, empty = bar_texts(done / steps, _EPOCH_BAR, encoding)
+            first += [("  this epoch  ", ""), (full, "cyan"), (empty, "dim")]
+        if encodable(_BLOCKS, encoding) == _BLOCKS and len(self._losses) > 1:
+            # The first losses are so large that the rest looks flat without a logarithm.
+            curve = [math.log(loss) for loss in self._losses] if min(self._losses) > 0 else self._losses
             first += [("  loss ", ""), (sparkline(curve, _CURVE), "magenta")]
         second = list[str]()
         if progress.last is not None:
             best = progress.best is not None and progress.best_step is not None
-            told = f", best {number(progress.best)} at step {progress.best_step}" if best else ""
-            second.append(metric(progress.metric, progress.last) + told)
+            suffix = f", best {number(progress.best)} at step {progress.best_step}" if best else ""
+            second.append(metric(progress.metric, progress.last) + suffix)
         if (memory := progress.train.get("peak_memory_mib")) is not None:
             second.append(metric("peak_memory_mib", memory))
         third: Line = []

@@ -64,19 +64,11 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
 
 
 def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, title: str) -> None:
-    """Draw counts, `matrix[true][predicted]`, of classes with these names, or numbers if there are none.
-
-    Raises:
-        ValueError: the matrix is not square, or the number of names does not match.
-    """
+    """Draw counts, `matrix[true][predicted]`, of classes with these names, or numbers if there are none."""
     import numpy as np
     from matplotlib.colors import PowerNorm
 
     count = len(matrix)
-    if count == 0 or any(len(row) != count for row in matrix):
-        raise ValueError("the confusion matrix must be square and not empty")
-    if classes and len(classes) != count:
-        raise ValueError(f"a confusion matrix of {count} classes cannot have {len(classes)} names")
     names = [fit(name, 24) for name in classes] or [str(index) for index in range(count)]
     counts = np.array(matrix)
     shares = counts / counts.sum(axis=1, keepdims=True).clip(1)

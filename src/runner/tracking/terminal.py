@@ -11,11 +11,10 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from runner.tracking.formats import encodable
+from runner.tracking.formats import Line, bar_texts, encodable
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 6
-_BAR_BEFORE_TEXTS = 10
 _HIGH_ENOUGH = 10  # rows
 
 
@@ -45,58 +44,36 @@ class Terminal:
         self._live: Live | None = None
 
     @property
-    def width(self) -> int:
-        """Columns."""
-        return self._rich.width
+    def size(self) -> tuple[int, int]:
+        """Columns and rows."""
+        return self._rich.width, self._rich.height
 
-    @property
-    def height(self) -> int:
-        """Rows."""
-        return self._rich.height
-
-    def lines(self, lines: list[list[tuple[str, str]]]) -> None:
+    def lines(self, lines: Sequence[Line]) -> None:
         """Show lines of (text, style); the terminal wraps them, so that paths can be copied whole."""
         for line in lines:
-            text = Text.assemble(*((encodable(part, self._encoding), style) for part, style in line))
+            text = self._text(line)
             text.rstrip()
             self._rich.print(text, soft_wrap=True)
 
-    def bar(
-        self, before: str, share: float, after: str, texts: list[str], below: Sequence[list[tuple[str, str]]] = ()
-    ) -> None:
+    def bar(self, before: str, share: float, after: str, texts: Sequence[str], *, below: Sequence[Line] = ()) -> None:
         """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge.
 
-        Lines of (text, style) `below` it follow if the terminal is high enough; then the bar has room before `texts`, and what
-        has none is appended to the second one.
+        Lines `below` it follow if the terminal is high enough.
         """
         # Not rich.progress: its columns wrap or shrink the text on a narrow terminal, where the bar has to give way.
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
-        room, texts, others = self._rich.width - 1, list(texts), list[str]()
-        below = list(below) if self._rich.height >= _HIGH_ENOUGH else []
-        least = _BAR_BEFORE_TEXTS + 4 if len(below) > 1 else 2
-        while texts and len(before) + len("  ".join([after, *texts])) + least > room:
-            others.insert(0, texts.pop(-2 if len(texts) > 2 else -1))  # the first is the loss, the last the time left
-        if len(below) > 1:
-            below[1] = [*below[1], ("".join(f"  {text}" for text in others), "")]
-        tail = "  ".join([after, *texts])
+        room, tail = self._rich.width - 1, "  ".join([after, *texts])
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
-        line = Text(encodable(before, self._encoding) + "  ", no_wrap=True, overflow="crop", end="")
-        if cells >= _NARROWEST_BAR:
-            filled = round(min(max(share, 0.0), 1.0) * cells)
-            full, empty = ("━", "─") if encodable("━", self._encoding) == "━" else ("#", "-")
-            line.append(full * filled, style="green")
-            line.append(empty * (cells - filled), style="dim")
-            line.append("  ")
-        line.append(encodable(tail, self._encoding))
-        line.truncate(max(1, room), overflow="crop")
-        lines = [line]
-        for parts in below:
-            more = Text.assemble(
-                *((encodable(part, self._encoding), style) for part, style in parts), no_wrap=True, end=""
-            )
-            more.truncate(max(1, room), overflow="ellipsis")
-            lines.append(more)
+        full, empty = bar_texts(share, cells if cells >= _NARROWEST_BAR else 0, self._encoding)
+        line: Line = [(f"{before}  ", ""), (full, "green"), (empty, "dim"), ("  " * bool(full + empty) + tail, "")]
+        lines = [self._text(each) for each in (line, *(below if self._rich.height >= _HIGH_ENOUGH else ()))]
+        for text in lines:
+            text.truncate(max(1, room), overflow="crop" if text is lines[0] else "ellipsis")
         self.draw(Text("\n").join(lines))
+
+    def _text(self, line: Line) -> Text:
+        parts = ((encodable(part, self._encoding), style) for part, style in line)
+        return Text.assemble(*parts, no_wrap=True, end="")
 
     def draw(self, shown: RenderableType) -> None:
         """Draw something live at the bottom."""
