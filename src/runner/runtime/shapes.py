@@ -26,32 +26,26 @@ class _Side:
     batch: int
 
     def is_like(self, first: _Side) -> bool:
-        """Whether these tensors are those of the first batch, apart from its size."""
-        return (
-            len(self.tensors) == len(first.tensors)
-            and all(
-                dtype == dtype_before
-                and len(shape) == len(before)
-                and shape[1:] == before[1:]
-                # The first axis is the batch, or a multiple of it, such as heads or windows of each sample; or has nothing to do
-                # with it.
-                and (shape[:1] == before[:1] or shape[0] * first.batch == before[0] * self.batch)
-                for (dtype, shape), (dtype_before, before) in zip(self.tensors, first.tensors, strict=True)
-            )
+        """True if these tensors are those of the first batch, apart from its size."""
+        # The first axis is the batch, or a multiple of it, such as heads or windows of each sample; or has nothing to do with it.
+        return len(self.tensors) == len(first.tensors) and all(
+            (dtype, len(shape), shape[1:]) == (dtype_before, len(before), before[1:])
+            and (shape[:1] == before[:1] or shape[0] * first.batch == before[0] * self.batch)
+            for (dtype, shape), (dtype_before, before) in zip(self.tensors, first.tensors, strict=True)
         )
 
     def __str__(self) -> str:
         """The tensors for people, `B` for the size of the batch."""
-        return (
-            ", ".join(f"{str(dtype).removeprefix('torch.')} {self._axes(shape)}" for dtype, shape in self.tensors)
-            or "-"
-        )
+        parts = []
+        for dtype, shape in self.tensors:
+            axes = [str(size) for size in shape]
+            if shape and shape[0] and self.batch and shape[0] % self.batch == 0:
+                axes[0] = "B" if shape[0] == self.batch else f"{shape[0] // self.batch}B"
+            parts.append(f"{str(dtype).removeprefix('torch.')} ({', '.join(axes)})")
+        return ", ".join(parts) or "-"
 
-    def _axes(self, shape: tuple[int, ...]) -> str:
-        axes = [str(size) for size in shape]
-        if shape and shape[0] and self.batch and shape[0] % self.batch == 0:
-            axes[0] = "B" if shape[0] == self.batch else f"{shape[0] // self.batch}B"
-        return f"({', '.join(axes)})"
+
+_Calls = dict[str, list[dict[str, _Side]]]  # what each module takes and gives, call by call
 
 
 @contextlib.contextmanager
@@ -70,7 +64,7 @@ def shapes_on_failure(
             rows.clear()
             running.clear()
             batch = next((len(tensor) for tensor in tensors_in(inputs) if tensor.ndim), 0)
-        row = [name or "(model)", type(module).__name__, _side(inputs), "fails"]
+        row = [name or "(model)", type(module).__name__, str(_side(inputs, batch)), "fails"]
         for outer in running:
             outer[-1] = "-"
         rows.append(row)
@@ -78,12 +72,9 @@ def shapes_on_failure(
 
     def end(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         if running:
-            running.pop()[-1] = _side(output)
+            running.pop()[-1] = str(_side(output, batch))
         if running:
             running[-1][-1] = "fails"
-
-    def _side(value: Any) -> str:
-        return str(_Side([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors_in(value)], batch))
 
     if not wanted:
         yield
@@ -98,7 +89,7 @@ def shapes_on_failure(
 
 
 class ShapeWatch:
-    """Checks the inputs and outputs of every module of a model with hooks.
+    """Checks the inputs and outputs of every module of a model with hooks, after each forward pass.
 
     Training and evaluation are checked separately, as some models return more in training. A module that is called several times
     in a forward pass is compared call by call.
@@ -106,66 +97,58 @@ class ShapeWatch:
 
     def __init__(self, model: nn.Module, show: Callable[[list[list[str]]], None]) -> None:
         self._model, self._show = model, show
-        self._first: dict[tuple[bool, str, int], dict[str, _Side]] = {}
-        self._calls: Counter[str] = Counter()
-        self._expected: dict[bool, Counter[str]] = {}
+        self._first: dict[bool, _Calls] = {}  # of the first batch in training, and in evaluation
+        self._calls: _Calls | None = None  # None outside of a forward pass, where recomputing in backward calls modules too
         self._batches: Counter[bool] = Counter()
         self._batch = 0
-        self._inside = False  # recomputing in backward calls modules outside of a forward pass
-        self._training = model.training
         Observer(model, before=self._begin, names=[""])
-        Observer(model, after=self._look)
+        Observer(model, after=self._note)
 
     def _begin(self, name: str, module: nn.Module, inputs: list[Any]) -> None:
         tensors = tensors_in(inputs)
         self._batch = len(tensors[0]) if tensors and tensors[0].ndim else 0
-        self._inside, self._training = True, module.training
-        self._calls.clear()
-        self._batches[self._training] += 1
-        if self._training not in self._expected:  # what a pass noted that failed half-way is not all there is
-            self._first = {key: seen for key, seen in self._first.items() if key[0] != self._training}
+        self._batches[module.training] += 1
+        self._calls = {}
 
-    def _look(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
-        if not self._inside:
+    def _note(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        if self._calls is None:
             return
-        sides = {
-            verb: _Side([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors_in(value)], self._batch)
-            for verb, value in (("takes", inputs), ("gives", output))
-        }
-        key = (self._training, name, self._calls[name])
-        self._calls[name] += 1
-        if self._training not in self._expected:
-            self._first[key] = sides
-        for verb, first in self._first.get(key, {}).items():
-            if not sides[verb].is_like(first):
-                raise self._error(name, module, f"{verb} {sides[verb]}", str(first))
-        if not name:
-            self._end()
+        sides = {"takes": _side(inputs, self._batch), "gives": _side(output, self._batch)}
+        self._calls.setdefault(name, []).append(sides)
+        if name:
+            return
+        calls, self._calls = self._calls, None
+        training = module.training
+        if training in self._first:
+            self._compare(calls, self._first[training])
+            return
+        self._first[training] = calls
+        if training:
+            kinds = {name: type(module).__name__ for name, module in self._model.named_modules()}
+            self._show(
+                [[name or "(model)", kinds[name], *map(str, each.values())] for name in calls for each in calls[name]]
+            )
 
-    def _end(self) -> None:
-        self._inside = False
-        is_first = self._training not in self._expected
-        expected = self._expected.setdefault(self._training, self._calls.copy())
-        for name in {**expected, **self._calls}:
-            if expected[name] != self._calls[name]:
-                now, then = (f"called {count} times" for count in (self._calls[name], expected[name]))
-                raise self._error(name, self._model.get_submodule(name), f"is {now}", then)
-        if self._training and is_first:
-            self._show(self._rows())
+    def _compare(self, calls: _Calls, first: _Calls) -> None:
+        for name in {**first, **calls}:
+            now, before = calls.get(name, []), first.get(name, [])
+            if len(now) != len(before):
+                raise self._error(name, f"is called {len(now)} times", f"called {len(before)} times")
+            for sides, expected in zip(now, before, strict=True):
+                for verb, side in sides.items():
+                    if not side.is_like(expected[verb]):
+                        raise self._error(name, f"{verb} {side}", str(expected[verb]))
 
-    def _error(self, name: str, module: nn.Module, now: str, then: str) -> UserError:
-        where = "training" if self._training else "evaluation"
+    def _error(self, name: str, now: str, then: str) -> UserError:
+        training = self._model.training
+        batch = f"batch {self._batches[training]} of {'training' if training else 'evaluation'}"
+        label = module_label(name, self._model.get_submodule(name), "the model")
         return UserError(
             "watch.shapes",
-            f"{module_label(name, module, 'the model')} {now} in batch {self._batches[self._training]} of {where}, "
-            f"and {then} in the first",
+            f"{label} {now} in {batch}, and {then} in the first",
             "modules whose shapes and dtypes follow from the size of the batch alone",
         )
 
-    def _rows(self) -> list[list[str]]:
-        modules = dict(self._model.named_modules())
-        return [
-            [name or "(model)", type(modules[name]).__name__, *map(str, sides.values())]
-            for (training, name, _), sides in self._first.items()
-            if training
-        ]
+
+def _side(value: Any, batch: int) -> _Side:
+    return _Side([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors_in(value)], batch)
