@@ -1,4 +1,4 @@
-"""How an optimizer updates its tensors: in one fused kernel, many tensors per kernel (foreach), or one by one."""
+"""The kernels of an optimizer: it updates its tensors in one fused kernel, many tensors per kernel (foreach), or one by one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     """
     component = Component("optimizer", node)
     target, name = component.target, str(getattr(component.target, "__name__", component.target))
-    trial = _Trial(component, node, parameters, sparse)
     has = [kind for kind in KINDS if component.takes(kind)]
     for kind in KINDS:
         if node.get(kind) and kind not in has:
@@ -52,18 +51,70 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
             raise UserError(f"optimizer.{kind}", f"{name} has no such kernels", allowed)
     if not (target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))):
         return Kernels({}, "", "")
+
+    def obstacle(kind: str) -> str:
+        if kind == "fused" and sparse:
+            return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
+        if kind == "fused" and node.get("momentum") and node.get("dampening"):
+            return (
+                "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
+            )
+        types = {(parameter.device, parameter.dtype) for parameter in parameters}
+        failures = (_failure(component, kind, parameters[0], *each) for each in sorted(types, key=str))
+        return next(filter(None, failures), "")
+
+    def automatic() -> tuple[str, str]:
+        device, reason = parameters[0].device.type, f"{name} has no fused kernel"
+        if "fused" in has:
+            reason = "optimizer.fused=false" if node.get("fused") is False else obstacle("fused")
+            if not reason:
+                whose = "its AdamW" if target is Muon else name
+                return "fused", f"auto: {whose} has one kernel for the whole update on {device}"
+        if "foreach" not in has:
+            return "", f"auto: {reason}"
+        if node.get("foreach") is False:
+            return "", f"{reason}, and optimizer.foreach=false"
+        if device == "cpu":
+            return "", f"auto: {reason}, and foreach is no faster on the CPU"
+        against = obstacle("foreach")
+        return ("", f"auto: {reason}; {against}") if against else ("foreach", f"auto: {reason}")
+
     chosen = next((kind for kind in has if node.get(kind)), "")
     if chosen:
         reason = f"optimizer.{chosen}=true"
-        if obstacle := trial.obstacle(chosen):
-            raise UserError(f"optimizer.{chosen}", f"true is not supported: {obstacle}", "null or false")
+        if problem := obstacle(chosen):
+            raise UserError(f"optimizer.{chosen}", f"true is not supported: {problem}", "null or false")
     else:
-        chosen, reason = _automatic(trial, name, has)
-    if not chosen and not sparse and (failure := trial.obstacle("")):
-        raise UserError("optimizer", f"{name} cannot take a step: {failure}", "other arguments, or another optimizer")
+        chosen, reason = automatic()
+    # What a class cannot do at all is found here, before the first epoch.
+    if not chosen and not sparse and (problem := obstacle("")):
+        raise UserError("optimizer", f"{name} cannot take a step: {problem}", "other arguments, or another optimizer")
     if not has:
         return Kernels({}, "", "")
     return Kernels({kind: kind == chosen for kind in has}, chosen or "one tensor after the other", reason)
+
+
+def _failure(component: Component, kind: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> str:
+    """Why an optimizer with a kind of kernels (empty for plain ones) cannot update one weight; or an empty string."""
+    weight = divided_like(torch.zeros(1, device=device, dtype=dtype), like).requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+
+    def optimizer(kind: str) -> Optimizer:
+        if component.target is Muon:  # only its AdamW has a choice
+            return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
+        given = {name: value for name, value in component.arguments.items() if name not in KINDS}
+        kinds = {name: name == kind for name in KINDS if component.takes(name)}
+        return component.target([weight], **given, **kinds)  # type: ignore[no-any-return]
+
+    try:
+        optimizer("")
+    except Exception:
+        return ""  # arguments that are wrong with any kernel are reported when the optimizer itself is built
+    try:
+        optimizer(kind).step()
+    except Exception as error:
+        return first_line(error)
+    return ""
 
 
 def start_momentum(optimizer: Optimizer) -> None:
@@ -99,73 +150,3 @@ def plain_step(optimizer: Optimizer) -> Callable[[], object]:
             inside(optimizer)
 
     return step
-
-
-def _automatic(trial: _Trial, name: str, has: Sequence[str]) -> tuple[str, str]:
-    """The kind of kernels if the settings are null, and the reason."""
-    against = f"{name} has no fused kernel"
-    if "fused" in has:
-        against = "optimizer.fused=false" if trial.node.get("fused") is False else trial.obstacle("fused")
-        if not against:
-            whose = "its AdamW" if trial.component.target is Muon else name
-            return "fused", f"auto: {whose} has one kernel for the whole update on {trial.device}"
-    if "foreach" not in has:
-        return "", f"auto: {against}"
-    if trial.node.get("foreach") is False:
-        return "", f"{against}, and optimizer.foreach=false"
-    if trial.device == "cpu":
-        return "", f"auto: {against}, and foreach is no faster on the CPU"
-    if obstacle := trial.obstacle("foreach"):
-        return "", f"auto: {against}; {obstacle}"
-    return "foreach", f"auto: {against}"
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Tests what an optimizer can do with the parameters by updating a weight of one element."""
-
-    component: Component
-    node: Mapping[str, Any]
-    parameters: Sequence[Tensor]
-    sparse: bool
-
-    @property
-    def device(self) -> str:
-        return self.parameters[0].device.type
-
-    def obstacle(self, kind: str) -> str:
-        """Why kernels of a kind (empty for plain ones) cannot update these parameters; or an empty string."""
-        if kind and self.node.get("differentiable"):
-            return f"{kind} kernels are not differentiable, which optimizer.differentiable=true requires"
-        if kind == "fused":
-            if self.sparse:
-                return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
-            if not all(parameter.is_floating_point() for parameter in self.parameters):
-                return "fused kernels only support real floating-point weights"
-            if self.node.get("momentum") and self.node.get("dampening"):
-                return "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
-        kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters}
-        failures = (self._failure(kind, device, dtype) for device, dtype in sorted(kinds, key=str))
-        return next(filter(None, failures), "")
-
-    def _failure(self, kind: str, device: torch.device, dtype: torch.dtype) -> str:
-        weight = divided_like(torch.zeros(1, device=device, dtype=dtype), self.parameters[0]).requires_grad_()
-        weight.grad = torch.zeros_like(weight)
-        try:
-            self._optimizer("", weight)
-        except Exception:
-            return ""  # arguments that are wrong with any kernel are reported when the optimizer itself is built
-        try:
-            self._optimizer(kind, weight).step()
-        except Exception as error:
-            return first_line(error)
-        return ""
-
-    def _optimizer(self, kind: str, weight: Tensor) -> Optimizer:
-        target = self.component.target
-        if target is Muon:  # only its AdamW has a choice
-            return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
-        given = {name: value for name, value in self.component.arguments.items() if name not in KINDS}
-        kinds = {name: name == kind for name in KINDS if self.component.takes(name)}
-        optimizer: Optimizer = target([weight], **given, **kinds)
-        return optimizer

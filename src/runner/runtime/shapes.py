@@ -98,7 +98,9 @@ class ShapeWatch:
     def __init__(self, model: nn.Module, show: Callable[[list[list[str]]], None]) -> None:
         self._model, self._show = model, show
         self._first: dict[bool, _Calls] = {}  # of the first batch in training, and in evaluation
-        self._calls: _Calls | None = None  # None outside of a forward pass, where recomputing in backward calls modules too
+        self._calls: _Calls | None = (
+            None  # None outside of a forward pass, where recomputing in backward calls modules too
+        )
         self._batches: Counter[bool] = Counter()
         self._batch = 0
         Observer(model, before=self._begin, names=[""])
