@@ -25,7 +25,7 @@ def network() -> nn.Module:
 
 
 def swept(bench: Any, state: Any, rates: list[float], **options: Any) -> Curve:
-    return range_test(state, bench.source, bench.plan, bench.step_parts(), rates, bench.lr, **options)
+    return range_test(state, bench.source, bench.plan, bench.step_parts(), rates, reference=bench.lr, **options)
 
 
 def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(bench: Callable[..., Any]) -> None:
@@ -136,7 +136,7 @@ def test_no_batch_is_asked_for_that_is_not_used(bench: Callable[..., Any]) -> No
             return small.source.batches(epoch, start, stop)
 
     small = bench(accumulate=2)
-    range_test(small.state(), Source(), small.plan, small.step_parts(), [1e-4] * 5, 0.1)
+    range_test(small.state(), Source(), small.plan, small.step_parts(), [1e-4] * 5, reference=0.1)
     assert asked == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
 
 

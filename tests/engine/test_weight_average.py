@@ -47,7 +47,7 @@ def averages(averaged: AveragedModel, model: nn.Module) -> list[Tensor]:
 def test_ema_equals_the_closed_form(warmup: bool) -> None:
     model = network()
     start = [parameter.detach().clone().double() for parameter in model.parameters()]
-    averaged = AveragedModel("ema", model, list(model.parameters()), 0.7, warmup)
+    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.7, warmup=warmup)
     after = walk(model, averaged, range(1, STEPS + 1))
     decays = [min(0.7, (1 + n) / (10 + n)) if warmup else 0.7 for n in range(STEPS)]
     # What is left of the weights after step k: their share, times the decay of every later update.
@@ -75,8 +75,8 @@ def test_swa_is_the_mean_of_the_weights_at_its_steps() -> None:
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) -> None:
     model, other = network(), network()
-    on_device = AveragedModel(kind, model, list(model.parameters()), 0.7, can_skip=True)
-    on_host = AveragedModel(kind, other, list(other.parameters()), 0.7)
+    on_device = AveragedModel(kind, model, list(model.parameters()), decay=0.7, can_skip=True)
+    on_host = AveragedModel(kind, other, list(other.parameters()), decay=0.7)
     walk(model, on_device, range(1, STEPS + 1), frozenset({1, 5, 6}))
     for step in range(1, STEPS + 1):
         if step not in (1, 5, 6):
@@ -88,7 +88,7 @@ def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) 
 @pytest.mark.parametrize("can_skip", [False, True])
 def test_an_update_never_waits_for_the_device(waits: Any, can_skip: bool) -> None:
     model = network()
-    averaged = AveragedModel("ema", model, list(model.parameters()), 0.9, can_skip=can_skip)
+    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.9, can_skip=can_skip)
     with waits:
         walk(model, averaged, range(1, 4))
     assert waits.found == []
@@ -97,7 +97,7 @@ def test_an_update_never_waits_for_the_device(waits: Any, can_skip: bool) -> Non
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_the_average_is_applied_and_taken_back_bit_for_bit(kind: Any) -> None:
     model = network()
-    averaged = AveragedModel(kind, model, list(model.parameters()), 0.7)
+    averaged = AveragedModel(kind, model, list(model.parameters()), decay=0.7)
     walk(model, averaged, range(1, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -154,15 +154,15 @@ def test_statistics_of_a_frozen_layer_stay_as_they_are() -> None:
 @pytest.mark.parametrize("can_skip", [False, True])
 def test_a_restored_average_continues_bit_for_bit(kind: Any, can_skip: bool) -> None:
     whole = network()
-    expected = AveragedModel(kind, whole, list(whole.parameters()), 0.7, can_skip=can_skip)
+    expected = AveragedModel(kind, whole, list(whole.parameters()), decay=0.7, can_skip=can_skip)
     walk(whole, expected, range(1, 9))
 
     first = network()
-    averaged = AveragedModel(kind, first, list(first.parameters()), 0.7, can_skip=can_skip)
+    averaged = AveragedModel(kind, first, list(first.parameters()), decay=0.7, can_skip=can_skip)
     walk(first, averaged, range(1, 5))
     second = network(seed=3)
     second.load_state_dict(first.state_dict())
-    restored = AveragedModel(kind, second, list(second.parameters()), 0.7, can_skip=can_skip)
+    restored = AveragedModel(kind, second, list(second.parameters()), decay=0.7, can_skip=can_skip)
     restored.load_state_dict(averaged.state_dict())
     walk(second, restored, range(5, 9))
     assert restored.updates == expected.updates
@@ -174,7 +174,7 @@ def test_a_restored_average_continues_bit_for_bit(kind: Any, can_skip: bool) -> 
 )
 def test_without_a_state_of_its_kind_it_begins_with_the_weights_as_they_are(state: Any) -> None:
     model = network()
-    averaged = AveragedModel("ema", model, list(model.parameters()), 0.7)
+    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.7)
     walk(model, averaged, range(1, 4))
     averaged.load_state_dict(state)
     assert averaged.updates == 0
@@ -183,7 +183,7 @@ def test_without_a_state_of_its_kind_it_begins_with_the_weights_as_they_are(stat
 
 def test_averages_of_another_model_are_refused() -> None:
     model = network()
-    averaged = AveragedModel("ema", model, list(model.parameters()), 0.7)
+    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.7)
     state = averaged.state_dict()
     state["weights"] = {**state["weights"], "0.weight": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"no '0.weight' of the shape"):
@@ -192,7 +192,7 @@ def test_averages_of_another_model_are_refused() -> None:
 
 def test_parameters_that_are_not_trained_and_buffers_are_the_models_own() -> None:
     model = network()
-    averaged = AveragedModel("ema", model, [model[4].weight], 0.7)  # type: ignore[union-attr, list-item]
+    averaged = AveragedModel("ema", model, [model[4].weight], decay=0.7)  # type: ignore[union-attr, list-item]
     walk(model, averaged, range(1, 4))
     model(torch.randn(4, 1, 3, 3))
     weights, own = averaged.weights(), model.state_dict()

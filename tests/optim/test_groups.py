@@ -139,7 +139,7 @@ def test_what_lies_between_two_blocks_belongs_to_the_later_one() -> None:
 def test_frozen_parameters_are_in_no_group_and_each_of_the_others_in_one() -> None:
     model = vit()
     model.embed.requires_grad_(False)
-    groups = parameter_groups(model, "auto", {"head": 2.0}, 0.7, ["blocks.0", "blocks.1"])
+    groups = parameter_groups(model, "auto", {"head": 2.0}, layer_decay=0.7, blocks=["blocks.0", "blocks.1"])
     members = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(members) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
 

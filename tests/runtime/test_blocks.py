@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -139,27 +138,6 @@ def test_what_has_no_effect_is_said() -> None:
     assert said.row(8)[1] == "nothing recomputed"
     idle = apply(MLP(3, (16, 16), 4, [8, 8]), "layers.2")  # dropout with probability 0 keeps nothing
     assert "the 1 blocks keep nothing" in idle.warnings[0]
-
-
-class Half(nn.Module):
-    """A model that never calls one of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-        self.spare = nn.Conv2d(4, 4, 1)
-
-    def forward(self, images: torch.Tensor) -> Any:
-        return {"out": [self.used(images)], "nothing": None}
-
-
-def test_a_block_that_never_runs_is_said() -> None:
-    assert apply(Half(), "*").warnings == ["activation_checkpointing: 'spare' did not run"]
-
-
-def test_a_model_that_cannot_be_trained_on_the_images_is_a_sentence() -> None:
-    with pytest.raises(UserError, match=r"model: cannot be trained on images of shape \(3, 3, 1, 1\)"):
-        apply(nn.Sequential(nn.Conv2d(3, 4, 3)), True, size=1)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "vit"])

@@ -133,7 +133,9 @@ def divide(config: Train, extras: OptimizerExtras, model: nn.Module, loss: nn.Mo
         problem = f"{config.optimizer['_target_']} has no weight_decay to exempt weights from"
         raise UserError("optimizer.no_decay", problem, "null, or an optimizer with the argument weight_decay")
     blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
-    return parameter_groups(model, extras.no_decay, extras.lr_mult, extras.layer_decay, blocks, loss)
+    return parameter_groups(
+        model, extras.no_decay, extras.lr_mult, layer_decay=extras.layer_decay, blocks=blocks, loss=loss
+    )
 
 
 def table_of_groups(optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -18,8 +18,9 @@ def build_averaged(
     parameters = [each for each in (*model.parameters(), *loss.parameters()) if id(each) in trained]
     can_skip = config.on_nonfinite == "skip"
     if config.ema is not None:
-        warmup = config.averaging.warmup
-        return AveragedModel("ema", model, parameters, config.ema, warmup, can_skip=can_skip, loss=loss)
+        return AveragedModel(
+            "ema", model, parameters, decay=config.ema, warmup=config.averaging.warmup, can_skip=can_skip, loss=loss
+        )
     if config.swa is None:
         return None
     timeline, start = length.timeline, swa_start(config.swa, length)

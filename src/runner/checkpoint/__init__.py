@@ -1,1 +1,1 @@
-"""What is saved, how it is written, kept, found and read."""
+"""Checkpoints: their contents, and how they are written, kept, found and read."""

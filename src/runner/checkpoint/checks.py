@@ -1,4 +1,4 @@
-"""Whether the contents of a checkpoint have the types that everybody relies on."""
+"""Checks the types of the contents of a checkpoint, on which everything else relies."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ _RULES: dict[str, tuple[Check, str]] = {
 
 
 def wrong_type(contents: dict[str, Any]) -> str:
-    """What in contents with all keys is not what it should be, or an empty string."""
+    """A clause on the first value of another type in contents with all keys, or an empty string."""
     for place, (check, words) in _RULES.items():
         *outer, name = place.removesuffix("?").split(".")
         inner: Any = contents

@@ -35,7 +35,7 @@ _ORDER = ("model", *OPTIONAL, *KEYS[2:])  # a tensor that several parts have is 
 _LARGE = ("model", "optimizer", "averaged")  # parts whose tensors may be left in the file, see `read`
 
 Parts = Callable[[dict[str, Any]], Collection[str]]
-"""Which keys of a checkpoint are needed with their tensors, given its contents without any."""
+"""Selects the keys of a checkpoint that are needed with their tensors, given its contents without any."""
 
 
 class DamagedCheckpoint(UserError):
@@ -126,7 +126,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file is a checkpoint, whole or damaged, and not weights from elsewhere.
+    """True if a file is a checkpoint, whole or damaged, and not weights from elsewhere.
 
     Raises:
         UserError: if there is no such file, or it cannot be read.

@@ -1,4 +1,4 @@
-"""Which file `ckpt_path=` means, and what to take when it is damaged."""
+"""Finds the file that `ckpt_path=` means, or another one when it is damaged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def load(
-    ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", parts: Parts | None = None, later: bool = False
+    ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", *, parts: Parts | None = None, later: bool = False
 ) -> LoadedCheckpoint:
     """Read the checkpoint that `ckpt_path` names; where `last` is damaged, the newest one of the same run that is not.
 

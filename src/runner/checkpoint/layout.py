@@ -36,7 +36,7 @@ class Damaged(Exception):
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies in a file, and the digest of its bytes."""
+    """The place of a tensor in a file, and the digest of its bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Whether it is worth leaving it in the file until it is needed."""
+        """True if it is worth leaving it in the file until it is needed."""
         return self.dtype.is_floating_point and self.end - self.begin >= _LARGE
 
 
@@ -93,7 +93,7 @@ def write(file: BinaryIO, written: str, metadata: dict[str, str], tensors: Mappi
 
 
 def _too_dense(header: bytes) -> bool:
-    """Whether parsing would take far more memory than the header has bytes."""
+    """True if parsing would take far more memory than the header has bytes."""
     room, containers = len(header) // _BYTES_OF_ONE, header.count(b"[") + header.count(b"{")
     return containers > _CONTAINERS + room or header.count(b",") > _VALUES + room
 
@@ -114,7 +114,7 @@ def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> str:
 
 
 def is_checkpoint(file: BinaryIO) -> bool:
-    """Whether a file is of the program's, be it damaged; other safetensors files have other metadata."""
+    """True if a file is of the program's, be it damaged; other safetensors files have other metadata."""
     file.seek(0)
     start = file.read(200)
     size = min(int.from_bytes(start[:8], "little"), _LARGEST_HEADER)
@@ -165,7 +165,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensors(entries: dict[str, Any], digests: Any, start: int) -> dict[str, Stored]:
-    """What the header says of tensors, whose bytes have to follow each other without gap or overlap."""
+    """The entries of tensors in a header, whose bytes have to follow each other without gap or overlap."""
     found, end = dict[str, Stored](), 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, stop) = NATIVE[entry["dtype"]], entry["shape"], entry["data_offsets"]

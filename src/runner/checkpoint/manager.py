@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are on the disk: the newest few, `last` and `best`; and whether there is room for them."""
+"""The checkpoints of a run on the disk: the newest few, `last` and `best`; and whether there is room for them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The trained model."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def copied(value: Any) -> Any:
 
 
 def made_of(found: LoadedCheckpoint, key: str, kind: Callable[..., T]) -> T:
-    """What a part of a checkpoint describes, such as its position.
+    """The object that a part of a checkpoint describes, such as its position.
 
     Raises:
         UserError: if it describes something else.

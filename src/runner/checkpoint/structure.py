@@ -51,7 +51,7 @@ class Unsupported(Exception):
 
 
 def identity(tensor: torch.Tensor) -> Hashable:
-    """What two tensors have in common that are the same memory, such as tied weights."""
+    """A key that tensors share which are the same memory, such as tied weights."""
     if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
         return id(tensor)
     start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()

@@ -183,6 +183,6 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(tensor: Tensor, size: int) -> bool:
-    """Whether a tensor is a dense one on the CPU that is no larger than its file, as one repeated by a stride of 0 can be."""
+    """True if a tensor is a dense one on the CPU that is no larger than its file, as one repeated by a stride of 0 can be."""
     dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     return dense and tensor.device.type == "cpu" and max(tensor.nbytes, tensor.untyped_storage().nbytes()) <= size

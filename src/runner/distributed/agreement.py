@@ -1,4 +1,4 @@
-"""What the ranks of a run decide together at every step: whether to stop, and what time it is."""
+"""The decisions that the ranks of a run make together at every step: whether to stop, and what time it is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Agreement:
         self._receive()
 
     def reason(self) -> str:
-        """What all ranks stop for, or an empty string."""
+        """The reason for which all ranks stop, or an empty string."""
         return self._asked() if self._group is None else self._reason
 
     def clock(self) -> float:

@@ -86,7 +86,7 @@ def report(outcome: Any) -> None:
 
 
 def first_failure() -> str:
-    """What the first rank that failed reported, as JSON; empty if none has within a few seconds."""
+    """The report of the first rank that failed, as JSON; empty if none has within a few seconds."""
     with contextlib.suppress(RuntimeError):  # the store is gone
         if appear(_store(), ["failed"], _REPORTED_S):
             return str(_store().get("failed"), "utf-8")

@@ -1,4 +1,4 @@
-"""What a layout of ranks costs, by formula: bytes that a rank holds, and bytes that it sends in a step.
+"""The cost of a layout of ranks, by formula: bytes that a rank holds, and bytes that it sends in a step.
 
 All sizes are bytes, N is the number of ranks. No formula counts what libraries reserve, fragmentation, workspaces of
 kernels, gradients of activations, or the input batch.
@@ -80,7 +80,7 @@ def samples_of_ranks(batch: int, ranks: int) -> tuple[int, int]:
 
 
 def ddp_memory(weights: Sequence[Weight], *, buffers: int = 0, averaged: bool = False, activations: int = 0) -> Memory:
-    """What a rank of DistributedDataParallel holds: all of everything, whatever N is; also of a single process.
+    """The memory of a rank of DistributedDataParallel: all of everything, whatever N is; also of a single process.
 
     The gradients lie in the buckets that are communicated, so these add nothing. Not counted are the second set of buckets
     while DistributedDataParallel sorts them in its first step, and the copies that gloo makes of a message.
@@ -106,7 +106,7 @@ def fsdp_memory(
     averaged: bool = False,
     activations: int = 0,
 ) -> Memory:
-    """What a rank holds under `fully_shard`, with a unit for each block and one for the rest.
+    """The memory of a rank under `fully_shard`, with a unit for each block and one for the rest.
 
     Parameters, gradients, optimizer state and averages are shards, see `Weight.share`; step counters and buffers are whole.
     Gathered are the rest and the largest block, or without `reshard` all parameters; and the gradients of one unit, or with
@@ -141,7 +141,7 @@ def fsdp_memory(
 
 
 def ddp_traffic(weights: Sequence[Weight], ranks: int, *, buffers: int = 0) -> Traffic:
-    """What a rank of DistributedDataParallel sends: a ring all-reduce of the gradients moves 2 (N - 1) / N of their bytes.
+    """The traffic of a rank of DistributedDataParallel: a ring all-reduce of the gradients moves 2 (N - 1) / N of their bytes.
 
     Only the last of accumulated batches communicates. It begins with rank 0 giving the buffers to the others; along a ring,
     each rank passes them on once. Not counted are the messages in which ranks agree on when to stop, of 16 bytes, and those of
@@ -156,7 +156,7 @@ def ddp_traffic(weights: Sequence[Weight], ranks: int, *, buffers: int = 0) -> T
 def fsdp_traffic(
     weights: Sequence[Weight], ranks: int, *, reshard: bool = True, batches: int = 1, replicas: int = 1
 ) -> Traffic:
-    """What a rank sends under `fully_shard`: each collective moves N - 1 shards, (N - 1) / N of the padded bytes.
+    """The traffic of a rank under `fully_shard`: each collective moves N - 1 shards, (N - 1) / N of the padded bytes.
 
     Each batch gathers all parameters in forward, and with `reshard` again in backward. The last of accumulated batches
     reduces and scatters the gradients in float32, and the replicas average their shards of them. Buffers are not sent.

@@ -40,7 +40,7 @@ class ParallelStep:
     """
 
     def __init__(
-        self, state: Any, objective: _Objective, step: Any, world: World, find_unused: bool, retries: bool
+        self, state: Any, objective: _Objective, step: Any, world: World, *, find_unused: bool, retries: bool
     ) -> None:
         self._model, self._objective, self._step, self._world = state.model, objective, step, world
         self._learner = _Learner(state.model, state.loss, objective)
@@ -152,7 +152,7 @@ class _Learner(nn.Module):
 def parallelize(parts: Any, step: Any, state: Any, world: World, *, find_unused: bool, retries: bool) -> Any:
     """The parts of a step, and the step itself, for one of several ranks."""
     objective = parts.compiled_loss or (lambda images, targets: parts.loss(state.model(images), targets))
-    parallel = ParallelStep(state, objective, step, world, find_unused, retries)
+    parallel = ParallelStep(state, objective, step, world, find_unused=find_unused, retries=retries)
     average = parallel.average_gradients if retries else None
     changed = dataclasses.replace(
         parts, compiled_loss=parallel.objective, no_sync=parallel.no_sync, average_gradients=average

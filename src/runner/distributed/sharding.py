@@ -49,7 +49,7 @@ def shard(
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has divided a model: then every forward pass is one of all ranks."""
+    """True if `shard` has divided a model: then every forward pass is one of all ranks."""
     return hasattr(model, "set_requires_gradient_sync")
 
 
@@ -61,7 +61,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def is_divided(tensor: Any) -> bool:
-    """Whether a tensor is divided among the ranks."""
+    """True if a tensor is divided among the ranks."""
     return hasattr(tensor, "to_local")
 
 

@@ -30,7 +30,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -58,7 +58,7 @@ def open_store(timeout_s: float) -> PrefixStore:
 
 
 def served_by_launcher() -> bool:
-    """Whether the launcher of the ranks has the store, and not rank 0."""
+    """True if the launcher of the ranks has the store, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Which of the ranks this process is."""
+    """The place of this process among the ranks."""
 
     rank: int = 0
     size: int = 1
@@ -34,7 +34,7 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes files and talks to people."""
+        """True if this rank writes files and talks to people."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -91,7 +91,7 @@ def world() -> World:
 
 
 def started_by_launcher() -> bool:
-    """Whether torchrun or SLURM started this process as one of several ranks; SLURM's variables become torch's."""
+    """True if torchrun or SLURM started this process as one of several ranks; SLURM's variables become torch's."""
     environ = os.environ
     # Only srun sets the number of tasks of a step: a script that calls the program without it wants one process.
     if "RANK" not in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -107,7 +107,7 @@ def started_by_launcher() -> bool:
 
 
 def restarted() -> bool:
-    """Whether this process continues one of the same command: a launcher of ranks or SLURM started it again."""
+    """True if this process continues one of the same command: a launcher of ranks or SLURM started it again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 or slurm.restarted()
 
 

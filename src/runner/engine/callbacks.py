@@ -1,4 +1,4 @@
-"""What happens around the steps.
+"""Callbacks, which act around the steps.
 
 A callback is any object with some of these methods. They are called in the order of the list of callbacks:
 
@@ -229,6 +229,7 @@ class Checkpointing:
         every_epochs: int | None,
         save: Callable[[Loop, bool, Any], None],
         copy: Callable[[Loop], Any] = lambda loop: None,
+        *,
         min_seconds: float = 0.0,
         check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] | None = None,

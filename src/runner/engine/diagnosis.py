@@ -1,4 +1,4 @@
-"""Where numbers first became not finite: `diagnose` looks for it after a step, `FiniteWatch` while training."""
+"""Finds the first number that is not finite: `diagnose` looks for it after a step, `FiniteWatch` while training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runner.instrument.observer import Observer, module_label, observe_gradients
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found about an optimizer step; it and the epoch are counted from 1."""
+    """The cause of a step that is not finite; step and epoch are counted from 1."""
 
     step: int
     epoch: int
@@ -44,7 +44,12 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     """
     with no_trace(state.model, parts.loss), torch.enable_grad(), uncompiled():
         for batch in batches:
-            if cause := _cause(state, parts, batch):
+            cause = _cause_before(state, parts, batch)
+            if is_sharded(state.model):
+                cause = next(filter(None, world().gather(cause)), "")
+            elif not cause:
+                cause = _cause_in_passes(state, parts, batch)
+            if cause:
                 content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
     cause = "the cause could not be reproduced, so it depends on random draws or on the weights at that step"
@@ -53,16 +58,8 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     return Diagnosis(step, epoch, cause, {})
 
 
-def _cause(state: TrainState, parts: StepConfig, batch: Batch) -> str:
-    """What is not finite first in the order of computing, with the samples concerned; empty if everything is finite."""
-    cause = _cause_before(state, parts, batch)
-    if is_sharded(state.model):
-        return next(filter(None, world().gather(cause)), "")
-    return cause or _cause_in_passes(state, parts, batch)
-
-
 def _cause_before(state: TrainState, parts: StepConfig, batch: Batch) -> str:
-    """What is not finite before anything is computed."""
+    """Inputs and weights that are not finite before anything is computed."""
     if samples := nonfinite_samples(batch.images, batch.indices):
         return f"the images of {samples} have values that are not finite"
     targets = parts.targets(batch.targets)
@@ -73,7 +70,7 @@ def _cause_before(state: TrainState, parts: StepConfig, batch: Batch) -> str:
 
 
 def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
-    """What is not finite first in forward and backward."""
+    """The first output, loss or gradient that is not finite in forward and backward."""
     model, targets = state.model, parts.targets(batch.targets)
     with nonfinite_outputs(model) as outputs, parts.autocast():
         logits = model(batch.images)

@@ -79,7 +79,7 @@ def evaluate(
 
 
 class _Parts:
-    """What the batches of an evaluation add to its loss and metrics.
+    """The contributions of the batches of an evaluation to its loss and metrics.
 
     One process adds them up as they come. Several ranks keep those of each batch, exchange them once at the end, and add them
     up in the order of the batches: every rank gets the numbers of a single process, to the last bit. Of a metric whose states
@@ -154,7 +154,7 @@ class _Parts:
 
 
 def _number(name: str, value: Any) -> float | None:
-    """What a metric computed as a number; None for a tensor of several. Raises `BadMetric` for what is not a number."""
+    """The value of a metric as a number; None for a tensor of several. Raises `BadMetric` for what is not a number."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
     try:
@@ -165,7 +165,7 @@ def _number(name: str, value: Any) -> float | None:
 
 
 def merges(metric: Metric) -> dict[str, Callable[[Any, Any], Any]] | None:
-    """How each state of a metric, own or of torchmetrics, is joined with that of later batches; None if that is not known."""
+    """The function that joins each state of a metric with that of later batches; None if one is not known."""
     if isinstance(metric, Additive):
         return dict.fromkeys(metric.states, operator.add)
     if not hasattr(metric, "_reductions"):

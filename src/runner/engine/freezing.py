@@ -1,4 +1,4 @@
-"""Which weights are trained when, and which modules stay in evaluation mode."""
+"""Decides when weights are trained, and which modules stay in evaluation mode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Frozen:
 
     @property
     def permanent(self) -> bool:
-        """Whether it is never trained."""
+        """True if it is never trained."""
         return self.steps is None and self.epochs is None
 
     @property
@@ -40,7 +40,7 @@ class Frozen:
         return f"until after epoch {self.epochs:,}" if self.steps is None else f"until after step {self.steps:,}"
 
     def holds(self, position: Position) -> bool:
-        """Whether the part is frozen in the step after this position."""
+        """True if the part is frozen in the step after this position."""
         if self.steps is not None:
             return position.global_step < self.steps
         return self.epochs is None or position.epoch < self.epochs

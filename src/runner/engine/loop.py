@@ -188,7 +188,7 @@ class Loop:
         self.stopping = self.interrupted()
 
     def _evaluation_due(self) -> bool:
-        """Whether to evaluate at the end of this epoch, interval or run."""
+        """True if to evaluate at the end of this epoch, interval or run."""
         position, limits = self.state.position, self.limits
         epochs, steps = limits.evaluate_every_epochs, limits.evaluate_every_steps
         if self._evaluate is None or (epochs is None and steps is None):
@@ -233,7 +233,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Whether the limits are reached or a callback requested the end."""
+        """True if the limits are reached or a callback requested the end."""
         return bool(self.stop_reason) or self.state.position.global_step >= self.total_steps
 
     def request_stop(self, reason: str) -> None:

@@ -64,7 +64,7 @@ class NonFiniteGuard:
 
     @property
     def waits(self) -> bool:
-        """Whether every step waits for the device."""
+        """True if every step waits for the device."""
         if self.scaled:  # torch's GradScaler asks, unless the optimizer's kernel does
             return not getattr(self._optimizer, "_step_supports_amp_scaling", False)
         return not self._by_kernel and self._before is None
@@ -93,7 +93,7 @@ class NonFiniteGuard:
             self._found.copy_(torch.where(loss.detach().isfinite(), self._found, self._one))
 
     def allows_step(self) -> bool:
-        """Whether the optimizer is to be called; where nothing waits it always is, and `undo` has to follow."""
+        """True if the optimizer is to be called; where nothing waits it always is, and `undo` has to follow."""
         if self.scaled:
             world().highest(self._found)  # gradients are averaged by now, and losses are those of each rank's rows
             return True
@@ -140,7 +140,7 @@ class NonFiniteGuard:
         self.steps += 1
 
     def found(self) -> list[int]:
-        """Which of the steps since the last call were not finite, counted from 0; waits for the device."""
+        """The steps since the last call that were not finite, counted from 0; waits for the device."""
         if not self._lasting:
             self._read()
         elif bad := int(self._flags[0]):
@@ -167,7 +167,7 @@ class NonFiniteGuard:
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether GradScaler's kernel works there: it multiplies by 1, which changes no bit, and checks many at once."""
+    """True if GradScaler's kernel works there: it multiplies by 1, which changes no bit, and checks many at once."""
     try:
         trial, gradient = torch.zeros((), device=device), torch.ones((), device=device, dtype=dtype)
         torch._amp_foreach_non_finite_check_and_unscale_([gradient], trial, torch.ones_like(trial))
@@ -177,18 +177,18 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _obeys_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every update is made by a kernel that does nothing when `found_inf` says so."""
+    """True if every update is made by a kernel that does nothing when `found_inf` says so."""
     known = type(optimizer).__module__.startswith("torch.optim") and "step" not in vars(optimizer)
     return known and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _reading_waits(device: torch.device) -> bool:
-    """Whether the host waits for a device when it reads a number there."""
+    """True if the host waits for a device when it reads a number there."""
     return device.type != "cpu"
 
 
 def _can_be_undone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether weights and moments are all that a step changes, and moments begin as zeros.
+    """True if weights and moments are all that a step changes, and moments begin as zeros.
 
     Adam's is not: its count of steps lies in the host's memory unless it is fused, as the other part of Muon has to be.
     """

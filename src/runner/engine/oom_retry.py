@@ -24,7 +24,7 @@ _CPU_MESSAGE = re.compile(r"can't allocate memory|not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the CPU, is out of memory."""
+    """True if an error says that a device, or the CPU, is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _CPU_MESSAGE.search(str(error)) is not None
@@ -90,7 +90,7 @@ class OOMRetryStep:
         size = math.ceil(self._batch_size / state.position.pieces)
         try:
             for batch, weight, samples in self._window[first:]:
-                self._losses.append(_train(state, parts, batch, weight, samples, math.ceil(samples / size)))
+                self._losses.append(_train(state, parts, batch, weight, samples, count=math.ceil(samples / size)))
         except Exception as error:
             if not is_out_of_memory(error) or size == 1:
                 raise
@@ -122,7 +122,7 @@ class ReportMicroBatches:
             )
 
 
-def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, count: int) -> Tensor:
+def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, *, count: int) -> Tensor:
     """Accumulate the gradients of a batch in `count` micro-batches; returns its mean loss."""
     targets = parts.targets(batch.targets)
     losses: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""How a run divides into epochs, batches and optimizer steps, and when it ends."""
+"""The division of a run into epochs, batches and optimizer steps, and its end."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Limits:
-    """When training ends and when the validation split is evaluated; None means never."""
+    """The end of training and the times of evaluations; None means never."""
 
     epochs: int | None  # epochs in total
     max_steps: int | None  # optimizer steps in total
@@ -100,7 +100,7 @@ class Limits:
     evaluate_every_steps: int | None = None  # optimizer steps between evaluations
 
     def epochs_decide(self, timeline: Timeline) -> bool:
-        """Whether the number of epochs ends the run, so that shares of the run are shares of its epochs."""
+        """True if the number of epochs ends the run, so that shares of the run are shares of its epochs."""
         return self.epochs is not None and (self.max_steps is None or timeline.step(self.epochs) <= self.max_steps)
 
     def total_steps(self, plan: EpochPlan, start: Position | None = None) -> int:

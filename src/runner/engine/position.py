@@ -1,4 +1,4 @@
-"""Where training stands, and the best evaluation so far."""
+"""The position of training, and the best evaluation so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Position:
-    """Where training stands, always at a boundary between optimizer steps."""
+    """The position of training, always at a boundary between optimizer steps."""
 
     epoch: int = 0  # completed epochs
     batch: int = 0  # completed batches of the current epoch
@@ -32,7 +32,7 @@ class Best:
     epoch: int
 
     def beaten_by(self, value: float, loss: float) -> bool:
-        """Whether a later evaluation is better: by its value, if equal by the lower loss, and if both are equal it is not.
+        """True if a later evaluation is better: by its value, if equal by the lower loss, and if both are equal it is not.
 
         On a small split many evaluations have the same accuracy, and the loss still tells them apart.
         """

@@ -1,4 +1,4 @@
-"""What the engine expects of the objects that it is given."""
+"""Protocols of the objects that the engine is given."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Schedule(Protocol):
         """Receive the monitored metric after an evaluation."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs; empty for a pure function of the step."""
+        """The state for `load_state_dict`; empty for a pure function of the step."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""

@@ -55,6 +55,7 @@ def range_test(
     plan: EpochPlan,
     parts: StepConfig,
     rates: Sequence[float],
+    *,
     reference: float,
     step: StepFunction = train_step,
     interrupted: Callable[[], str] = lambda: "",

@@ -198,7 +198,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any], what: str = "model")
 
 
 def list_problems(names: Mapping[str, Sequence[str]]) -> str:
-    """How many tensors have each problem, and the first names: `2 missing (a, b); 1 unexpected (c)`."""
+    """The number of tensors with each problem, and the first names: `2 missing (a, b); 1 unexpected (c)`."""
     return "; ".join(
         f"{len(some)} {problem} ({', '.join(some[:3])}{', ...' if len(some) > 3 else ''})"
         for problem, some in names.items()

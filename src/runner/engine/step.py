@@ -17,7 +17,7 @@ from runner.engine.state import TrainState
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a step is computed."""
+    """The parts of the computation of a step."""
 
     targets: Callable[[Tensor], Tensor]  # converts targets of the data set to targets of the loss
     loss: Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> scalar mean over the samples

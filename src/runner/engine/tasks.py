@@ -243,7 +243,7 @@ def _at_least_float32(targets: Tensor) -> Tensor:
 
 
 def _values(targets: Tensor) -> str:
-    """How many values a target has, with its shape if it has several dimensions."""
+    """The number of values of a target, with its shape if it has several dimensions."""
     count, shape = targets[0].numel(), tuple(targets.shape[1:])
     return f"{count} value{'' if count == 1 else 's'}" + (f" in shape {shape}" if len(shape) > 1 else "")
 

@@ -45,12 +45,10 @@ class AveragedModel:
     too, and skipped steps update nothing.
 
     Args:
-        kind: `ema` or `swa`.
         model: the trained model, on its device and in its memory layout.
         parameters: the parameters to average, also those of `loss`; the others keep their current values.
-        decay, warmup: of EMA.
         start, every: optimizer steps before the first that counts, and from one update to the next.
-        can_skip: whether steps may be skipped on the device.
+        can_skip: steps may be skipped on the device.
     """
 
     def __init__(
@@ -58,6 +56,7 @@ class AveragedModel:
         kind: Kind,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
+        *,
         decay: float = 0.0,
         warmup: bool = True,
         start: int = 0,
@@ -87,7 +86,7 @@ class AveragedModel:
 
     @property
     def begun(self) -> bool:
-        """Whether there is an average yet that is meant to differ from the weights."""
+        """True if there is an average yet that is meant to differ from the weights."""
         return self.kind == "ema" or self.updates > 0
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
@@ -196,8 +195,7 @@ class AveragedModel:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from a saved state; without one of this kind, start with the current weights.
 
-        Raises:
-            ValueError: if names, shapes or kinds of values do not match.
+        A `ValueError` says which names, shapes or kinds of values do not match.
         """
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._current)
@@ -208,13 +206,11 @@ class AveragedModel:
             for module, saved in ((self._model, state["weights"]), (self._loss, state.get("loss") or {})):
                 for name, place in self._names(module).items():
                     parameter = self._parameters[place]
-                    if name not in saved or saved[name].shape != parameter.shape:
-                        raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(parameter.shape)}")
-                    if kind_of(saved[name]) != kind_of(parameter):
-                        raise ValueError(
-                            f"the averaged '{name}' is {saved[name].dtype}, and the weight {parameter.dtype}"
-                        )
-                    self._average[place].copy_(local(divided_like(saved[name], parameter)))
+                    found = saved.get(name)
+                    if found is None or (found.shape, kind_of(found)) != (parameter.shape, kind_of(parameter)):
+                        expected = f"{tuple(parameter.shape)}, {parameter.dtype}"
+                        raise ValueError(f"the averaged weights have no '{name}' of the shape and kind {expected}")
+                    self._average[place].copy_(local(divided_like(found, parameter)))
             for name, tensor in self._norm_buffers().items():
                 self._statistics[name] = loaded(state["weights"][name]).to(tensor.device, copy=True)
         self._updates = updates

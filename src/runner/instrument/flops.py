@@ -1,4 +1,4 @@
-"""How many floating-point operations a training sample costs."""
+"""The number of floating-point operations of a training sample."""
 
 from __future__ import annotations
 

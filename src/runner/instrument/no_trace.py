@@ -80,7 +80,7 @@ class SavedBuffers:
 
 
 def _is_writable(buffer: Tensor) -> bool:
-    """Whether it can be changed in place: an expanded tensor, whose elements share memory, cannot."""
+    """True if it can be changed in place: an expanded tensor, whose elements share memory, cannot."""
     if buffer.is_contiguous():
         return True
     pairs = zip(buffer.stride(), buffer.shape, strict=True) if buffer.layout is torch.strided else ()

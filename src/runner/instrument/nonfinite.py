@@ -1,4 +1,4 @@
-"""Where numbers are not finite."""
+"""Finds values that are not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = 8  # names that a sentence lists
 
 
 def is_finite(value: Any) -> bool:
-    """Whether every floating-point tensor in nested containers is finite; waits for the device."""
+    """True if every floating-point tensor in nested containers is finite; waits for the device."""
     tensors = (tensor.detach() for tensor in tensors_in(value) if tensor.is_floating_point())
     stored = (tensor if tensor.layout is torch.strided else tensor.coalesce().values() for tensor in tensors)
     return all(bool(tensor.isfinite().all()) for tensor in stored)

@@ -1,4 +1,4 @@
-"""What the graph keeps for backward, in bytes."""
+"""The memory that the graph keeps for backward, in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer
 
 OUTSIDE = "(outside the model)"
-"""Where `SavedTensors.by_module` counts what is saved while no module of the model runs, such as the loss's."""
+"""The name in `SavedTensors.by_module` of what is saved while no module of the model runs, such as the loss's."""
 
 
 class _Held:

@@ -23,7 +23,7 @@ def share(**values: float) -> None:
 
 
 def reachable(url: str) -> bool:
-    """Whether an address answers within seconds, with any status: downloads retry for a minute, or wait without end."""
+    """True if an address answers within seconds, with any status: downloads retry for a minute, or wait without end."""
     try:
         urlopen(Request(url, method="HEAD"), timeout=_PATIENCE_S).close()
     except HTTPError:

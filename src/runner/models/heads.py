@@ -34,7 +34,7 @@ class Head:
     last: str | None  # dotted name of the layer that returns the logits; None if the head was removed
 
     def covers(self, name: str) -> bool:
-        """Whether a dotted name of a tensor or module belongs to the head."""
+        """True if a dotted name of a tensor or module belongs to the head."""
         return name == self.path or name.startswith(self.path + ".")
 
 

@@ -25,6 +25,7 @@ def classifier(
     num_classes: int,
     in_channels: int = 3,
     pretrained: bool = False,
+    *,
     preprocessing: Literal["auto"] | bool = "auto",
     image_size: tuple[int, int] | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),

@@ -26,6 +26,7 @@ def classifier(
     num_classes: int,
     in_channels: int = 3,
     weights: str | None = None,
+    *,
     image_size: tuple[int, int] | None = None,
     fetch_weights: bool = True,
 ) -> nn.Module:

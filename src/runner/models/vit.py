@@ -83,6 +83,7 @@ class ViT(nn.Module):
         in_channels: int,
         image_size: tuple[int, int],
         num_classes: int,
+        *,
         patch_size: int = 4,
         dim: int = 192,
         depth: int = 6,

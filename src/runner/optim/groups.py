@@ -21,6 +21,7 @@ def parameter_groups(
     model: nn.Module,
     no_decay: Literal["auto"] | Sequence[str] | None = None,
     lr_mult: Mapping[str, float] | None = None,
+    *,
     layer_decay: float | None = None,
     blocks: Sequence[str] = (),
     loss: nn.Module | None = None,

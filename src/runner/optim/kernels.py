@@ -95,7 +95,7 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
 
 
 def _failure(component: Component, kind: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> str:
-    """Why an optimizer with a kind of kernels (empty for plain ones) cannot update one weight; or an empty string."""
+    """The reason why an optimizer cannot update one weight with a kind of kernels (empty for plain ones), or an empty string."""
     weight = divided_like(torch.zeros(1, device=device, dtype=dtype), like).requires_grad_()
     weight.grad = torch.zeros_like(weight)
 

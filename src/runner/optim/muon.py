@@ -40,6 +40,7 @@ class Muon(Optimizer):
         params: Iterable[Any],
         lr: float = 0.02,
         adamw_lr: float = 0.003,
+        *,
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,

@@ -71,9 +71,6 @@ class Schedule:
         total_steps: optimizer steps of the whole run.
         warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
         clock: converts steps if the number of steps per epoch has changed.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     total_steps: int
@@ -92,7 +89,7 @@ class Schedule:
 
     @cached_property
     def warmup_end(self) -> float:
-        """Where the warm-up ends, on the scale of `total_steps`."""
+        """The end of the warm-up, on the scale of `total_steps`."""
         return self.warmup_steps if self.warmup < 1 else self.clock.run(self.warmup_steps)
 
     def factor(self, step: int) -> float:
@@ -203,16 +200,10 @@ class Torch(Schedule):
 
     Args:
         total_steps, warmup, clock: see `Schedule`.
-        name: such as "StepLR".
         options: arguments of the scheduler; `T_max` and `total_steps` are those of the run if they are missing. `schedulers`
             is a list of mappings with name and options.
-        interval: whether the scheduler counts epochs or optimizer steps.
-        steps_per_epoch: optimizer steps per epoch.
+        interval: unit in which the scheduler counts.
         lr: learning rate of the optimizer.
-
-    Raises:
-        UserError: torch has no such scheduler.
-        ValueError, TypeError: an argument is out of range.
     """
 
     name: str = "CosineAnnealingLR"
@@ -225,7 +216,7 @@ class Torch(Schedule):
         super().__post_init__()
         try:
             self._rate(1)  # finds mistakes, some of which show at a step
-        except (ArithmeticError, TypeError) as error:
+        except (ArithmeticError, TypeError, KeyError) as error:
             raise ValueError(f"torch.{self.name} cannot use {dict(self.options)}: {error}") from error
 
     def shape(self, step: int) -> float:
@@ -263,9 +254,6 @@ class Torch(Schedule):
         if name not in kinds:
             raise UserError("scheduler.name", f"torch has no '{name}'", ", ".join(kinds), nearest(name, kinds))
         takes, given = inspect.signature(kinds[name]).parameters, dict(options)
-        for other in ("optimizer", "last_epoch"):
-            if other in given:
-                raise ValueError(f"options cannot have {other}, which comes from the run")
         if given.setdefault("cycle_momentum", False):
             raise ValueError("options cannot have cycle_momentum, as momentum is not scheduled")
         length = self.total_steps if self.interval == "step" else math.ceil(self.total_steps / self.steps_per_epoch)
@@ -284,17 +272,11 @@ class Plateau:
     finite counts as no improvement.
 
     Args:
-        total_steps: optimizer steps of the whole run.
-        mode: whether a smaller ("min") or a larger ("max") metric is better.
+        total_steps, warmup, clock: see `Schedule`.
         factor: multiplier of each drop, above 0 and below 1.
         patience: number of evaluations without improvement that are tolerated.
         min_factor: lower bound of the factor.
         threshold: smallest change of the metric that counts as improvement, in the metric's unit.
-        warmup: see `Schedule`.
-        clock: see `Schedule`.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -302,6 +284,7 @@ class Plateau:
         total_steps: int,
         mode: Literal["min", "max"] | None = None,
         factor: float = 0.1,
+        *,
         patience: int = 5,
         min_factor: float = 0.001,
         threshold: float = 1e-4,
@@ -309,8 +292,7 @@ class Plateau:
         clock: Clock | None = None,
     ) -> None:
         self._warming = Schedule(total_steps, warmup, clock=clock or Clock())
-        limited = {"mode": mode, "factor": factor, "patience": patience, "min_factor": min_factor}
-        _check({**limited, "threshold": threshold})
+        _check({"mode": mode, "factor": factor, "patience": patience, "min_factor": min_factor, "threshold": threshold})
         self._sign = 1.0 if mode == "max" else -1.0
         self._drop, self._patience, self._min_factor, self._threshold = factor, patience, min_factor, threshold
         self._current = 1.0
@@ -338,17 +320,10 @@ class Plateau:
         return {"factor": self._current, "best": self._sign * self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a saved state; an empty one, from another schedule, changes nothing.
-
-        Raises:
-            ValueError: the state belongs to something else.
-        """
-        if not state:
-            return
-        if state.keys() != self.state_dict().keys():
-            raise ValueError(f"the state of Plateau has {sorted(self.state_dict())}, got {sorted(state)}")
-        self._current, self._waited = float(state["factor"]), int(state["waited"])
-        self._best = self._sign * float(state["best"])
+        """Restore a saved state; one of another schedule changes nothing."""
+        if state.keys() == self.state_dict().keys():
+            self._current, self._waited = float(state["factor"]), int(state["waited"])
+            self._best = self._sign * float(state["best"])
 
 
 class Annealed:
@@ -356,9 +331,8 @@ class Annealed:
 
     Args:
         schedule: the schedule before that step, which has the state and observes the metric.
-        start: the step, from 0, at which the cosine begins.
-        steps: optimizer steps of the cosine.
-        final: the constant factor, at least 0.
+        start, steps: the step, from 0, at which the cosine begins, and how many steps it takes.
+        final: the constant factor.
         epochs: step -> step on the scale of `steps`, if the number of steps per epoch has changed.
     """
 

@@ -1,1 +1,1 @@
-"""What a run runs on: device, precision, determinism, compilation, signals."""
+"""The device of a run and its settings: device, precision, determinism, compilation, signals."""

@@ -41,7 +41,7 @@ def switch(on: bool) -> None:
 
 
 def is_switched_on() -> bool:
-    """Whether the functions marked with `checkpointed` are."""
+    """True if the functions marked with `checkpointed` are."""
     return _switched_on
 
 
@@ -89,12 +89,12 @@ def unwrap(module: nn.Module) -> None:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether `wrap` was called."""
+    """True if `wrap` was called."""
     return _PLAIN in module.__dict__
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What a wrapped module has for `forward`."""
+    """The `forward` of a wrapped module."""
     plain = getattr(self, _PLAIN)
     if not torch.is_grad_enabled():
         return plain(*args, **kwargs)

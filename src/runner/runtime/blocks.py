@@ -1,4 +1,4 @@
-"""Which blocks of a model are checkpointed, and how much less autograd keeps for it."""
+"""Chooses the blocks of a model that are checkpointed, and measures how much less autograd keeps for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from runner.config.errors import UserError, first_line
 from runner.config.patterns import matching
 from runner.instrument.nested import tensors_in
 from runner.instrument.no_trace import no_trace
-from runner.instrument.observer import Observer
 from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime import activation
 from runner.runtime.memory import readable
@@ -32,7 +31,7 @@ _KEY = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What is computed again in backward, and what that saves."""
+    """The blocks that are computed again in backward, and the memory that this saves."""
 
     names: tuple[str, ...]  # dotted names of the blocks
     kinds: str  # their classes, for people
@@ -100,7 +99,6 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
             advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
             reason = f"{type(model).__name__} has no repeated blocks; {advice}"
         warnings.append(f"{_KEY}={shown} has no effect: {reason}")
-    warnings += [f"{_KEY}: '{name}' did not run" for name in probe.idle(names)]
     counts = Counter(type(module).__name__ for _, module in blocks)
     kinds = ", ".join(counts if len(counts) == 1 else (f"{count} {kind}" for kind, count in counts.items()))
     return Recomputed(names, kinds, found, before, after, shown, warnings)
@@ -141,7 +139,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether it only holds others: `Sequential`, `ModuleList` and the like."""
+    """True if it only holds others: `Sequential`, `ModuleList` and the like."""
     return not _is_called(module) or type(module).forward is nn.Sequential.forward
 
 
@@ -214,16 +212,11 @@ class _Probe:
 
     @contextlib.contextmanager
     def _outputs(self, samples: int) -> Iterator[Any]:
-        """What the model returns for copies of the sample in training mode."""
+        """The outputs of the model for copies of the sample in training mode."""
         with no_trace(self._model), torch.enable_grad():
             self._model.train()
             with self._autocast():
-                try:
-                    outputs = self._model(torch.cat([self._image] * samples))
-                except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                    shape = (samples, *self._image.shape[1:])
-                    problem = f"cannot be trained on images of shape {shape}: {first_line(error)}"
-                    raise UserError("model", problem) from error
+                outputs = self._model(torch.cat([self._image] * samples))
             yield outputs
 
     def _saved(self, samples: int) -> SavedTensors:
@@ -240,18 +233,8 @@ class _Probe:
         """Bytes kept of three samples, by the module that was running."""
         return self._saved(3).by_module
 
-    def idle(self, names: Sequence[str]) -> list[str]:
-        """The modules that the forward pass does not call."""
-        ran: set[str] = set()
-        with Observer(self._model, before=lambda name, *_: ran.add(name), names=names), self._outputs(2):
-            return [name for name in names if name not in ran]
-
     def backward(self) -> None:
-        """Find out whether what is checkpointed can be computed again.
-
-        Raises:
-            UserError: if not.
-        """
+        """Run backward once; a UserError if what is checkpointed cannot be computed again."""
         inputs: list[Tensor] = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         with no_trace(self._model), self._outputs(2) as outputs:
             total = sum(tensor.float().sum() for tensor in tensors_in(outputs) if tensor.requires_grad)

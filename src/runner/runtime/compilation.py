@@ -55,14 +55,14 @@ class CompileMeter:
         return self._totals()[1] - self._graphs_before
 
     def graph_breaks(self) -> dict[str, int]:
-        """What could not be compiled, each reason with how often it occurred."""
+        """Reasons why code could not be compiled, each with how often it occurred."""
         found: Counter[str] = Counter()
         for reason, count in self._utils.counters["graph_break"].items():
             found[in_one_line(reason)] += count - self._breaks_before.get(reason, 0)
         return dict(+found)
 
     def recompilations(self) -> list[str]:
-        """Why something was compiled again, in order."""
+        """The reasons of recompilations, in order."""
         frames: list[Any] = self._utils.get_compilation_metrics()
         later = [frame for frame in frames if (frame.start_time or 0.0) >= self._made]
         return [in_one_line(frame.recompile_reason) for frame in later if frame.recompile_reason]
@@ -81,7 +81,7 @@ def in_one_line(reason: str) -> str:
 
 @dataclass
 class Compilation:
-    """What is compiled in a run."""
+    """The compiled parts of a run."""
 
     what: Literal["model", "step"]  # `model` or `step`
     options: Compiler  # arguments of `torch.compile`
@@ -107,6 +107,7 @@ def compile_learner(
     device: torch.device,
     what: Literal["model", "step"],
     options: Compiler,
+    *,
     deterministic: bool = False,
     mixed: bool = False,
 ) -> Compilation:

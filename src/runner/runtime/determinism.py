@@ -105,7 +105,7 @@ def _caller(frames: list[FrameType]) -> str:
 
 
 def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
-    """Which module's backward raises, found by computing a loss once more and watching the nodes of its graph.
+    """The module whose backward raises, found by computing a loss once more and watching the nodes of its graph.
 
     `forward` gives the loss, with a fresh graph. The model's hooks are left as they were, its gradients not.
 

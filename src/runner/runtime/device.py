@@ -149,7 +149,7 @@ def switches_kept() -> Iterator[None]:
 
 
 def _rounds_products(device: torch.device) -> bool:
-    """Whether the precision that is set makes a difference: assumed on CUDA, and tried on the CPU."""
+    """True if the precision that is set makes a difference: assumed on CUDA, and tried on the CPU."""
     if device.type != "cpu":
         return device.type == "cuda"
     matrix = torch.linspace(-1, 1, 256 * 256).view(256, 256)
@@ -162,7 +162,7 @@ def _rounds_products(device: torch.device) -> bool:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What compiling for a device needs and lacks here, a clause such as `needs a C++ compiler on the CPU`, or nothing."""
+    """A clause on what compiling for a device needs and lacks here, such as `needs a C++ compiler on the CPU`, or nothing."""
     if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++")):
         return "needs a C++ compiler on the CPU"
     if device.type == "cuda":

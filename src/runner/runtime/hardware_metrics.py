@@ -29,7 +29,7 @@ class HardwareMetrics:
     _looked: float = field(default=float("-inf"), init=False)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """What utilisation is a share of, for people: (label, value, reason), or nothing."""
+        """The peak that utilisation is a share of, for people: (label, value, reason), or nothing."""
         if self.flops_of_sample is None or self.peak_flops is None:
             return []
         peak, work = _in_words(self.peak_flops.flops), _in_words(self.flops_of_sample)

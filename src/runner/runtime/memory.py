@@ -1,4 +1,4 @@
-"""How much memory a device has used at most, and how the CPU's is kept for the next step."""
+"""The most memory that a device has used, and memory of the CPU that is kept for the next step."""
 
 from __future__ import annotations
 

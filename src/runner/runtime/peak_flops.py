@@ -1,4 +1,4 @@
-"""How many floating-point operations a second a device can do at most."""
+"""The most floating-point operations a second of a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 Kind = Literal["bf16", "fp16", "tf32", "float32"]
-"""What matrix products are computed in."""
+"""The format that matrix products are computed in."""
 
 # Dense, with float32 accumulation, in 1e12 operations a second: (bf16 and fp16, tf32, float32), from the vendor's data
 # sheets and white papers, which often give twice that, with structured sparsity. None: the GPU has no such units.
@@ -55,7 +55,7 @@ class PeakFlops:
 
 
 def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
-    """What matrix products are computed in, as torch is set."""
+    """The format of matrix products, as torch is set."""
     if autocast is not None:
         return "bf16" if autocast is torch.bfloat16 else "fp16"
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
@@ -90,7 +90,7 @@ def peak(device: torch.device, kind: Kind) -> PeakFlops:
 
 
 def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> PeakFlops:
-    """What large square matrix products reach: the median of several, with as many threads as torch has.
+    """The speed of large square matrix products: the median of several, with as many threads as torch has.
 
     Takes about `seconds`. Random generators are left as they were. Waits for the device.
     """

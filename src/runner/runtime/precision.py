@@ -23,7 +23,7 @@ _MATRIX_UNITS = ("amx_bf16", "bf16", "sve_bf16")
 
 @dataclass
 class Precision:
-    """How forward passes are computed."""
+    """The number format of forward passes."""
 
     device: torch.device
     dtype: torch.dtype | None  # dtype of autocast; None computes in the type of the weights
@@ -86,7 +86,7 @@ def choose_precision(
 
 
 def is_native(kind: Literal["bf16", "fp16"], device: torch.device) -> bool:
-    """Whether a device computes in a 16-bit format itself; True where nothing is known."""
+    """True if a device computes in a 16-bit format itself; True where nothing is known."""
     if device.type == "cuda":
         return kind == "fp16" or bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "mps":
@@ -100,7 +100,7 @@ def is_native(kind: Literal["bf16", "fp16"], device: torch.device) -> bool:
 
 
 def has_matrix_units(device: torch.device) -> bool:
-    """Whether a device has units that multiply matrices of 16 bits faster than those of 32; False where nothing is known.
+    """True if a device has units that multiply matrices of 16 bits faster than those of 32; False where nothing is known.
 
     Instructions alone (`avx512_bf16`) are not enough: where they were measured, float32 was faster.
     """
@@ -113,7 +113,7 @@ def has_matrix_units(device: torch.device) -> bool:
 
 
 def _scales(device: torch.device) -> bool:
-    """Whether scaling the loss works on a device, which is only found out by trying."""
+    """True if scaling the loss works on a device, which is only found out by trying."""
     weight = torch.ones(1, device=device, requires_grad=True)
     scaler = torch.amp.GradScaler(device.type)
     try:

@@ -1,4 +1,4 @@
-"""What asks a run to stop, a signal or the end of its time: noted here, acted on by the loop at the next step boundary."""
+"""Requests to stop, by a signal or the end of a run's time: noted here, acted on by the loop at the next step boundary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StopSignals:
         self._end, self._limit = time.monotonic() + seconds, name
 
     def asked(self) -> str:
-        """What asks the run to stop, such as `SIGTERM` or `max_time=2h`, or an empty string."""
+        """The request to stop, such as `SIGTERM` or `max_time=2h`, or an empty string."""
         if self.received or time.monotonic() < self._end:
             return self.received
         return self._limit

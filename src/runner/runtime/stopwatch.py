@@ -1,4 +1,4 @@
-"""Where the time of a step goes: named ranges, timed on the host and on a CUDA device, and shown to profilers."""
+"""The time of a step by named ranges, timed on the host and on a CUDA device, and shown to profilers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 OTHER = "other"
-"""What is in no range."""
+"""The range of everything that is in no other."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from runner.runtime.precision import Precision
 
 @dataclass
 class Toggled:
-    """What was done to a model, and what people should know about it."""
+    """The changes made to a model, and warnings about them."""
 
     recomputed: Recomputed | None = None  # what is computed again in backward; None for nothing
     compilation: Compilation | None = None  # what is compiled; None for nothing
@@ -64,7 +64,14 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
             toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
         return toggled
     what: Literal["model", "step"] = "step" if config.compile == "step" else "model"
-    deterministic, mixed = bool(config.deterministic), precision.dtype is not None
-    toggled.compilation = compile_learner(model, loss, precision.device, what, config.compiler, deterministic, mixed)
+    toggled.compilation = compile_learner(
+        model,
+        loss,
+        precision.device,
+        what,
+        config.compiler,
+        deterministic=bool(config.deterministic),
+        mixed=precision.dtype is not None,
+    )
     toggled.warnings += toggled.compilation.warnings
     return toggled

@@ -1,4 +1,4 @@
-"""What the user sees during a run, and its copy in `run.log`."""
+"""The display of a run, and its copy in `run.log`."""
 
 from __future__ import annotations
 

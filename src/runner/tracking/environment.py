@@ -44,7 +44,7 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def environment() -> dict[str, Any]:
-    """What could make another run differ, ready for JSON, secrets masked. Imports torch; missing tools are not an error."""
+    """Everything that could make another run differ, ready for JSON, secrets masked; missing tools are not an error."""
     import psutil
     import torch
 
@@ -112,7 +112,7 @@ def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def same_bits_need(env: dict[str, Any]) -> list[str]:
-    """What another machine must share with this one for the same bits."""
+    """Properties that another machine must share with this one for the same bits."""
     torch = env["torch"]
     needs = [f"torch {torch['version']}", amount(torch["threads"], "thread"), f"CPU with {torch['cpu_capability']}"]
     if env["devices"]:

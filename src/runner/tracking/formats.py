@@ -172,7 +172,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
 
 
 def column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """How many characters each column of a table needs."""
+    """The width of each column of a table, in characters."""
     return [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
 

@@ -41,7 +41,7 @@ def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
     text = max(len(tile.lines) for tile in tiles)
     aspect = max(tile.pixels.shape[0] / tile.pixels.shape[1] for tile in tiles)
     height = _TILE * min(2.0, aspect) + 0.17 * text
-    figure, panels = new_panels(len(tiles), columns, _TILE, height, 0.5)
+    figure, panels = new_panels(len(tiles), columns, _TILE, height, more=0.5)
     for axes, tile in zip(panels, tiles, strict=True):
         _show(axes, tile.pixels)
         colours = [*tile.colours, *["#222222"] * len(tile.lines)]
@@ -132,7 +132,7 @@ def histograms(panels: Sequence[Histogram], quantity: str, target: Path, title: 
         chosen = [panels[place] for place in np.linspace(0, len(panels) - 1, MOST_PANELS).round().astype(int)]
         title = f"{title} ({len(chosen)} of {len(panels)})"
     columns = min(4, len(chosen))
-    figure, all_axes = new_panels(len(chosen), columns, _HISTOGRAM, 2.1, 0.5)
+    figure, all_axes = new_panels(len(chosen), columns, _HISTOGRAM, 2.1, more=0.5)
     for number, (axes, panel) in enumerate(zip(all_axes, chosen, strict=True)):
         corner: dict[str, Any] = {"transform": axes.transAxes, "fontsize": 7.5}
         if panel.counts:

@@ -1,4 +1,4 @@
-"""Where metrics go: JSON lines (always), CSV, TensorBoard. A custom logger only needs the methods of `Logger`."""
+"""Loggers of metrics: JSON lines (always), CSV, TensorBoard. A custom logger only needs the methods of `Logger`."""
 
 from __future__ import annotations
 
@@ -147,6 +147,7 @@ class TensorBoard:
     def __init__(
         self,
         flush_s: int = 10,
+        *,
         hparams: bool = False,
         histograms: bool = False,
         graph: bool = False,

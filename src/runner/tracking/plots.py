@@ -139,6 +139,7 @@ def rate_curve(
     losses: Sequence[float],
     smoothed: Sequence[float],
     marks: Mapping[str, float],
+    *,
     target: Path,
     title: str,
 ) -> None:
@@ -223,7 +224,7 @@ def new_figure(width: float, height: float, fixed: bool = False) -> Figure:
 
 
 def new_panels(
-    count: int, columns: int, width: float, height: float, more: float = 0.0, fixed: bool = False
+    count: int, columns: int, width: float, height: float, *, more: float = 0.0, fixed: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """A figure with axes in rows of at most `columns`, each of this size in inches, and room for a title.
 

@@ -19,7 +19,7 @@ _PERIOD_S = 2.0
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         global_step: complete optimizer steps, of `total_steps`; 0 for an unknown total, as for the epochs.

@@ -140,7 +140,7 @@ def hold(folder: Path) -> int | None:
 
 
 def works(folder: Path, elsewhere: bool = True) -> bool:
-    """Whether another process `hold`s a folder; `elsewhere` is the answer for a process of another machine."""
+    """True if another process `hold`s a folder; `elsewhere` is the answer for a process of another machine."""
     path = folder / ".lock"
     try:
         if _is_own(path):
@@ -158,7 +158,7 @@ def works(folder: Path, elsewhere: bool = True) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether this process holds a lock file: to open and close it once more would give up the lock."""
+    """True if this process holds a lock file: to open and close it once more would give up the lock."""
     for descriptor in _descriptors:
         with contextlib.suppress(OSError):  # it is closed
             if os.path.samestat(os.fstat(descriptor), path.stat()):

@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside scalars: histograms of weights, the graph of a model, images, hyperparameters.
+"""Events of TensorBoard beside scalars: histograms of weights, the graph of a model, images, hyperparameters.
 
 Each function gives the fields of events.
 """
@@ -25,7 +25,7 @@ _BINS = 64
 
 @dataclass(frozen=True)
 class Watched:
-    """What a logger may look at, and must leave as it is."""
+    """Parts of a run that a logger may look at, and must leave as they are."""
 
     model: nn.Module
     example: Callable[[], Tensor]  # a sample as the model takes it, (1, C, H, W)

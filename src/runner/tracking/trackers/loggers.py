@@ -43,7 +43,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass
 class State:
-    """How far a run was sent to a tracker: the content of `trackers/NAME.json`."""
+    """The points of a run that a tracker has: the content of `trackers/NAME.json`."""
 
     settings: dict[str, Any]  # that identify the tracker's run, secrets masked
     config: str = ""  # digest of the keys that change metrics
@@ -57,7 +57,7 @@ class State:
 
 @dataclass(kw_only=True, eq=False)
 class Tracker:
-    """What the loggers of all trackers share; see `Logger` for what a run calls, and `conf/logger/` for the keys."""
+    """Base of the loggers of all trackers; see `Logger` for what a run calls, and `conf/logger/` for the keys."""
 
     max_share: float = 0.005
     wait_s: float = 10.0
@@ -108,7 +108,7 @@ class Tracker:
         """Nothing waits here."""
 
     def close(self) -> None:
-        """How the run ended is not known yet, see `finish`."""
+        """Nothing to do before it is known how the run ended, see `finish`."""
 
     def finish(self) -> None:
         """The run has ended, and its summary says how: wait a little until the tracker knows."""
@@ -377,7 +377,7 @@ def stored_settings(directory: Path, name: str) -> dict[str, Any]:
 
 
 def sentence_of(error: BaseException, address: str) -> str:
-    """What an error says in the end, on one line, without secrets; clients wrap that of the system several times."""
+    """The innermost message of an error, on one line, without secrets; clients wrap that of the system several times."""
     deepest = error
     while (inner := deepest.__cause__ or deepest.__context__) is not None:
         deepest = inner
