@@ -123,8 +123,6 @@ def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> L
 
 def _missing(path: Path, key: str) -> UserError:
     allowed = "a checkpoint file, a run directory, last or best"
-    if path.exists():
-        return UserError(key, f"{path} is a device, a pipe or a socket, not a regular file", allowed)
-    if path.is_symlink():
-        return UserError(key, f"{path} is a link to {path.readlink()}, which does not exist", allowed)
+    if path.exists() or path.is_symlink():
+        return UserError(key, f"{path} is not a regular file", allowed)
     return UserError(key, f"there is no {path}", allowed, nearest_path(path))

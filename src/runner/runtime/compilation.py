@@ -37,22 +37,19 @@ class CompileMeter:
         from torch._dynamo import utils
 
         self._utils, self._made = utils, time.time()
-        self._seconds_before, self._graphs_before = self._totals()
+        self._seconds_before = self._graphs_before = 0
+        self._seconds_before, self._graphs_before = self.seconds, self.graphs
         self._breaks_before = dict(utils.counters["graph_break"])
-
-    def _totals(self) -> tuple[float, int]:
-        seconds = self._utils.calculate_time_spent()["total_wall_time"]
-        return seconds, int(self._utils.counters["stats"]["unique_graphs"])
 
     @property
     def seconds(self) -> float:
         """Time spent compiling."""
-        return self._totals()[0] - self._seconds_before
+        return float(self._utils.calculate_time_spent()["total_wall_time"] - self._seconds_before)
 
     @property
     def graphs(self) -> int:
         """Graphs compiled."""
-        return self._totals()[1] - self._graphs_before
+        return int(self._utils.counters["stats"]["unique_graphs"] - self._graphs_before)
 
     def graph_breaks(self) -> dict[str, int]:
         """Reasons why code could not be compiled, each with how often it occurred."""
@@ -83,9 +80,9 @@ def in_one_line(reason: str) -> str:
 class Compilation:
     """The compiled parts of a run."""
 
-    what: Literal["model", "step"]  # `model` or `step`
+    what: Literal["model", "step"]
     options: Compiler  # arguments of `torch.compile`
-    meter: CompileMeter = field(default_factory=CompileMeter)  # what it costs
+    meter: CompileMeter = field(default_factory=CompileMeter)
     # (images, targets) -> loss, for `step`; None for `model`
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
     optimizer: str = ""  # what became of the optimizer's step, a clause
@@ -94,11 +91,8 @@ class Compilation:
     def row(self) -> tuple[str, str, str]:
         """Label, value and reason for people."""
         parts = "the model" if self.what == "model" else f"forward and loss together, {self.optimizer}"
-        return (
-            "compiled",
-            parts,
-            f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}",
-        )
+        reason = f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}"
+        return "compiled", parts, reason
 
 
 def compile_learner(
@@ -118,7 +112,7 @@ def compile_learner(
     Args:
         model: the model on its device, with all that changes its forward already done.
         loss: (logits, targets) -> scalar.
-        device: where they compute.
+        device: of both.
         what: `model`, which serves evaluations too, or `step`, after which evaluations run as they are.
         options: arguments of `torch.compile`. With `dynamic=False`, the batch size alone decides which kernel computes a
             batch, so a resumed run repeats every bit.
