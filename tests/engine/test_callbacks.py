@@ -262,23 +262,57 @@ def test_a_loss_that_is_not_finite_ends_training_when_it_is_read(bench: Callable
         one.loop(Log(2, [Records()])).run()
 
 
+class Clock:
+    """A callback that lets a second pass in each step, by a clock of its own."""
+
+    def __init__(self, takes_s: float = 0.0) -> None:
+        self.now, self.saved, self._takes_s = 0.0, list[int](), takes_s
+
+    def on_step(self, loop: Any) -> None:
+        self.now += 1.0
+
+    def save(self, loop: Any, *_: Any) -> None:
+        self.saved.append(loop.state.position.global_step)
+        self.now += self._takes_s
+
+
 @pytest.mark.parametrize(
-    ("steps", "epochs", "expected"),
+    ("samples", "steps", "epochs", "min_seconds", "takes_s", "expected"),
     [
-        (None, 1, [3, 6, 9, 12]),
-        (None, 2, [6, 12]),
-        (5, None, [5, 10, 12]),
-        (4, 2, [4, 6, 8, 12]),
-        (None, None, [12]),
+        # as often as asked, and at the end
+        (10, None, 1, 0, 0, [3, 6, 9, 12]),
+        (10, None, 2, 0, 0, [6, 12]),
+        (10, 5, None, 0, 0, [5, 10, 12]),
+        (10, 4, 2, 0, 0, [4, 6, 8, 12]),
+        (10, None, None, 0, 0, [12]),
+        # the first one after two seconds, others delayed unless steps ask for them
+        (10, None, 1, 1000, 0, [2, 12]),
+        (10, 5, None, 1000, 0, [2, 5, 10, 12]),
+        (10, 5, 1, 1000, 0, [2, 5, 10, 12]),
+        (14, None, 1, 10, 0, [2, 12, 16]),
+        (14, None, 1, 1, 0, [1, 4, 8, 12, 16]),
+        (14, 100, None, 1000, 0, [2, 16]),
+        (14, 1, None, 10, 0, list(range(1, 17))),
+        (14, None, None, 10, 0, [16]),
+        # saves that take long are further apart
+        (8, None, 1, 2, 0.0, [2, 4, 6, 8]),
+        (8, None, 1, 2, 0.2, [2, 8]),
+        (8, None, 1, 2, 10.0, [2, 8]),
     ],
 )
 def test_states_are_saved_as_often_as_asked_and_at_the_end(
-    bench: Callable[..., Any], steps: int | None, epochs: int | None, expected: list[int]
+    bench: Callable[..., Any],
+    samples: int,
+    steps: int | None,
+    epochs: int | None,
+    min_seconds: float,
+    takes_s: float,
+    expected: list[int],
 ) -> None:
-    saved: list[int] = []
-    one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
-    one.loop(Checkpointing(steps, epochs, lambda loop, *_: saved.append(loop.state.position.global_step))).run()
-    assert saved == expected
+    clock = Clock(takes_s)
+    saving = Checkpointing(steps, epochs, clock.save, min_seconds=min_seconds, clock=lambda: clock.now)
+    bench(samples, limits={"epochs": 4, "max_steps": None}, validate=False).loop(clock, saving).run()
+    assert clock.saved == expected
 
 
 def test_the_best_evaluation_is_always_saved_and_marked(bench: Callable[..., Any]) -> None:
@@ -289,33 +323,6 @@ def test_the_best_evaluation_is_always_saved_and_marked(bench: Callable[..., Any
     loop._evaluate = lambda: {"val/loss": next(values)}
     loop.run()
     assert saved == [(1, True), (2, True), (4, True)]
-
-
-@pytest.mark.parametrize(
-    ("steps", "epochs", "expected"), [(None, 1, [12]), (5, None, [5, 10, 12]), (5, 1, [5, 10, 12])]
-)
-def test_saves_in_quick_succession_are_put_off_unless_steps_ask_for_them(
-    bench: Callable[..., Any], steps: int | None, epochs: int | None, expected: list[int]
-) -> None:
-    saved: list[int] = []
-    save = lambda loop, *_: saved.append(loop.state.position.global_step)  # noqa: E731
-    one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
-    one.loop(Checkpointing(steps, epochs, save, min_seconds=1000)).run()
-    assert saved == expected
-
-
-def test_what_was_put_off_is_saved_as_soon_as_the_time_has_passed(bench: Callable[..., Any]) -> None:
-    saved: list[int] = []
-
-    class Pause:
-        def on_step(self, loop: Any) -> None:
-            if loop.state.position.global_step == 5:
-                time.sleep(2.1)
-
-    save = lambda loop, *_: saved.append(loop.state.position.global_step)  # noqa: E731
-    one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
-    one.loop(Pause(), Checkpointing(None, 1, save, min_seconds=2)).run()
-    assert saved == [5, 12]  # asked for after step 3, in the middle of an epoch when the time has passed; and the end
 
 
 @pytest.mark.parametrize(
@@ -340,70 +347,17 @@ def test_the_best_state_that_was_put_off_is_handed_over_with_the_next_save(
     assert saved == [expected]
 
 
-def test_a_loss_far_above_the_lines_before_is_told(bench: Callable[..., Any]) -> None:
-    told: list[str] = []
-    log = Log(1, [], warn=told.append)
+def test_a_loss_far_above_the_lines_before_is_warned_of(bench: Callable[..., Any]) -> None:
+    warnings: list[str] = []
+    log = Log(1, [], warn=warnings.append)
     losses = iter([1.0, 2.0] * 6 + [7.0, 1.0, 4.4, 6.5, 0.5])
     loop = bench(8, validate=False, limits={"epochs": None, "max_steps": 17}).loop(log)
     loop.state.meter.read = lambda: next(losses)
     loop.run()
-    assert [text.split(", from")[0] for text in told] == [
+    assert [text.split(", from")[0] for text in warnings] == [
         "the training loss jumped to 7 at step 13",
         "the training loss jumped to 6.5 at step 16",
     ]
-
-
-@pytest.mark.parametrize(("takes_s", "expected"), [(0.0, [2, 4, 6, 8]), (0.2, [2, 8]), (10.0, [2, 8])])
-def test_saves_that_take_long_are_further_apart(
-    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, takes_s: float, expected: list[int]
-) -> None:
-    class Clock:
-        now = 0.0
-
-    class Second:
-        def on_step(self, loop: Any) -> None:
-            Clock.now += 1.0
-
-    def save(loop: Any, *_: Any) -> None:
-        saved.append(loop.state.position.global_step)
-        Clock.now += takes_s
-
-    saved: list[int] = []
-    monkeypatch.setattr("runner.engine.callbacks.time.monotonic", lambda: Clock.now)
-    made = bench(4, validate=False, limits={"epochs": 8, "max_steps": None})
-    made.loop(Second(), Checkpointing(None, 1, save, min_seconds=2)).run()
-    assert saved == expected
-
-
-@pytest.mark.parametrize(
-    ("steps", "epochs", "min_seconds", "expected"),
-    [
-        (None, 1, 10, [2, 12, 16]),
-        (None, 1, 1, [1, 4, 8, 12, 16]),
-        (None, 1, 0, [4, 8, 12, 16]),
-        (100, None, 1000, [2, 16]),
-        (1, None, 10, list(range(1, 17))),
-        (None, None, 10, [16]),
-    ],
-)
-def test_the_first_save_is_made_after_two_seconds_and_the_others_as_usual(
-    bench: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    steps: int | None,
-    epochs: int | None,
-    min_seconds: float,
-    expected: list[int],
-) -> None:
-    class Second:
-        def on_step(self, loop: Any) -> None:
-            now[0] += 1.0
-
-    now, saved = [0.0], list[int]()
-    save = lambda loop, *_: saved.append(loop.state.position.global_step)  # noqa: E731
-    monkeypatch.setattr("runner.engine.callbacks.time.monotonic", lambda: now[0])
-    made = bench(14, validate=False, limits={"epochs": 4, "max_steps": None})
-    made.loop(Second(), Checkpointing(steps, epochs, save, min_seconds=min_seconds)).run()
-    assert saved == expected
 
 
 def test_what_was_put_off_is_forgotten_where_training_goes_back(bench: Callable[..., Any]) -> None:
