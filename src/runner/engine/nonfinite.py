@@ -13,8 +13,6 @@ from runner.distributed.world import world
 
 Policy = Literal["raise", "skip", "rollback"]
 
-_ROOM = 1024  # flags on the device before they have to be read
-
 
 class NonFiniteGuard:
     """Keeps an optimizer from taking a step with gradients that are not finite.
@@ -50,9 +48,9 @@ class NonFiniteGuard:
         self._before: dict[tuple[Tensor, str], Tensor] | None = {} if undoes else None
         self._found = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
-        self._flags = torch.zeros(_ROOM, device=device)
+        self._count = torch.zeros((), device=device)  # steps with the flag up, where it stays up
+        self._flags: list[Tensor] = []  # on the device, one of each step, where it falls again
         self.steps = 0  # since `found` was asked
-        self._known: list[int] = []
         # By name, as some models assign new tensors to their buffers.
         self._buffers = [
             (module, name)
@@ -77,8 +75,8 @@ class NonFiniteGuard:
     def start(self) -> None:
         """Forget what was found, and keep the buffers as they are."""
         self._found.zero_()
-        self._flags.zero_()
-        self.steps, self._known = 0, []
+        self._count.zero_()
+        self.steps, self._flags = 0, []
         for kept, buffer in zip(self._kept, self._now(), strict=True):
             kept.copy_(buffer)
 
@@ -128,11 +126,9 @@ class NonFiniteGuard:
     def stepped(self) -> None:
         """Note the outcome of a step."""
         if self._lasting:
-            self._flags[0].add_(self._found)  # the count of steps with the flag up gives the first
+            self._count.add_(self._found)
         else:
-            if self.steps and self.steps % _ROOM == 0:
-                self._read()
-            self._flags[self.steps % _ROOM].copy_(self._found)
+            self._flags.append(self._found.clone())
             for kept, buffer in zip(self._kept, self._now(), strict=True):
                 buffer.copy_(torch.where(self._found > 0, kept, buffer))
                 kept.copy_(buffer)
@@ -141,17 +137,13 @@ class NonFiniteGuard:
 
     def found(self) -> list[int]:
         """The steps since the last call that were not finite, counted from 0; waits for the device."""
-        if not self._lasting:
-            self._read()
-        elif bad := int(self._flags[0]):
-            self._known = [self.steps - bad]
-        found, self._known, self.steps = self._known, [], 0
+        if self._lasting:
+            bad = int(self._count)  # all steps since the first one
+            found = [self.steps - bad] if bad else []
+        else:
+            found = torch.stack(self._flags).nonzero().flatten().tolist() if self._flags else []
+        self.steps, self._flags = 0, []
         return found
-
-    def _read(self) -> None:
-        since = (self.steps - 1) // _ROOM * _ROOM if self.steps else 0
-        flags = self._flags[: self.steps - since].tolist()
-        self._known += [since + index for index, flag in enumerate(flags) if flag]
 
     def _look(self) -> None:
         for parameters in self._parameters:
