@@ -105,7 +105,6 @@ def _trial(training: Run) -> None:
     image = next(iter(training.data.train_for_eval.loader.batches(0, 0, 1))).images[:1]
     trial = Trial(training.model, image, contextlib.nullcontext)
     trial.bytes_of_sample()
-    trial.idle(["layer"])
     trial.backward()
 
 

@@ -178,6 +178,7 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
     values = {key: text if key == "config" else json.loads(text) for key, text in texts.items()}
     named: dict[str, set[str]] = {key: set() for key in values}
 
+    # Contents are first built without values, so that no tensor is read of a file that is no checkpoint.
     blanks = {
         name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in header.tensors.items()
     }
@@ -197,6 +198,7 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
     keys = [key for key in (values if parts is None else parts(contents)) if key in values]
     needed = set[str]().union(*(named[key] for key in keys))
     left = set[str]()
+    # Without this, a process would hold the file's weights and moments twice while it loads them.
     if later:
         layout.verify(file)
         states = set[str]().union(*(named[key] for key in keys if key in _LARGE))

@@ -90,6 +90,7 @@ class CheckpointManager:
         require_space(self.folder, size_of(contents))
         file.write(path, contents)
         file.verify(path)
+        # Links are moved before old files go, so that `last` and `best` always name a whole file.
         self.make_last(path)
         if is_best:
             self.make_best(path)

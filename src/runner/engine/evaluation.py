@@ -61,6 +61,7 @@ def evaluate(
         if sharded and own_batches < math.ceil(batches / ranks.size):
             own = itertools.chain(own, source.batches(0, 0, 1))
         for number, batch in enumerate(own):
+            # Ranks of a sharded model stop together: a forward pass needs the weights of all of them.
             if any(ranks.gather(interrupted())) if sharded else interrupted():
                 if ranks.size == 1:
                     raise Interrupted
@@ -136,6 +137,7 @@ class _Parts:
         names = [metrics for _, metrics, _ in found]
         if wrong := [rank for rank, own in enumerate(names) if own != names[0]]:
             raise RankMismatch(f"rank {wrong[0]} has the metrics {names[wrong[0]]}, and rank 0 has {names[0]}")
+        # Sums of floats depend on their order, so it is that of a single process.
         everything = sorted((part for _, _, parts in found for part in parts), key=lambda part: part[0])
         everything = tensors_moved(everything, device)
         for _, size, loss, _, _ in everything:

@@ -141,6 +141,7 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state; `ValueError` if weights or optimizer groups do not match."""
+        # Weights come before the average, which begins as a copy of them.
         load_weights(self.model, state["model"])
         if saved := state.get("loss"):
             load_weights(self.loss, saved, "loss")

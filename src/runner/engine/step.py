@@ -77,6 +77,7 @@ def batch_loss(state: TrainState, parts: StepConfig, images: Tensor, targets: Te
 
 def backward(state: TrainState, loss: Tensor, weight: float) -> None:
     """Accumulate a batch's share of the gradients."""
+    # The usual weight is 1, and a multiplication less is a kernel less.
     if weight != 1.0:
         loss = loss * weight
     if state.scaler is not None:
@@ -91,6 +92,7 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
         parts.average_gradients()
     if parts.on_gradients is not None:
         parts.on_gradients()
+    # The guard looks at the gradients before clipping, which would spread a NaN over all of them.
     if guard is None or guard.allows_step():
         if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
             if scaler is not None:

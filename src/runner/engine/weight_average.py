@@ -138,6 +138,7 @@ class AveragedModel:
         norms = self.norms()
         if not norms:
             return
+        # The mode of each module, as frozen layers are in evaluation mode while others train.
         modes = [(module, module.training) for module in self._model.modules()]
         momenta = [norm.momentum for norm in norms]
         try:

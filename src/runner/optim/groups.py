@@ -46,6 +46,7 @@ def parameter_groups(
     Raises:
         UserError: if a pattern matches no parameter.
     """
+    # Parameters of the loss come first, so that the head stays the last matrix.
     of_loss = list(loss.named_parameters("loss")) if loss is not None else []
     pairs = [*of_loss, *model.named_parameters()]
     named = dict(pairs)
@@ -62,17 +63,18 @@ def parameter_groups(
     for index, (name, parameter) in enumerate(pairs):
         if not parameter.requires_grad:
             continue
-        words, factor = [], 1.0
+        # Parameters with the same label share a group, because kernels work on a group at a time.
+        parts, factor = [], 1.0
         if layer_decay is not None:
             layer = deep.get(name, last)
-            words.append(f"layer {layer}")
+            parts.append(f"layer {layer}")
             factor *= layer_decay ** (last - layer)
         if name in chosen:
-            words.append(chosen[name])
+            parts.append(chosen[name])
             factor *= factors[chosen[name]]
         if name in spared:
-            words.append("no decay")
-        label = ", ".join(words) or "all others"
+            parts.append("no decay")
+        label = ", ".join(parts) or "all others"
         decay = {"weight_decay": 0.0} if name in spared else {}
         group = groups.setdefault(label, {"params": [], "name": label, "lr_mult": factor, **decay})
         group["params"].append(parameter)

@@ -63,6 +63,7 @@ class Muon(Optimizer):
         self._parts: dict[_Part, Optimizer] = {}
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        # Parameters are walked through twice, so an iterator becomes a list.
         groups = [{**group, "params": _listed(group["params"])} for group in groups]
         matrices = [_tensor(item) for group in groups for item in group["params"] if _tensor(item).ndim == 2]
         self._head = matrices[-1] if matrices else None

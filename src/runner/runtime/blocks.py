@@ -75,6 +75,7 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     if setting is False:
         return None
     probe = _Probe(model, image, autocast)
+    # Measured while marked functions are off: the figure is that of the plain model.
     before = probe.bytes_of_sample()
     activation.switch(True)
     warnings: list[str] = []
@@ -90,6 +91,7 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     for name, module in blocks:
         activation.wrap(module, name)
     after = probe.bytes_of_sample()
+    # A block that cannot be computed again is found here, not in the first step.
     probe.backward()
     shown = str(setting).lower() if isinstance(setting, bool) else str(setting)
     names = tuple(name for name, _ in blocks)

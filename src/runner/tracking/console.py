@@ -181,6 +181,7 @@ class Console:
         shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
         shown = [*self._position(global_step, epoch), *shown]
         thin = self._thinned(split)
+        # An evaluation stays on the screen; training shows in the bar, where there is one.
         if split != "train":
             self._evaluated(split, values, global_step)
             if self._bar_on:  # steps since the last drawing were too few to move the bar
