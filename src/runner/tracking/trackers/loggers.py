@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from runner.config import stored
 from runner.config.changes import other_run
-from runner.config.errors import UserError
+from runner.config.errors import UserError, nearest
 from runner.config.keys import at, flatten
 from runner.config.reading import open_regular, read_json, read_regular, read_summary
 from runner.config.secrets import is_masked, mask_text, mask_values
@@ -31,6 +31,7 @@ from runner.tracking.jsonl import parse
 from runner.tracking.loggers import METRICS
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_SCHEMES = ("http", "https", *_DATABASES, "file", "databricks", "uc", "databricks-uc")
 _FILES = ("config.yaml", "overrides.yaml", "environment.json", "summary.json", "run.log", "plots/curves.png")
 _IMPORT_S, _MOST_POINTS, _MOST_TIMES = 0.6, 100, 100_000  # CPU time of the first import; in a request, and in memory
 _LONGEST, _MOST_PARAMS, _MOST_METRICS = 6000, 100, 1000  # characters that MLflow stores, and values in a request
@@ -245,6 +246,9 @@ class MLflow(Tracker):
         elif "://" not in uri and not uri.startswith("databricks"):
             raise ValueError(f"tracking_uri must be an address such as http://localhost:5000, got {uri}")
         scheme = uri.partition(":")[0].partition("+")[0]
+        # Packages may add others, so only what looks like a slip is refused.
+        if "://" in uri and scheme not in _SCHEMES and (close := nearest(scheme, _SCHEMES, 0.75)):
+            raise ValueError(f"tracking_uri begins with {scheme}:, got {uri}; did you mean {close}:?")
         needs = ["mlflow", *(["sqlalchemy", "alembic"] if scheme == "sqlite" else [])]
         modules = ["mlflow.tracking", *["mlflow.store.tracking.sqlalchemy_store"] * (scheme in _DATABASES)]
         settings = {"tracking_uri": uri, "experiment": self.experiment, "artifacts": self.artifacts}
