@@ -199,7 +199,9 @@ def test_the_compiler_times_no_kernels_where_algorithms_are_deterministic_and_ro
     from torch._inductor import config
 
     for deterministic, mixed in ((True, False), (False, True), (False, False)):
-        compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "model", Compiler(), deterministic, mixed)
+        compile_learner(
+            nn.Linear(2, 2), nn.MSELoss(), CPU, "model", Compiler(), deterministic=deterministic, mixed=mixed
+        )
         assert config.deterministic is deterministic  # type: ignore[attr-defined]
         assert config.emulate_precision_casts is mixed
 

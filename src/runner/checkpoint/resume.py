@@ -63,8 +63,8 @@ def contents(
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
     saved["metrics"] |= known
-    facts = {"config": config, "classes": classes, "versions": versions}
-    return saved | {"format": file.FORMAT, "rng": rng.capture(), **facts}
+    texts = {"config": config, "classes": classes, "versions": versions}
+    return saved | {"format": file.FORMAT, "rng": rng.capture(), **texts}
 
 
 def _collected(saved: dict[str, Any], model: nn.Module, collect: Callable[[Tensor], Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Freezing:
         self.parts = tuple(parts)
         self._model = model
         self._evaluating = [module for module in model.modules() if not module.training] if model.training else []
-        self._held: list[Frozen] = []
+        self._frozen: list[Frozen] = []
 
     def follow_parameters(self, now: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Go on with the parameters that have replaced some of the model's, before training."""
@@ -74,7 +74,7 @@ class Freezing:
     @contextlib.contextmanager
     def as_at(self, position: Position | None) -> Iterator[None]:
         """The model in training mode as after a position, None for when only permanently frozen parts are left; see `no_trace`."""
-        held = self._held
+        parts = self._frozen
         try:
             with no_trace(self._model):
                 self._train_all_but(
@@ -82,21 +82,21 @@ class Freezing:
                 )
                 yield
         finally:
-            self._held = held
+            self._frozen = parts
 
     def follow(self, position: Position) -> list[Frozen]:
         """Train the parts that are no longer frozen at a later position, and return them."""
-        freed = [part for part in self._held if not part.holds(position)]
+        freed = [part for part in self._frozen if not part.holds(position)]
         if freed:
             self.train(position)
         return freed
 
-    def _train_all_but(self, held: list[Frozen]) -> None:
-        self._held = held
-        frozen = {parameter for part in held for parameter in part.parameters}
+    def _train_all_but(self, parts: list[Frozen]) -> None:
+        self._frozen = parts
+        frozen = {parameter for part in parts for parameter in part.parameters}
         for part in self.parts:
             for parameter in part.parameters:
                 parameter.requires_grad_(parameter not in frozen)
         self._model.train()
-        for module in (*self._evaluating, *(module for part in held for module in part.modules)):
+        for module in (*self._evaluating, *(module for part in parts for module in part.modules)):
             module.training = False

@@ -127,13 +127,13 @@ class Loop:
         self._restart_batches = False
         batches = self.source.batches(position.epoch, position.batch, plan.batches)
         for size, weight, update in plan.parts(position.batch):
-            asked = perf_counter()
+            began = perf_counter()
             try:
                 batch = next(batches)
             except Exception as error:
                 self._save_after(error)
                 raise
-            self.waited_s += perf_counter() - asked
+            self.waited_s += perf_counter() - began
             if not (position.skipped_steps and position.global_step + 1 in position.skipped_steps):
                 step(state, parts, batch, weight, size, update)
             elif update and parts.guard is not None:

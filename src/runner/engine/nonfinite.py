@@ -141,7 +141,9 @@ class NonFiniteGuard:
             bad = int(self._count)  # all steps since the first one
             found = [self.steps - bad] if bad else []
         else:
-            found = torch.stack(self._flags).nonzero().flatten().tolist() if self._flags else []
+            # One reading for all of them: `nonzero` would be a second one.
+            flags = torch.stack(self._flags).tolist() if self._flags else []
+            found = [index for index, flag in enumerate(flags) if flag]
         self.steps, self._flags = 0, []
         return found
 

@@ -19,7 +19,7 @@ OUTSIDE = "(outside the model)"
 """The name in `SavedTensors.by_module` of what is saved while no module of the model runs, such as the loss's."""
 
 
-class _Held:
+class _SavedTensor:
     """A saved tensor that the graph holds; reports when the graph releases it."""
 
     __slots__ = ("_key", "_released", "tensor")
@@ -68,7 +68,7 @@ class SavedTensors:
                 self._known[_storage(tensor)[0]] = "parameters"
             # Recomputing a checkpointed region stops by an exception as soon as it has all it needs, hence `always`.
             self._contexts.enter_context(Observer(self._model, self._enter, self._leave, always=True))
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         self._contexts.enter_context(hooks)
         return self
 
@@ -121,7 +121,7 @@ class SavedTensors:
                 self._known.pop(key, None)
             self._noted.clear()
 
-    def _pack(self, tensor: Tensor) -> _Held:
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
         if self._released:
             self._let_go()
         key, size = _storage(tensor)
@@ -130,7 +130,7 @@ class SavedTensors:
             self._live[key] = [0, size, place]
             self._now[place] += size
         self._live[key][0] += 1
-        return _Held(tensor, key, self._released)
+        return _SavedTensor(tensor, key, self._released)
 
     def _let_go(self) -> None:
         """Subtract what the graph has let go since the last tensor was saved."""

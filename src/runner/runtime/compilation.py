@@ -37,7 +37,7 @@ class CompileMeter:
         from torch._dynamo import utils
 
         self._utils, self._made = utils, time.time()
-        self._seconds_before = self._graphs_before = 0
+        self._seconds_before, self._graphs_before = 0.0, 0
         self._seconds_before, self._graphs_before = self.seconds, self.graphs
         self._breaks_before = dict(utils.counters["graph_break"])
 
