@@ -182,7 +182,7 @@ def test_two_sides_that_do_not_fit_into_the_memory_are_a_sentence(
     monkeypatch.setattr(Side, "step", no_room)
     result = run(*QUICK)
     assert result.status == 2
-    assert "data.batch_size: two trainings side by side need more memory than the device has" in result.err
+    assert "data.batch_size: there is not enough memory for batches of 32" in result.err
 
 
 def test_what_people_are_shown(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

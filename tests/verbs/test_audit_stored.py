@@ -101,17 +101,6 @@ def test_checkpoints_of_different_steps_are_told_as_such(
     assert found["cause"] == "the two were saved at different steps; compare checkpoints of the same step"
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, "{}", "not json", '{"global_step": "x", "split": "train"}'])
-def test_a_log_that_is_none_is_an_error(train: Callable[..., Any], run: Callable[..., Any], line: str) -> None:
-    directory = train(*SHORT).directory
-    with (directory / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
-    result = run("audit", f"a={directory}", f"b={directory}")
-    assert result.status == 2
-    assert "metrics.jsonl: line 6 is not one of a log" in result.err
-    assert "Traceback" not in result.err
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_told(train: Callable[..., Any], run: Callable[..., Any]) -> None:
     directory = train(*SHORT, "checkpoint.every_steps=3").directory
     last = directory / "checkpoints" / "last.safetensors"

@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -29,20 +28,15 @@ class Phase(StrEnum):
     GENERATOR = "generator"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor, or something else with a fingerprint, that a step computed."""
 
     batch: int  # number of the batch in its step, from 0
     phase: str  # a `Phase`, or a part of a checkpoint
     name: str  # of a module, a parameter or a part of the batch
-    kind: str = ""  # shape and dtype for people; empty for what is not a tensor
-    digest: str = ""  # fingerprint; empty where the tensor was kept
-    tensor: Tensor | None = None  # a copy on the CPU; None if there was no memory to keep it, or it is not a tensor
-
-    def fingerprint(self) -> str:
-        """The digest, computed if it was not."""
-        return _digest(self.tensor) if self.tensor is not None and not self.digest else self.digest
+    kind: str  # shape and dtype for people; empty for what is not a tensor
+    digest: str  # fingerprint
+    tensor: Tensor | None  # a copy on the CPU; None if there was no memory to keep it, or it is not a tensor
 
 
 class Recorder:
@@ -52,35 +46,37 @@ class Recorder:
         budget: bytes of tensors to keep; of those beyond only a fingerprint is kept.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: float = math.inf) -> None:
         self.entries: list[Entry] = []
         self.batch = 0
         self._left = budget
 
     def add(self, phase: str, name: str, value: Any) -> None:
         """Record a tensor, or anything else by its text."""
-        if not isinstance(value, Tensor):
-            digest = hashlib.sha256(repr(value).encode()).hexdigest()
-            tensor = torch.tensor(float(value), dtype=torch.float64) if isinstance(value, int | float) else None
-            self.entries.append(Entry(self.batch, phase, name, digest=digest, tensor=tensor))
-            return
-        tensor = value.detach()
-        if tensor.layout != torch.strided:
-            tensor = tensor.to_dense()
-        kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        tensor = tensor.to("cpu", copy=True).contiguous()
-        if tensor.nbytes <= self._left:
-            self._left -= tensor.nbytes
-            self.entries.append(Entry(self.batch, phase, name, kind, tensor=tensor))
+        kind, tensor = "", None
+        if isinstance(value, Tensor):
+            tensor = value.detach()
+            tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
+            kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            tensor = tensor.to("cpu", copy=True).contiguous()
+            data = _bytes(tensor)
         else:
-            self.entries.append(Entry(self.batch, phase, name, kind, _digest(tensor)))
+            data = repr(value).encode()
+            if isinstance(value, int | float):
+                tensor = torch.tensor(float(value), dtype=torch.float64)
+        if tensor is not None:
+            self._left -= tensor.nbytes
+        digest = hashlib.sha256(data).hexdigest()
+        self.entries.append(Entry(self.batch, phase, name, kind, digest, tensor if self._left >= 0 else None))
 
 
-def _digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes, any NaN taken for the same one."""
+def _bytes(tensor: Tensor) -> bytes:
+    """A tensor's bytes, any NaN taken for the same one."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     if tensor.is_floating_point():
         tensor = tensor.masked_fill(tensor.isnan(), math.nan)
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class Difference(NamedTuple):
@@ -119,21 +115,7 @@ def _placed(entries: Sequence[Entry]) -> Iterator[tuple[tuple[Any, ...], Entry]]
 
 def same(a: Entry, b: Entry) -> bool:
     """Whether two entries agree in every bit, NaN being the same as NaN."""
-    if a.kind != b.kind:
-        return False
-    if a.digest or b.digest or a.tensor is None or b.tensor is None:
-        return a.fingerprint() == b.fingerprint()
-    return not bool(_unequal(a.tensor, b.tensor).any())
-
-
-def _unequal(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements differ in a bit: bool, of the shape of both."""
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if not a.is_floating_point():
-        return a != b
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return (a.view(whole) != b.view(whole)) & ~(a.isnan() & b.isnan())
+    return (a.kind, a.digest) == (b.kind, b.digest)
 
 
 def amount_of(difference: Difference) -> dict[str, Any] | None:
@@ -147,14 +129,14 @@ def amount_of(difference: Difference) -> dict[str, Any] | None:
     a, b = (None if side is None else side.tensor for side in difference)
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return None
-    unequal = _unequal(a, b)
-    if not bool(unequal.any()):
-        return None
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
+    # 0.0 equals -0.0, but their bits differ.
+    unequal = ((a != b) | (a.signbit() != b.signbit())) & ~(a.isnan() & b.isnan())
+    if not bool(unequal.any()):
+        return None
     x, y = a[unequal].double(), b[unequal].double()
-    apart = (x - y).abs()
-    scale = torch.maximum(x.abs(), y.abs())
+    apart, scale = (x - y).abs(), torch.maximum(x.abs(), y.abs())
     finite = bool(apart.isfinite().all())
     return {
         "elements": unequal.numel(),

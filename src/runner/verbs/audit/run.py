@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from runner.build.batch_size import memory_for_training
 from runner.build.describe import describe
 from runner.config import keys
 from runner.config.app import Composition
@@ -55,36 +55,22 @@ def run(composition: Composition) -> float:
     return float(not record["same"])
 
 
-def settings_of(config: Audit) -> dict[str, tuple[Any, Any]]:
-    """The keys of `vary`, however they are nested, with the values of both sides."""
-    found, now = {}, keys.flatten(to_plain(config))
-    for key, given in keys.flatten(config.vary).items() if config.vary else []:
-        found[key] = (given[0], given[1]) if isinstance(given, list) else (now.get(key), given)
-    return found
-
-
 def _trained(composition: Composition, report: Report) -> dict[str, Any]:
     config, start = config_and_checkpoint(composition, Audit)
-    varied = settings_of(config)
-    sides: list[Side] = []
-    try:
+    # The keys of `vary`, however they are nested, with the values of both sides.
+    varied, now = {}, keys.flatten(to_plain(config))
+    for key, given in keys.flatten(config.vary).items() if config.vary else ():
+        varied[key] = given if isinstance(given, list) else [now.get(key), given]
+    with contextlib.ExitStack() as stack, memory_for_training(config):
+        sides = []
         for number in range(2):
-            own_config = _with(composition, config, {key: pair[number] for key, pair in varied.items()})
-            sides.append(Side(own_config, start))
+            own = _with(composition, config, {key: pair[number] for key, pair in varied.items()})
+            sides.append(stack.enter_context(contextlib.closing(Side(own, start))))
         a, b = (" ".join(f"{key}={shown(pair[side])}" for key, pair in varied.items()) for side in (0, 1))
         title = f"audit of {config.name}  seed {config.seed}  {f'a: {a}  b: {b}' if varied else 'twice the same'}"
         report.header(title, describe(sides[0].config, sides[0].training))
         report.warnings(start.warnings if start else [], sides[0].training.warnings)
-        return _compared(config, sides, varied, report)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            "data.batch_size",
-            "two trainings side by side need more memory than the device has",
-            "a smaller data.batch_size, a smaller model, or device=cpu",
-        ) from error
-    finally:
-        for side in sides:
-            side.close()
+        return {"vary": varied, **_compared(config.steps, sides, varied, report)}
 
 
 def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> Audit:
@@ -96,35 +82,27 @@ def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> 
     return found
 
 
-def _compared(
-    config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]], report: Report
-) -> dict[str, Any]:
-    """Run both sides step by step until something differs; returns the record."""
+def _compared(most: int, sides: Sequence[Side], varied: Iterable[str], report: Report) -> dict[str, Any]:
+    """Run both sides for at most so many steps, until something differs; returns the record."""
     notes: list[str] = []
-    left = min(side.steps_left for side in sides)
-    if left <= 0:
+    steps = min(most, *(side.steps_left for side in sides))
+    if steps <= 0:
         raise UserError("ckpt_path", "there is nothing left to train", "an earlier checkpoint, or more epochs")
-    steps = min(config.steps, left)
-    if steps < config.steps:
-        notes.append(f"{steps} steps instead of {config.steps}: the run ends there")
+    if steps < most:
+        notes.append(f"{steps} steps instead of {most}: the run ends there")
     if any(side.compiled for side in sides):
         notes.append("activations are skipped: a compiled model cannot be observed")
     else:
         for side in sides:
             side.observe()
-    record: dict[str, Any] = {
-        "same": True,
-        "vary": {key: list(pair) for key, pair in varied.items()},
-        "notes": notes,
-        "values": 0,
-    }
+    record: dict[str, Any] = {"same": True, "notes": notes, "values": 0}
     with report.counting("audit", steps + 1) as begin:
         for step in range(steps + 1):  # 0 is the state before the first step
             begin()
             entries, others = (side.step() if step else side.start() for side in sides)
             record |= {"steps": step, "values": record["values"] + len(entries)}
             if differing := differences(entries, others):
-                return record | {"same": False} | _explained(sides, entries, differing, step, varied)
+                return record | {"same": False} | _explained(sides, entries, differing, step, varied=varied)
     return record | {"difference": None, "cause": None, "differing": {}}
 
 
@@ -133,7 +111,8 @@ def _explained(
     entries: Sequence[Entry],
     differing: Sequence[Difference],
     step: int,
-    varied: dict[str, tuple[Any, Any]],
+    *,
+    varied: Iterable[str],
 ) -> dict[str, Any]:
     """The first difference, its likely cause, and how many entries of each phase differ."""
     first = differing[0]
@@ -153,14 +132,12 @@ def _explained(
 
 
 def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Difference) -> Nondeterminism | None:
-    """What gives different images or targets for the same samples; looked for on samples that differ."""
+    """The part of the data that gives different images or targets for the same samples, tried on samples that differ."""
     indices = next(entry for entry in entries if (entry.batch, entry.name) == (first.entry.batch, "indices")).tensor
-    if first.entry.name == "indices" or indices is None or first.a is None or first.b is None:
+    a, b = (None if entry is None else entry.tensor for entry in first)
+    if first.entry.name == "indices" or indices is None or a is None or b is None or a.shape != b.shape:
         return None
-    a, b = first.a.tensor, first.b.tensor
-    chosen = indices.tolist()
-    if a is not None and b is not None and a.shape == b.shape and a.ndim:
-        chosen = [index for index, x, y in zip(chosen, a, b, strict=True) if not x.equal(y)] or chosen
+    chosen = [index for index, x, y in zip(indices.tolist(), a, b, strict=True) if not x.equal(y)]
     for side in sides:
         loader = side.training.data.train.loader
         if (who := find_nondeterminism(loader, side.config.seed, side.epoch, chosen[:_SUSPECTED])) is not None:

@@ -127,10 +127,9 @@ class Side:
     def _record_state(self) -> None:
         state = self.training.state
         self._record(Phase.WEIGHT, state.model.state_dict())
-        for group in state.optimizer.param_groups:
-            for parameter in group["params"]:
-                name, values = self.names.get(parameter, "?"), state.optimizer.state.get(parameter, {})
-                self._record(Phase.OPTIMIZER, {f"{name}.{key}": value for key, value in values.items()})
+        for parameter, values in state.optimizer.state.items():
+            named = {f"{self.names.get(parameter, '?')}.{key}": value for key, value in values.items()}
+            self._record(Phase.OPTIMIZER, named)
         if state.scaler is not None:
             self._record(Phase.OPTIMIZER, {"scale of the loss": state.scaler.get_scale()})
         self._record(Phase.GENERATOR, dict(_each(rng.capture())))

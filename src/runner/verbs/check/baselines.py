@@ -16,7 +16,6 @@ from runner.build.metrics import build_metrics
 from runner.engine.evaluation import evaluate
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed
-from runner.verbs.check.split_stats import SplitStats
 
 _FEWEST = 30  # held-out samples of a score
 _ERRORS = 3.0  # standard errors beyond chance
@@ -78,12 +77,6 @@ class Baselines:
         return f"most frequent class {self.constant:.1%}, logistic regression {self.linear:.1%}, {where}"
 
 
-def _pixels(stats: SplitStats) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels (N, D) and targets (N, ...) of the finite thumbnails."""
-    good = stats.finite[stats.thumbnail_rows]
-    return stats.thumbnails[good].flatten(1).double().numpy(), stats.targets[stats.thumbnail_rows][good].numpy()
-
-
 def score_baselines(context: CheckContext) -> Baselines:
     """Fit and score both."""
     from sklearn.dummy import DummyClassifier, DummyRegressor
@@ -93,10 +86,13 @@ def score_baselines(context: CheckContext) -> Baselines:
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    stats = next((stats for stats in context.held_out_stats if len(stats.thumbnail_rows) >= _FEWEST), None)
+    stats = next((stats for stats in context.held_out_stats if len(stats.thumbnails) >= _FEWEST), None)
     if stats is None:
         raise NotApplicable(f"there is no split of {_FEWEST} samples to score on")
-    (pixels, targets), (theirs, right) = _pixels(context.train_stats), _pixels(stats)
+    both = [each.pictures(context.config.samples) for each in (context.train_stats, stats)]
+    (pixels, targets), (theirs, right) = (
+        (images.flatten(1).double().numpy(), values.numpy()) for images, values, _ in both
+    )
     enough = min(len(targets), len(right)) >= _FEWEST and theirs.shape[1:] == pixels.shape[1:] and right.ndim == 1
     need(enough, "there are too few samples for a linear model")
     need(not context.classes or len(np.unique(targets)) > 1, "there is only one class")

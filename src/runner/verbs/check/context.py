@@ -22,12 +22,11 @@ from runner.config.targets import build
 from runner.data.build import DataModule, read_data
 from runner.data.loaders import Batch
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
-from runner.data.sources.arrays import ImageArrays
 from runner.instrument.no_trace import SavedBuffers
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
 from runner.verbs.check.result import NotApplicable, need
-from runner.verbs.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets
+from runner.verbs.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets, scaled
 
 _SAMPLES, _VALUES = 64, 2**21  # images of the batch that goes through the model, and values of all its images
 _EVALUATED = 16  # images of a batch of an evaluation
@@ -156,17 +155,14 @@ class CheckContext:
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite; the same at each call."""
         stats = self.stats[split]
-        good = stats.indices[stats.finite]
-        if isinstance(stats.dataset, ImageArrays):  # others are read in a random order
-            good = good[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
-        return list(map(int, good[:count]))
+        return list(map(int, stats.indices[stats.finite][:count]))
 
     def _fitting(self, most: int, values: int) -> int:
         return max(_FEWEST, min(most, values // math.prod(self.splits.image_shape)))
 
     @property
     def most_samples(self) -> int:
-        """How many images in full size to look at together."""
+        """Most images in full size to look at together."""
         return self._fitting(_SHOWN, _SHOWN_VALUES)
 
     @functools.cached_property
@@ -179,12 +175,18 @@ class CheckContext:
         for name, (dataset, _) in self.splits.parts.items():
             seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms)
             read = [seeded[0, index] for index in self.readable(name, self.most_samples)]
-            pairs = [(as_tensor(image), as_target(target)) for image, target in read]
-            pairs = [pair for pair in pairs if (pair[0].shape, pair[0].dtype) == (pairs[0][0].shape, pairs[0][0].dtype)]
+            pairs = [(scaled(as_tensor(image)[None])[0], as_target(target)) for image, target in read]
+            pairs = [pair for pair in pairs if pair[0].shape == pairs[0][0].shape]
             if len(pairs) >= 2:
                 images, targets = map(torch.stack, zip(*pairs, strict=True))
-                found[name] = images.float() / (255 if images.dtype == torch.uint8 else 1), targets
+                found[name] = images, targets
         return found
+
+    def train_images(self, least: int) -> tuple[Tensor, Tensor]:
+        """Those of the training split; skips the check if there are fewer than `least`."""
+        images, targets = self.sample_images.get("train", (torch.empty(0), torch.empty(0)))
+        need(len(images) >= least, f"fewer than {least} training images of one shape were read")
+        return images, targets
 
     @functools.cached_property
     def batch(self) -> Batch:

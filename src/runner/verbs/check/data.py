@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
 from runner.config.targets import preferred_data
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
+from runner.verbs.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
+from runner.verbs.check.split_stats import is_classes
 
 _FAR = 20.0  # median deviations from the median that make an outlier
 _AUGMENTED = 128  # images that are augmented
 _EMPTIED = 0.15  # share of its contrast below which an image shows nothing
 _MANY = 0.01  # share of images above which a fault is not an accident
 _FEWEST = 16  # images that statistics are compared for
+_ENOUGH = 32  # images that say something about all of them
+_BORDER = 0.15  # share of each side; the digits of MNIST have 0.14
 
 
 def readable(context: CheckContext) -> Result:
@@ -44,30 +49,28 @@ def image_shapes(context: CheckContext) -> Result:
 
 def finite_images(context: CheckContext) -> Result:
     """Images with NaN or infinite values."""
-    for name, stats in context.stats.items():
-        if bad := stats.indices[~stats.finite].tolist():
-            evidence = f"{len(bad):,} of {len(stats.indices):,} images of {name} contain NaN or infinity: "
-            fix = "repair the data set: one such image makes the gradient of its whole batch NaN"
-            return failed(f"{evidence}samples {join_names(bad)}", fix)
-    return passed("no NaN and no infinity")
+    bad = [
+        f"{index} of {name}" for name, stats in context.stats.items() for index in stats.indices[~stats.finite].tolist()
+    ]
+    fix = "repair the data set: one such image makes the gradient of its whole batch NaN"
+    return none_of(bad, "images contain NaN or infinity", fix, "no NaN and no infinity")
 
 
 def constant_images(context: CheckContext) -> Result:
     """Images with a single value, such as all zeros."""
-    count = sum(len(stats.indices) for stats in context.stats.values())
-    worst = max(context.stats.values(), key=lambda stats: int(stats.constant.sum()))
-    total = sum(int(stats.constant.sum()) for stats in context.stats.values())
-    if not total:
-        return passed(f"none of {count:,}")
-    evidence = f"{total:,} of {count:,} images have a single value (such as {float(worst.low[worst.constant][0]):g}): "
-    evidence += f"samples {join_names(worst.indices[worst.constant].tolist())} of {worst.name}"
+    count, found = sum(len(stats.indices) for stats in context.stats.values()), []
+    for name, stats in context.stats.items():
+        rows = zip(stats.indices[stats.constant].tolist(), stats.low[stats.constant].tolist(), strict=True)
+        found += [f"{index} of {name} ({value:g})" for index, value in rows]
+    evidence = f"{len(found):,} of {count:,} images have a single value"
+    evidence += f": samples {join_names(found)}" if found else ""
     fix = "check how the data set reads images, and remove empty ones"
-    return graded(evidence, fix, fail=total > _MANY * count, warn=True)
+    return graded(evidence, fix, fail=len(found) > _MANY * count, warn=bool(found))
 
 
 def outlier_images(context: CheckContext) -> Result:
     """Images with values far from those of all others."""
-    distance, where, total = _FAR, "", 0
+    found: list[tuple[float, str]] = []
     for name, stats in context.stats.items():
         usable = stats.finite & ~stats.constant
         if int(usable.sum()) < _FEWEST:
@@ -77,16 +80,19 @@ def outlier_images(context: CheckContext) -> Result:
             median = values[usable].median()
             # If most images are equal, the median deviation is 0; then the size of the values is the scale.
             scale = max(float((values[usable] - median).abs().median()), 0.1 * float(median.abs()), 0.02)
-            away = torch.where(usable, (values - median).abs() / scale, torch.zeros_like(values))
-            total += int((away > _FAR).sum())
-            place = int(away.argmax())
-            if float(away[place]) > distance:
-                distance = float(away[place])
+            for place in (usable & ((values - median).abs() > _FAR * scale)).nonzero().flatten().tolist():
                 where = f"sample {int(stats.indices[place])} of {name} has a {what} of {float(values[place]):.4g}"
-    if not where:
+                found.append((float((values[place] - median).abs()) / scale, where))
+    if not found:
         return passed(f"no mean and no peak is more than {_FAR:g} median deviations from the median")
-    evidence = f"{total:,} found; {where}, {distance:.0f} median deviations from the median"
+    distance, where = max(found)
+    evidence = f"{len(found):,} found; {where}, {distance:.0f} median deviations from the median"
     return warned(evidence, "look at these images for another unit, another format, or damage")
+
+
+def _whole_numbers(context: CheckContext) -> bool:
+    images, _ = context.train_images(1)
+    return bool((images == images.round()).all())
 
 
 def image_range(context: CheckContext) -> Result:
@@ -106,7 +112,7 @@ def image_range(context: CheckContext) -> Result:
     evidence = f"{kind} values from {low:.4g} to {high:.4g}"
     if low >= 0 and 0 < high < 2 / 255:
         return failed(evidence, "the images were divided by 255 twice: use uint8, or divide once")
-    if high > 2 and low >= 0 and stats.whole_numbers:
+    if high > 2 and low >= 0 and _whole_numbers(context):
         return failed(evidence, "uint8 was cast to float without scaling: use uint8, or divide by 255")
     fix = "scale images to [0, 1] in the data set; data.normalize comes after that"
     return graded(evidence, fix, warn=high > 16 or low < -16)
@@ -250,3 +256,48 @@ def moments_without_padding(context: CheckContext, plain: Tensor, augmented: Ten
     pixels = [each.movedim(1, -1)[part] for each, part in zip((plain, augmented), shown, strict=True)]
     ours, theirs = (torch.stack([each.mean(0), each.std(0)]) for each in pixels)
     return ours, theirs
+
+
+def input_size(context: CheckContext) -> Result:
+    """Training images of a very different size from evaluated images."""
+    batch = next(context.splits.train.loader.batches(0, 0, 1))
+    train, plain = (tuple(each.shape[2:]) for each in (batch.images, context.batch.images))
+    factor = (train[0] * train[1] / (plain[0] * plain[1])) ** 0.5
+    evidence = f"{train[0]}x{train[1]} in training, {plain[0]}x{plain[1]} in evaluations"
+    return graded(evidence, "the same size in transform.train and transform.eval", warn=not 0.75 <= factor <= 1.34)
+
+
+def constant_areas(context: CheckContext) -> Result:
+    """A channel or a border that has the same values in all images."""
+    images, _ = context.train_images(_ENOUGH)
+    varies = (images != images[:1]).any(0)
+    need(varies.any(), "all images are equal")
+    if dead := [place for place, channel in enumerate(varies) if not bool(channel.any())]:
+        evidence = f"channel {join_names(dead)} is the same in all {len(images)} images"
+        return warned(evidence, "images without this channel")
+    margins = []
+    for lines in (varies.any(0).any(1), varies.any(0).any(0)):
+        places = lines.nonzero().flatten()
+        margins += [int(places[0]) / len(lines), 1 - (int(places[-1]) + 1) / len(lines)]
+    evidence = f"the borders that are the same in all {len(images)} images are at least {min(margins):.0%} wide"
+    return graded(evidence, "crop the images", warn=min(margins) >= _BORDER)
+
+
+def colorless_class(context: CheckContext) -> Result:
+    """A class whose images have no color while those of the others have, or the reverse."""
+    images, targets = context.sample_images["train"]
+    need(
+        images.shape[1:2] == (3,) and is_classes(targets),
+        "the images have no three channels, or the targets no classes",
+    )
+    colored = ((images.amax(1) - images.amin(1)).flatten(1).amax(1) > 0.02).float()
+    shares = {
+        label: float(colored[targets == label].mean())
+        for label, count in Counter(targets.tolist()).items()
+        if count >= 8
+    }
+    need(len(shares) > 1, "fewer than two classes have 8 images")
+    low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    evidence = f"{shares[low]:.0%} of class {low} and {shares[high]:.0%} of class {high} have color"
+    warn = shares[low] < 0.05 and shares[high] > 0.95
+    return graded(evidence, "images of all classes from the same source", warn=warn)

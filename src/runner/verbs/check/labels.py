@@ -198,27 +198,26 @@ def leakage(context: CheckContext) -> Result:
 def near_duplicates(context: CheckContext) -> Result:
     """Held-out images that nearly equal training images: mirrored, shifted, rescaled, brighter or compressed again."""
     train = context.train_stats
-    need(context.held_out_stats and len(train.grey), "there is no other split")
-    size, counts, most, warn, example, worst = train.grey.shape[1:], [], 0, False, "", ""
-    values = size.numel() * context.splits.channels
-    need(values >= 128, f"images of {values} values are too small to compare")
-    own, ours = set(train.digests), (~train.constant & train.finite).nonzero().flatten()
+    need(context.held_out_stats and len(train.thumbnails), "there is no other split")
+    size = train.thumbnails.shape[1:]
+    need(size.numel() >= 128, f"images of {size.numel()} values are too small to compare")
+    known, ours = set(train.digests), (~train.constant & train.finite).nonzero().flatten()
+    found, counts = [], []
     for stats in context.held_out_stats:
-        fresh = [place for place, digest in _digests(stats) if digest not in own and bool(stats.finite[place])]
-        draw = torch.randperm(len(fresh), generator=torch.Generator().manual_seed(context.config.seed))
-        rows = torch.tensor(fresh, dtype=torch.int64)[draw[:_COMPARED]]
-        if not len(rows) or not len(ours) or stats.grey.shape[1:] != size:
+        fresh = [place for place, digest in _digests(stats) if digest not in known and bool(stats.finite[place])]
+        rows = torch.tensor(fresh[:_COMPARED], dtype=torch.int64)
+        if not len(rows) or not len(ours) or stats.thumbnails.shape[1:] != size:
             continue
-        correlation, place, same = nearest_matches(stats.grey[rows], train.grey[ours])
+        grey = [each.mean(1, keepdim=True) for each in (stats.thumbnails[rows], train.thumbnails[ours])]
+        correlation, place, same = nearest_matches(grey[0], grey[1])
         near = same.nonzero().flatten()
         counts.append(f"{len(near):,} of {len(rows):,} of {stats.name}")
-        if len(near) > most:
-            most, worst, warn = len(near), stats.name, len(near) > max(2, _NEARLY * len(rows))
+        if len(near) > max(2, _NEARLY * len(rows)):
             a, b = int(train.indices[ours[place[near[0]]]]), int(stats.indices[rows[near[0]]])
-            example = f"sample {b} of {worst} and {a} of train, correlation {float(correlation[near[0]]):.4f}"
+            found.append(f"sample {b} of {stats.name} and {a} of train, correlation {float(correlation[near[0]]):.4f}")
     evidence = f"{', '.join(counts) or 'none'} are nearly the same picture as one of train"
-    fix = f"keep pictures of the same object in one split; look at {worst}"
-    return graded(f"{evidence}, such as {example}" if warn else evidence, fix, warn=warn)
+    evidence += f", such as {found[0]}" if found else ""
+    return graded(evidence, "keep pictures of the same object in one split", warn=bool(found))
 
 
 def target_scale(context: CheckContext) -> Result:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,14 +30,12 @@ _NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 class ObservedPass:
     """A forward and a backward pass over a batch, in training mode but without dropout."""
 
-    scales: list[tuple[str, float]] = field(default_factory=list)  # deviation of the outputs of modules with weights
-    input_scale: float = math.nan  # deviation of the input of the last of these modules
-    biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
-    units: list[tuple[str, int, int]] = field(
-        default_factory=list
-    )  # of rectifiers: module, units, those that never fired
-    missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
-    gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
+    scales: list[tuple[str, float]]  # deviation of the outputs of modules with weights
+    input_scale: float  # deviation of the input of the last of these modules
+    biased: list[str]  # modules with a bias, each with the norm that takes its outputs
+    units: list[tuple[str, int, int]]  # of rectifiers: module, units, those that never fired
+    missing: list[str]  # trainable parameters without a gradient
+    gradients: list[tuple[str, float]]  # root mean square, of weights with two dimensions
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,46 +53,53 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def observe_pass(context: CheckContext) -> ObservedPass:
     """Send a batch through model, loss and back."""
-    found, model, batch = ObservedPass(), context.model, context.batch
-    inside: list[str] = []
-    rectified: list[Tensor] = []  # the output of the last rectifier
-    outputs: dict[int, tuple[str, int, Tensor]] = {}  # by identity, with the version; kept, so that no identity recurs
+    found, model, batch = ObservedPass([], math.nan, [], [], [], []), context.model, context.batch
+    inside = [""]  # names of the modules that are running
+    last: tuple[str, Tensor | None, int] = (
+        "",
+        None,
+        0,
+    )  # module without submodules, its output, and the version of that
+    rectified: Tensor | None = None  # the output of the last rectifier
 
     def deviation(values: Tensor) -> float:
         return float(values.detach().float().std(0).mean())  # between samples
 
     def before(name: str, module: nn.Module, inputs: list[Any]) -> None:
         inside.append(name)
-        if isinstance(module, _NORMS) and inputs and id(inputs[0]) in outputs:
-            source, version, output = outputs[id(inputs[0])]
+        source, output, version = last
+        # Between them nothing may have changed the output in place, such as a ReLU.
+        if isinstance(module, _NORMS) and inputs and inputs[0] is output and inputs[0]._version == version:
             bias = getattr(model.get_submodule(source), "bias", None)
-            if version == output._version and isinstance(bias, nn.Parameter) and bias.requires_grad:
+            if isinstance(bias, nn.Parameter) and bias.requires_grad:
                 found.biased.append(f"{source} before {name} ({type(module).__name__})")
 
     def after(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        nonlocal last
         inside.pop()
         if isinstance(output, Tensor) and next(module.children(), None) is None:
-            outputs[id(output)] = (name, output._version, output)
-            weight = getattr(module, "weight", None)
+            last, weight = (name, output, output._version), getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
                 found.scales.append((name, deviation(output)))
                 if inputs and isinstance(inputs[0], Tensor):
                     found.input_scale = deviation(inputs[0])
 
     def count_dead_units(name: str, arguments: Sequence[Any], output: Any) -> None:
+        nonlocal rectified
         if name in _RECTIFIERS and isinstance(output, Tensor) and output.ndim >= 2:
             # Features come last in tokens (B, N, D), and second in images (B, C, H, W).
             values = output.detach() if output.ndim == 3 else output.detach().transpose(1, -1)
             top = values.flatten(0, -2).amax(0)
-            rectified[:] = [output]
-            found.units.append((inside[-1] if inside else "", len(top), int((top <= 0).sum())))
+            rectified = output
+            found.units.append((inside[-1], len(top), int((top <= 0).sum())))
 
     context.disable_dropout()
     with Observer(model, before, after):
+        # Not modules but operations, because most models call F.relu.
         with Operations(count_dead_units):
             logits = model(batch.images)
         loss = context.training.parts.loss(logits, context.targets(batch))
-    if rectified and rectified[0].data_ptr() == logits.data_ptr():
+    if rectified is not None and rectified.data_ptr() == logits.data_ptr():
         found.units.pop()  # outputs that are never negative by design: reachable-targets judges them
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -128,24 +134,18 @@ def optimizer_parameters(context: CheckContext) -> Result:
 
 def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
     """Parameters without a gradient: those that do not change the outputs, and those that do."""
-    by_module: dict[str, list[str]] = defaultdict(list)
-    for name in context.cached(observe_pass).missing:
-        by_module[name.rpartition(".")[0]].append(name)
-    model, images = context.model, context.batch.images
-    parameters = dict(model.named_parameters())
+    model, images, missing = context.model, context.batch.images, context.cached(observe_pass).missing
     found: tuple[list[str], list[str]] = [], []
     model.eval()
     with torch.no_grad():
         before = model(images)
-        for names in by_module.values():
-            kept = [parameters[name].clone() for name in names]
-            for name in names:
-                # Large random changes: a small one may hide behind a rectifier.
-                parameters[name].add_(torch.randn_like(parameters[name])).mul_(3)
-            used = not torch.equal(before, model(images))
-            found[used].extend(names)
-            for name, values in zip(names, kept, strict=True):
-                parameters[name].copy_(values)
+        for name in missing:
+            parameter = model.get_parameter(name)
+            kept = parameter.clone()
+            # Large random changes: a small one may hide behind a rectifier.
+            parameter.add_(torch.randn_like(parameter)).mul_(3)
+            found[not torch.equal(before, model(images))].append(name)
+            parameter.copy_(kept)
     return found
 
 
@@ -192,13 +192,10 @@ def dead_units(context: CheckContext) -> Result:
 
 
 def _extremes(signals: Sequence[tuple[str, float]], where: str) -> tuple[float, float, str]:
-    """The smallest and the largest signal, and both in words."""
-    (low, least), (high, most) = (pick(signals, key=lambda each: each[1]) for pick in (min, max))
+    """The smallest and the largest signal, NaN as infinity, and both as text."""
+    ordered = sorted((signal if math.isfinite(signal) else math.inf, name) for name, signal in signals)
+    (least, low), (most, high) = ordered[0], ordered[-1]
     return least, most, f"{most:.3g} {where} {high}, {least:.3g} {where} {low}, of {len(signals)}"
-
-
-def _not_finite(signals: Sequence[tuple[str, float]]) -> list[str]:
-    return [name for name, signal in signals if not math.isfinite(signal)]
 
 
 def activation_scale(context: CheckContext) -> Result:
@@ -207,13 +204,11 @@ def activation_scale(context: CheckContext) -> Result:
     scales = observed.scales[:-1]  # the last layer gives the outputs, which may well start near 0
     need(len(scales) >= 2, "fewer than three layers")
     fix = "initial weights of variance 2 / fan-in (nn.init.kaiming_normal_), or normalization layers"
-    if wrong := _not_finite(scales):
-        return failed(f"the output of {wrong[0]} is not finite", fix)
     _, most, extremes = _extremes(scales, "after")
     evidence = f"the deviation between samples is {extremes} layers, and {observed.input_scale:.3g} before the last"
     # A layer in between may output next to nothing: a norm scales it up again, or a shortcut bypasses it.
     share = observed.input_scale / most if most else 0.0
-    fail, warn = (share < bound or most > 1 / bound for bound in (_TINY, _SMALL))
+    fail, warn = (not share >= bound or most > 1 / bound for bound in (_TINY, _SMALL))
     return graded(evidence, fix, fail=fail, warn=warn)
 
 
@@ -221,9 +216,6 @@ def gradient_scale(context: CheckContext) -> Result:
     """Gradients that vanish or explode with the depth of the model."""
     gradients = context.cached(observe_pass).gradients
     need(len(gradients) >= 2, "fewer than two weights get a gradient")
-    fix = "initial weights, normalization layers or shortcuts; grad_clip.norm=1.0 against exploding gradients"
-    if wrong := _not_finite(gradients):
-        return failed(f"the gradient of {wrong[0]} is not finite", fix)
     if zero := [name for name, gradient in gradients if gradient == 0]:
         weights = [p for name, p in context.model.named_parameters() if not name.endswith("bias")]
         need(all(bool(p.any()) for p in weights), "a weight starts at zero, which lets no gradient through at first")
@@ -231,17 +223,18 @@ def gradient_scale(context: CheckContext) -> Result:
         return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {join_names(zero)}", fix)
     least, most, evidence = _extremes(gradients, "of")
     fail, warn = (least / most < share or most > bound for share, bound in ((_FAINTEST, 1e6), (_FAINT, 1e4)))
+    fix = "initial weights, normalization layers or shortcuts; grad_clip.norm=1.0 against exploding gradients"
     return graded(f"root mean square {evidence} weights", fix, fail=fail, warn=warn)
 
 
 def _graph_leaves(root: Tensor) -> list[Tensor]:
     """Tensors that backward would accumulate gradients into."""
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     found: list[Tensor] = []
     nodes = [root.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
             found += [node.variable] if hasattr(node, "variable") else []
             nodes += [each for each, _ in node.next_functions]
@@ -250,19 +243,18 @@ def _graph_leaves(root: Tensor) -> list[Tensor]:
 
 def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
     """Tensors in containers, objects and modules in them, by the Python expression that reaches them."""
-    inner: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
-        yield from ((f"{name}.{each}", parameter) for each, parameter in value.named_parameters())
+        items = {f".{key}": each for key, each in value.named_parameters()}
     elif isinstance(value, dict):
-        inner = {f"[{key!r}]": each for key, each in value.items()}
+        items = {f"[{key!r}]": each for key, each in value.items()}
     elif isinstance(value, list | tuple | set):
-        inner = {f"[{place}]": each for place, each in enumerate(value)}
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__module__ != "builtins":
-        kinds = (Tensor, nn.Module, list, tuple, dict)
-        inner = {f".{key}": each for key, each in vars(value).items() if isinstance(each, kinds)}
-    for key, each in inner.items() if depth else ():
+        items = {f"[{place}]": each for place, each in enumerate(value)}
+    elif not isinstance(value, type | ModuleType):
+        items = {f".{key}": each for key, each in getattr(value, "__dict__", {}).items()}
+    for key, each in items.items() if depth else ():
         yield from _nested_tensors(each, f"{name}{key}", depth - 1)
 
 
@@ -276,10 +268,10 @@ def unregistered_parameters(context: CheckContext) -> Result:
     names: dict[int, str] = {}
     modules = [*model.named_modules(), *(loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ())]
     for place, module in modules if found else ():
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                for name, tensor in _nested_tensors(value, f"{place}.{key}" if place else key):
-                    names.setdefault(id(tensor), name)
+        own = {key: each for key, each in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+        for key, value in own.items():
+            for name, tensor in _nested_tensors(value, f"{place}.{key}".lstrip(".")):
+                names.setdefault(id(tensor), name)
     shown = sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found)
     fix = "nn.ModuleList, nn.ModuleDict or nn.Parameter, created in __init__: others are neither trained nor saved"
     otherwise = "the loss depends on no trainable tensors other than parameters"
@@ -290,26 +282,62 @@ def equal_units(context: CheckContext) -> Result:
     """Units of a layer that start equal and get equal gradients, so that they stay equal: constant initial weights."""
     context.disable_dropout()  # it makes gradients differ by chance
     loss = context.loss()
-    need(loss.requires_grad and math.isfinite(float(loss.detach())), "the loss has no gradient")
+    need(loss.requires_grad and bool(loss.isfinite()), "the loss has no gradient")
     loss.backward()  # type: ignore[no-untyped-call]
     equal, similar, count = [], [], 0
     for name, weight in context.model.named_parameters():
-        gradient = weight.grad
-        if gradient is None or weight.ndim < 2 or len(weight) < 2:
+        if weight.grad is None or weight.ndim < 2 or len(weight) < 2:
             continue
         count += 1
-        rows, slopes = weight.detach().flatten(1), gradient.flatten(1)
+        rows, slopes = weight.detach().flatten(1), weight.grad.flatten(1)
         largest = float(slopes.abs().max())
         if bool((rows != rows[0]).any()) or largest == 0:
             continue
         if float((slopes - slopes[0]).abs().max()) < 1e-4 * largest:
             equal.append(name)
-        elif len(rows) >= 4 and rows.shape[1] >= 4 and float(rows.abs().max()) > 0:
+        elif min(rows.shape) >= 4 and bool(rows.any()):
             similar.append(name)
     fix = "random initial weights (nn.init.kaiming_normal_)"
-    if equal:
-        return failed(f"all units of {join_names(equal)} are equal and get equal gradients", fix)
-    if similar:
+    if similar and not equal:
         evidence = f"all units of {join_names(similar)} start equal; only other layers make their gradients differ"
         return warned(evidence, fix)
-    return passed(f"the units of {count} weights differ, or learn to")
+    what = f"of {count} weights have equal units that get equal gradients"
+    return none_of(equal, what, fix, f"the units of {count} weights differ, or learn to")
+
+
+def repeated_norms(context: CheckContext) -> Result:
+    """BatchNorm layers that update their running statistics several times in a step."""
+    modules = context.model.named_modules()
+    norms = [name for name, each in modules if isinstance(each, BATCH_NORM) and each.track_running_stats]
+    need(norms, "the model has no BatchNorm with running statistics")
+    calls: Counter[str] = Counter()
+    context.training.state.train()
+    with (
+        torch.no_grad(),
+        Observer(context.model, lambda name, module, _: calls.update({name: module.training}), names=norms),
+    ):
+        context.model(context.batch.images)
+    often = [name for name in norms if calls[name] > 1]
+    fix = "a BatchNorm for each place, or a single call"
+    return none_of(often, "BatchNorm layers run several times in a forward pass", fix, f"{len(norms)} run once", "warn")
+
+
+def trainable_set(context: CheckContext) -> Result:
+    """Parameters whose requires_grad changes during a step or an evaluation."""
+    need(context.config.freeze is None, "freeze is set")
+
+    def trainable() -> set[str]:
+        return {name for name, each in context.model.named_parameters() if each.requires_grad}
+
+    before = trainable()
+    context.training.state.train()
+    loss = context.loss()
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    changed = before ^ trainable()
+    context.model.eval()
+    with torch.no_grad():
+        context.model(context.batch.images)
+    changed |= before ^ trainable()
+    fix = "freeze=..., or set requires_grad once in the constructor"
+    return none_of(sorted(changed), "parameters change requires_grad", fix, f"{len(before)} stay trainable")

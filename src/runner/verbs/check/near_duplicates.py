@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +11,7 @@ _CLOSE = 0.88  # least correlation of the detail of a picture that was also move
 _RATIO = 0.4  # most that the distance to the same picture may be of the distance to another one
 _OTHERS = 3  # rank of that other picture, so that two copies of one picture do not hide each other
 _MARGIN = 2  # thumbnail pixels cut off at each border, and by how many pictures may be shifted
-_SCALES = (1.0, 0.8, 0.9, 1.125, 1.25)
+_SCALES = (0.8, 0.9, 1.125, 1.25)
 _CANDIDATES = 16  # pictures that are compared in every position, those that are most similar at half the resolution
 
 
@@ -48,41 +46,35 @@ def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def _aligned_correlations(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """The best correlation of each query in any position with its candidates, and their places: (Q, M) each."""
-    middle = _detail(known[:, :, _MARGIN:-_MARGIN, _MARGIN:-_MARGIN])
-    pooled = _detail(F.avg_pool2d(known[:, :, _MARGIN:-_MARGIN, _MARGIN:-_MARGIN], 2)).T
+    height, width = (side - 2 * _MARGIN for side in known.shape[2:])
+    middle = known[:, :, _MARGIN:-_MARGIN, _MARGIN:-_MARGIN]
+    windows = []
+    for copies in _copies(queries):
+        down, right = (whole - side for whole, side in zip(known.shape[2:], copies.shape[2:], strict=True))
+        # Larger copies are cropped, because a negative padding crops.
+        fitted = F.pad(copies, (right // 2, right - right // 2, down // 2, down - down // 2))
+        windows += F.unfold(fitted, (height, width)).movedim(2, 0).unflatten(2, (1, height, width))
+    # At half the resolution every second position is enough to find candidates.
+    pooled = _detail(F.avg_pool2d(middle, 2)).T
     rough = torch.full((len(queries), len(known)), -1.0)
-    for window in _windows(queries, 2):
+    for window in windows[::2]:
         rough = torch.maximum(rough, _detail(F.avg_pool2d(window, 2)) @ pooled)
     candidates = rough.topk(min(_CANDIDATES, len(known)), 1).indices
-    theirs, best = middle[candidates], torch.full(candidates.shape, -1.0)
-    for window in _windows(queries, 1):
+    theirs, best = _detail(middle)[candidates], torch.full(candidates.shape, -1.0)
+    for window in windows:
         best = torch.maximum(best, (theirs @ _detail(window)[:, :, None])[:, :, 0])
     return best, candidates
 
 
-def _windows(images: Tensor, step: int) -> Iterator[Tensor]:
-    """What the middle of a copy of the images may show, in many positions; `step` is that of the shifts."""
-    height, width = (side - 2 * _MARGIN for side in images.shape[2:])
-    turned = [images.flip(2), images.rot90(2, (2, 3))]
-    if height == width:
-        turned += [each.rot90(1, (2, 3)) for each in (images, images.flip(2), images.flip(3), images.rot90(2, (2, 3)))]
-    yield from (each[:, :, _MARGIN : _MARGIN + height, _MARGIN : _MARGIN + width] for each in turned)
+def _copies(images: Tensor) -> list[Tensor]:
+    """Images as copies of them may be: shifted by half a pixel, rescaled, turned, and mirrored."""
+    right = (images + images.roll(1, 3)) / 2
+    found = [images, right, (images + images.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
     for scale in _SCALES:
-        size = [max(round(side * scale), 1) for side in images.shape[2:]]
-        scaled = [F.interpolate(images, size, mode="bilinear", antialias=True)]
-        if scale == 1.0 and step == 1:  # also shifted by half a pixel
-            right = (images + images.roll(1, 3)) / 2
-            scaled = [images, right, (images + images.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
-        for each in (*scaled, *(each.flip(-1) for each in scaled)):
-            for top in _offsets(size[0], height)[:: step if scale <= 1.0 else 2]:
-                for left in _offsets(size[1], width)[:: step if scale <= 1.0 else 2]:
-                    yield each[:, :, top : top + height, left : left + width]
-
-
-def _offsets(size: int, window: int) -> range:
-    """Where windows begin: at most `_MARGIN` from the middle."""
-    middle = (size - window) // 2
-    return range(max(0, middle - _MARGIN), min(size - window, middle + _MARGIN) + 1)
+        size = [round(side * scale) for side in images.shape[2:]]
+        found.append(F.interpolate(images, size, mode="bilinear", antialias=True))
+    found += [images.rot90(turns, (2, 3)) for turns in ((1, 2, 3) if images.shape[2] == images.shape[3] else (2,))]
+    return [*found, *(each.flip(-1) for each in found)]
 
 
 def _detail(images: Tensor) -> Tensor:

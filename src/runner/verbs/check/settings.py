@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from runner.build.metrics import better
+from runner.config.errors import UserError
+from runner.config.keys import within
 from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
 from runner.verbs.check.model import Operations
 from runner.verbs.check.result import NotApplicable, Result, failed, graded, join_names, need, passed, warned
@@ -44,39 +48,30 @@ def optimizer_settings(context: CheckContext) -> Result:
 
 def _group_faults(group: dict[str, Any], kind: str, steps: int) -> Iterator[tuple[bool, bool, str, str]]:
     """For each fault that a parameter group can have: whether it does, whether it is severe, evidence and fix."""
-    rate, decay = float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0) or 0.0)
+    rate, decay = float(group["initial_lr"]), float(group.get("weight_decay") or 0.0)
     momentum, eps = float(group.get("momentum") or 0.0), float(group.get("eps") or 0.0)
-    betas, dampening = group.get("betas"), float(group.get("dampening") or 0.0)
-    first, second = map(float, betas) if isinstance(betas, list | tuple) and len(betas) == 2 else (0.0, 1.0)
-    adam, taken = kind.lower() in _ADAM, rate * decay
-    largest = 100 * max(1e-3, 1 - momentum) if kind == "SGD" else 0.05 if adam or kind == "RMSprop" else math.inf
-    severe = rate >= (100 if kind == "SGD" else 0.5)
-
-    def too_long(decay_rate: float) -> bool:
-        return 0.99 < decay_rate < 1 and 1 - decay_rate < 2 / max(4, steps)
-
-    average = f"averages more than half of the {steps:,} steps of the run"
-    large, usual = f"lr={rate:g} for {kind}", "0.0001 to 0.01 is usual for it"
-    if kind == "SGD":
-        large, usual = f"lr={rate:g} with momentum {momentum:g}", "0.001 to 1 is usual"
-    adams, decays = "betas [0.9, 0.999]", "a smaller optimizer.weight_decay: 0.0001 to 0.1 is usual"
-    l2 = kind in _L2 and not group.get("decoupled_weight_decay", False)
-    yield not math.isfinite(rate) or rate < 0, True, f"lr is {rate:g}", "a positive optimizer.lr"
+    dampening, taken = float(group.get("dampening") or 0.0), rate * decay
+    first, second = map(float, (group.get("betas") or (0.0, 1.0))[:2])
+    adam, sgd = kind.lower() in _ADAM, kind == "SGD"
+    largest = 100 * max(1e-3, 1 - momentum) if sgd else 0.05 if adam or kind == "RMSprop" else math.inf
+    usual = "0.001 to 1 is usual" if sgd else "0.0001 to 0.01 is usual for it"
+    large = f"lr={rate:g} with momentum {momentum:g}" if sgd else f"lr={rate:g} for {kind}"
     yield rate == 0, False, "lr is 0: nothing is trained", "a positive optimizer.lr"
-    yield largest <= rate < math.inf, severe, large, usual
+    yield rate >= largest, rate >= (100 if sgd else 0.5), large, usual
     yield bool(group.get("maximize")), True, "maximize=true: the loss rises", "optimizer.maximize=false"
     yield momentum >= 1, True, f"momentum={momentum:g}: no step is ever forgotten", "optimizer.momentum=0.9"
-    yield too_long(momentum), False, f"momentum={momentum:g} {average}", "optimizer.momentum=0.9"
     blocked = dampening >= 0.99 and momentum != 0
     yield blocked, True, f"dampening={dampening:g}: no gradient reaches the momentum", "optimizer.dampening=0"
     yield first > second, False, f"betas=[{first:g}, {second:g}]", "the other way round: [0.9, 0.999]"
-    yield first <= second and too_long(first), False, f"betas[0]={first:g} {average}", adams
-    yield first <= second < 0.5, False, f"betas[1]={second:g}: the size of a step is as noisy as its gradient", adams
+    for name, average in (("momentum", momentum), ("betas[0]", min(first, second))):
+        too_long = 0.99 < average < 1 and 1 - average < 2 / max(4, steps)
+        evidence = f"{name}={average:g} averages more than half of the {steps:,} steps of the run"
+        yield too_long, False, evidence, "0.9 is usual"
     faint = f"eps={eps:g} is more than most gradients, so steps shrink with them"
     yield adam and eps > 1e-3, False, faint, "optimizer.eps=1e-8"
-    yield decay < 0, True, f"weight_decay={decay:g}: weights grow", "a weight decay of 0 or more"
     shrinks = f"weight_decay={decay:g} takes {min(1.0, taken):.1%} off every weight in each step at lr={rate:g}"
-    yield taken >= 2e-3, taken >= 0.05, shrinks, decays
+    yield taken >= 2e-3, taken >= 0.05, shrinks, "a smaller optimizer.weight_decay: 0.0001 to 0.1 is usual"
+    l2 = kind in _L2 and not group.get("decoupled_weight_decay", False)
     exceeds = f"weight_decay={decay:g} of {kind} is added to the gradient, where it exceeds that of the loss"
     yield decay >= 0.1 and l2 and taken < 2e-3, False, exceeds, "0.0001 to 0.001 is usual for it, or optimizer=adamw"
 
@@ -171,12 +166,12 @@ def averaging(context: CheckContext) -> Result:
     share = math.prod(min(ema, (1 + step) / (10 + step)) if warmup else ema for step in range(min(total, 200_000)))
     horizon = 1 / (1 - ema)
     evidence = f"ema={ema:g} averages {horizon:,.0f} of {total:,} steps; {share:.1%} of it are initial weights"
-    fix = f"ema={1 - 10 / max(20, total):.4g} averages a tenth of the run"
-    if share > 0.01:
-        return graded(evidence, f"averaging.warmup=true, or {fix}", fail=share > 0.1, warn=True)
-    if horizon > total and total >= 10:
-        return warned(f"{evidence}: the decay is never reached, because averaging warms up for the whole run", fix)
-    return warned(f"{evidence}: it hardly differs from the weights", fix) if ema < 0.5 else passed(evidence)
+    if share <= 0.01 and horizon > total:
+        evidence += "; the decay is never reached, because averaging warms up for the whole run"
+    if ema < 0.5:
+        evidence += "; it hardly differs from the weights"
+    fix = f"ema={1 - 10 / max(20, total):.4g} averages a tenth of the run, and averaging.warmup=true"
+    return graded(evidence, fix, fail=share > 0.1, warn=share > 0.01 or (horizon > total >= 10) or ema < 0.5)
 
 
 def norm_statistics(context: CheckContext) -> Result:
@@ -196,33 +191,29 @@ def norm_statistics(context: CheckContext) -> Result:
                 return graded(f"{evidence} are those of the last batch", fix, fail=momentum >= 0.99, warn=True)
         if norm.eps > 0.05:
             return warned(f"eps={norm.eps:g} of {name} is as large as the variance itself", "eps=1e-5")
+    rest = 0 if plan.drop_last or plan.limit is not None else plan.samples % size
     evidence = f"data.batch_size={size} for {len(norms)} BatchNorm layers"
-    if size < 4:
-        return graded(evidence, "a batch of 16 or more, or GroupNorm", fail=size == 1, warn=True)
-    if not plan.drop_last and plan.limit is None and plan.samples % size == 1 and plan.samples > size:
-        evidence = f"the last batch of an epoch has one sample, for {len(norms)} BatchNorm layers"
-        return warned(evidence, "data.drop_last=true, or another data.batch_size")
-    return passed(f"{len(norms)} layers, batches of {size}")
+    if rest == 1 and size >= 4:
+        evidence += ", and the last batch of an epoch has one sample"
+    fix = "a batch of 16 or more, GroupNorm, or data.drop_last=true"
+    return graded(evidence, fix, fail=size == 1, warn=size < 4 or (rest == 1 and plan.samples > size))
 
 
 def dropout_rate(context: CheckContext) -> Result:
     """Dropout, as a layer or a function, that drops almost everything."""
-    calls: list[float] = []
+    rates = {name: float(each.p) for name, each in context.model.named_modules() if isinstance(each, DROPOUT)}
 
     def look(name: str, arguments: Sequence[Any], output: Any) -> None:
         drops = name in ("bernoulli_", "bernoulli", "native_dropout")
         if drops and len(arguments) > 1 and isinstance(arguments[1], float):
             # Those other than native_dropout are given the share that is kept.
-            calls.append(arguments[1] if name == "native_dropout" else 1 - arguments[1])
+            rates[f"number {len(rates)} in forward"] = arguments[1] if name == "native_dropout" else 1 - arguments[1]
 
     context.training.state.train()
     dtype = getattr(torch, context.config.dtype)
     with Operations(look), torch.no_grad():
-        context.model(torch.rand(2, *context.splits.image_shape).to(context.splits.example[0].device, dtype))
-    modules = context.model.named_modules()
-    rates = {name: float(each.p) for name, each in modules if isinstance(each, DROPOUT) and each.p > 0}
-    rates |= {f"number {place} in forward": rate for place, rate in enumerate(calls)}
-    if not rates:
+        context.model(torch.rand(2, *context.splits.image_shape).to(context.device, dtype))
+    if not any(rates.values()):
         return passed("there is none")
     name = max(rates, key=rates.__getitem__)
     evidence = f"up to {rates[name]:.0%} of the values are dropped ({name})"
@@ -244,3 +235,50 @@ def epoch_length(context: CheckContext) -> Result:
         evidence = f"data.batch_size={plan.batch_size} is more than the {plan.samples:,} training samples: {total} steps in all"
         return warned(evidence, "a smaller data.batch_size, or more epochs")
     return passed(f"{plan.steps:,} steps an epoch, {total:,} in all")
+
+
+def metric_direction(context: CheckContext) -> Result:
+    """A mode that takes the worst value of a metric for the best."""
+    config, training = context.config, context.training
+    given = {"checkpoint.mode": config.checkpoint.mode, "scheduler.mode": (config.scheduler or {}).get("mode")}
+    given = {key: mode for key, mode in given.items() if mode in ("min", "max")}
+    need(given, "no mode is set")
+    name = training.monitor.metric
+    try:
+        right = better("checkpoint.mode", name, config, training.task)
+    except UserError as error:
+        raise NotApplicable(f"{name} does not say which of its values are better") from error
+    wrong = [f"{key}={mode}" for key, mode in given.items() if mode != right]
+    evidence = f"{join_names(wrong) or right} for {name}, whose {right} is best"
+    return graded(evidence, f"{right}, or null", fail=bool(wrong))
+
+
+def class_weights(context: CheckContext) -> Result:
+    """Class weights that favor the frequent classes."""
+    counts = context.training.data.class_counts
+    need(counts is not None and len(counts) > 1, "the classes are not counted")
+    sizes = counts.double().clamp_min(1).log()  # type: ignore[union-attr]
+    for name, buffer in context.training.loss.named_buffers():
+        if "weight" not in name or buffer.shape != sizes.shape or not bool((buffer > 0).all()):
+            continue
+        weights = buffer.double().cpu().log()
+        need(min(float(each.max() - each.min()) for each in (sizes, weights)) > 0.05, "classes or weights are equal")
+        agree = float(torch.corrcoef(torch.stack([sizes.cpu(), weights]))[0, 1])
+        evidence = f"the correlation of {name} of the loss with the sizes of the classes is {agree:.2f}"
+        return graded(evidence, "the inverse: class_weights=balanced", warn=agree > 0.5)
+    raise NotApplicable("the loss has no class weights")
+
+
+def frozen_start(context: CheckContext) -> Result:
+    """Most parameters frozen at random initial values, without pretrained weights."""
+    config, node = context.config, context.config.model
+    need(config.freeze is not None, "freeze is not set")
+    need(within(str(node["_target_"]), ["runner.models"]), "a custom model may load weights itself")
+    if config.init_from or config.ckpt_path or node.get("weights") or node.get("pretrained"):
+        return passed("the weights are pretrained")
+    sizes = Counter(dict.fromkeys((True, False), 0))
+    for parameter in context.model.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    share = sizes[False] / max(1, sizes.total())
+    evidence = f"{share:.0%} of the parameters are frozen, and no weights are loaded"
+    return graded(evidence, "init_from=, pretrained weights of the model, or freeze=null", warn=share > 0.5)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import NotApplicable, Result, need, passed, warned
-from runner.verbs.check.split_stats import is_classes
+from runner.verbs.check.result import Result, need, passed, warned
 
 _FEWEST = 15  # samples of a class
 _REVEALING = 0.97  # balanced accuracy of a single value
-_DROP = 0.15  # by how much pixels near a mark are worse
-_TRIED = 48  # pixels of each class for which the exact accuracy is computed
+_DROP = 0.15  # by how much pixels elsewhere are worse than a mark
+_AROUND = 3  # pixels from a mark to those that it is compared with
 _FILES = 400
 
 
 def _threshold_accuracy(values: Tensor, positive: Tensor) -> Tensor:
     """Best balanced accuracy of a single threshold for each column of (N, P), in either direction: (P,)."""
-    from scipy.stats import ks_2samp
-
-    # The Kolmogorov-Smirnov distance is the largest difference between the rates of true and of false positives.
-    gap = ks_2samp(values[positive].numpy(), values[~positive].numpy(), method="asymp").statistic
-    return torch.as_tensor((gap + 1) / 2)
+    ordered, order = values.sort(0)
+    hits = positive[order]
+    gap = (hits.cumsum(0) / hits.sum(0) - (~hits).cumsum(0) / (~hits).sum(0)).abs()
+    # No threshold lies between equal values.
+    gap[:-1][ordered[1:] == ordered[:-1]] = 0
+    return (gap.amax(0) + 1) / 2
 
 
 def _frequent_classes(targets: Tensor, what: str) -> list[int]:
@@ -39,39 +41,31 @@ def _frequent_classes(targets: Tensor, what: str) -> list[int]:
 def _find_mark(images: Tensor, positive: Tensor) -> tuple[float, int, int] | None:
     """Balanced accuracy, row and column of a pixel that reveals a class and is not part of an object."""
     height, width = images.shape[2:]
-    flat = images.flatten(1)
-    # The exact accuracy is computed only for the pixels whose means differ most, in deviations.
-    inside, outside = flat[positive], flat[~positive]
-    separation = (inside.mean(0) - outside.mean(0)).abs() / ((inside.var(0) + outside.var(0)).sqrt() + 1e-3)
-    tried = separation.topk(min(_TRIED, len(separation))).indices
-    accuracy = _threshold_accuracy(flat[:, tried], positive)
+    accuracy = _threshold_accuracy(images.flatten(1), positive).view(images.shape[1:])
     best = float(accuracy.max())
     if best < _REVEALING:
         return None
-    places = tried[accuracy > best - 1e-3] % (height * width)
-    rows, columns = places // width, places % width
+    _, rows, columns = (accuracy > best - 1e-3).nonzero().unbind(1)
     to_edge = torch.stack([rows, columns, height - 1 - rows, width - 1 - columns]).amin(0)
     row, column, edge = (int(each[int(to_edge.argmin())]) for each in (rows, columns, to_edge))
     own = images[positive][:, :, row, column]
     at_border = edge < max(1, min(height, width) // 6)
     # In photographs of one class no pixel is constant; inside an object, black or white pixels may be.
     constant = (own.std(0) < 1e-3) & ((own.mean(0) > 0.02) & (own.mean(0) < 0.98) | at_border)
-    around = [(row + down, column + right) for down in (-3, 0, 3) for right in (-3, 0, 3) if down or right]
-    around = [(down, right) for down, right in around if 0 <= down < height and 0 <= right < width]
-    near = images[:, :, [each[0] for each in around], [each[1] for each in around]].flatten(1)
-    isolated = float(_threshold_accuracy(near, positive).max()) < best - _DROP
-    center = ..., slice(height // 4, height - height // 4), slice(width // 4, width - width // 4)
-    inner = separation.view(images.shape[1:])[center].flatten()
-    middle = images[center].flatten(1)[:, inner.topk(min(_TRIED, len(inner))).indices]
-    only_there = at_border and float(_threshold_accuracy(middle, positive).max()) < best - _DROP
+    # The pixels of an object reveal the class as well as their neighbors do, those of a mark do not.
+    steps = [(down, right) for down in (-_AROUND, 0, _AROUND) for right in (-_AROUND, 0, _AROUND) if down or right]
+    around = [(row + down, column + right) for down, right in steps if row + down >= 0 and column + right >= 0]
+    near = [float(accuracy[:, down, right].max()) for down, right in around if down < height and right < width]
+    isolated = max(near) < best - _DROP
+    middle = accuracy[:, height // 4 : height - height // 4, width // 4 : width - width // 4]
+    only_there = at_border and float(middle.max()) < best - _DROP
     return (best, row, column) if isolated or only_there or bool(constant.any()) else None
 
 
 def image_shortcut(context: CheckContext) -> Result:
     """A mark in the image that reveals the label: a border, a corner, a stamp, or a channel that is constant per class."""
-    need(context.classes, "there are no classes")
-    images, targets = context.sample_images.get("train", (torch.zeros(0), torch.zeros(0)))
-    need(is_classes(targets), "there are no images to look at")
+    need(context.classes and "train" in context.labels, "there are no classes")
+    images, targets = context.train_images(2 * _FEWEST)
     classes = _frequent_classes(targets, "images")
     fix = "remove the mark from all images, or crop it off: otherwise the model learns the mark, not the object"
     flat = images.flatten(2)
@@ -95,13 +89,9 @@ def _path(dataset: object, index: int) -> Path:
     """The file of a sample, if the data set knows it."""
     if callable(path := getattr(dataset, "path", None)):
         return Path(path(index))
-    for name in ("samples", "imgs", "paths", "files"):
-        known = getattr(dataset, name, None)
-        if isinstance(known, list | tuple) and index < len(known):
-            one = known[index][0] if isinstance(known[index], list | tuple) else known[index]
-            if isinstance(one, str | Path):
-                return Path(one)
-    raise NotApplicable("the data set does not name its files")
+    samples = getattr(dataset, "samples", None)  # as torchvision's ImageFolder has them
+    need(isinstance(samples, list) and isinstance(samples[index], tuple), "the data set does not name its files")
+    return Path(samples[index][0])  # type: ignore[index]
 
 
 def file_shortcut(context: CheckContext) -> Result:
@@ -117,26 +107,22 @@ def file_shortcut(context: CheckContext) -> Result:
         warnings.simplefilter("ignore")
         for index in context.readable("train", _FILES):
             path = _path(dataset, index)
-            try:
-                with Image.open(path) as image:
-                    files.append((image.format, image.mode, image.size, path.stat().st_size))
-            except OSError:
-                continue
-            numbers.append(int(known[index]))
+            with contextlib.suppress(OSError), Image.open(path) as image:
+                files.append((image.format, image.mode, image.size, path.stat().st_size))
+                numbers.append(int(known[index]))
     targets = torch.tensor(numbers)
     classes = _frequent_classes(targets, "files")
     fix = "store the files of all classes in the same way; what differs may also be visible in the pixels"
     names = ("the format", "the color mode", "the size in pixels", "the size in bytes")
     for name, values in zip(names, zip(*files, strict=True), strict=True):
         for each in classes:
-            positive = targets == each
-            # A size in bytes is compared with a threshold, the others for equality.
-            inside = {value for value, hit in zip(values, positive.tolist(), strict=True) if hit}
-            columns = {f" ({one})": [value == one for value in values] for one in inside}
-            if name == "the size in bytes":
-                columns = {"": list(values)}
+            # A size in bytes is compared with a threshold, the others for equality with those of the class.
+            columns: dict[str, Sequence[object]] = {"": values}
+            if name != "the size in bytes":
+                own = {value for value, number in zip(values, numbers, strict=True) if number == each}
+                columns = {f" ({one})": [value == one for value in values] for one in own}
             for which, column in columns.items():
-                accuracy = float(_threshold_accuracy(torch.tensor(column).float(), positive))
+                accuracy = float(_threshold_accuracy(torch.tensor(column).float()[:, None], targets == each))
                 if accuracy >= _REVEALING:
                     evidence = f"{name} of the file{which} alone tells class {each} from the others"
                     return warned(f"{evidence} with a balanced accuracy of {accuracy:.1%}", fix)

@@ -25,19 +25,16 @@ _CHUNK = 2048
 
 @dataclass
 class SplitStats:
-    """Statistics of the N images of a split that were measured."""
+    """Statistics of the N images of a split that were measured, in a random order, stratified over the classes."""
 
     name: str
     dataset: Dataset[Any]
     samples: int  # of the split
     shapes: Counter[tuple[int, ...]]
     dtypes: Counter[str]
-    whole_numbers: bool  # whether float images hold whole numbers only
     unreadable: dict[int, str]  # the error by index of images that could not be read
     digests: list[bytes]  # hashes of the bytes of each image
-    thumbnails: Tensor  # M of the images, averaged to 16 by 16 pixels, float32 (M, C, h, w)
-    thumbnail_rows: Tensor  # their positions among the N, int64 (M,)
-    grey: Tensor  # all images averaged in the same way, without color, float32 (N, 1, h, w); as thumbnails, empty if they differ
+    thumbnails: Tensor  # averaged to 16 by 16 pixels, float32 (N, C, h, w); none if their sizes differ
     indices: Tensor  # in the data set, int64 (N,)
     targets: Tensor  # (N, ...)
     low: Tensor  # smallest value of each image, float32 (N,); uint8 values are divided by 255
@@ -65,6 +62,11 @@ class SplitStats:
         means, stds = self.means[self.finite].double(), self.stds[self.finite].double()
         mean = means.mean(0)
         return torch.stack([mean, ((stds**2 + means**2).mean(0) - mean**2).clamp_min(0).sqrt()])
+
+    def pictures(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Thumbnails of at most `most` finite images (M, C, h, w), their targets and their indices."""
+        rows = self.finite[: len(self.thumbnails)].nonzero().flatten()[:most]
+        return self.thumbnails[rows], self.targets[rows], self.indices[rows]
 
 
 def is_classes(targets: Tensor) -> bool:
@@ -97,80 +99,63 @@ def stratified_order(targets: Tensor | None, samples: int, seed: int) -> Tensor:
 
 
 def compute_split_stats(
-    name: str,
-    part: tuple[Dataset[Any], Indices],
-    transforms: Sequence[SampleTransform],
-    most: int,
-    seed: int,
+    name: str, part: tuple[Dataset[Any], Indices], transforms: Sequence[SampleTransform], most: int, seed: int
 ) -> SplitStats:
-    """Measure a split: all of it if it is small and in memory, otherwise a random sample, stratified over the classes.
+    """Measure a split: all of it if it is small and in memory, otherwise a random sample of `most` images.
 
-    `part` is the data set and which of its samples are in the split. At most `most` images are read one by one, and at most
-    as many thumbnails are made.
+    `part` is the data set and which of its samples are in the split.
     """
     dataset, indices = part
     known = known_targets(part)
     order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), seed)
-    unreadable: dict[int, str] = {}
-
-    def one_by_one() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        seeded = SeededDataset(dataset, 0, transforms)
-        for index in indices[order[:most]].tolist():
-            try:
-                image, target = seeded[0, index]
-                image, target = as_tensor(image), as_target(target)
-            except MemoryError:
-                raise
-            except Exception as error:  # a decoder or a custom data set can raise anything
-                unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
-            else:
-                yield torch.tensor([index]), image[None], target[None]
-
+    none, no_channels = torch.zeros(0), torch.zeros(0, 1)
+    found = SplitStats(
+        *(name, dataset, len(indices), Counter(), Counter(), {}, [], torch.zeros(0, 1, 1, 1)),
+        *(none.long(), none.long(), none, none, no_channels, no_channels),
+    )
     source: Iterator[tuple[Tensor, Tensor, Tensor]]
     if isinstance(dataset, ImageArrays) and not transforms:
-        places, rank = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())].sort()
-        shown, chunks = rank < most, torch.split(indices[places], _CHUNK)
-        source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in chunks)
+        whole = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())]
+        source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in indices[whole].split(_CHUNK))
     else:
-        shown = torch.ones(most, dtype=torch.bool)
-        source = one_by_one()
-    shapes: Counter[tuple[int, ...]] = Counter()
-    dtypes: Counter[str] = Counter()
+        source = _one_by_one(SeededDataset(dataset, 0, transforms), indices[order[:most]].tolist(), found.unreadable)
     columns: list[tuple[Tensor, ...]] = []
-    small: list[Tensor] = []
-    grey: list[Tensor] = []
-    digests: list[bytes] = []
-    whole_numbers = True
     for rows, images, targets in source:
-        shapes[tuple(images.shape[1:])] += len(rows)
-        dtypes[str(images.dtype).removeprefix("torch.")] += len(rows)
-        if columns and (images.shape[1] != columns[0][-1].shape[1] or targets.shape[1:] != columns[0][1].shape[1:]):
+        found.shapes[tuple(images.shape[1:])] += len(rows)
+        found.dtypes[str(images.dtype).removeprefix("torch.")] += len(rows)
+        pixels = scaled(images).flatten(2)
+        measured = rows, targets, pixels.amin((1, 2)), pixels.amax((1, 2)), pixels.mean(2), pixels.std(2, correction=0)
+        if columns and any(a.shape[1:] != b.shape[1:] for a, b in zip(measured, columns[0][1:], strict=True)):
             continue  # other channels or another target shape than the first: counted only
-        if images.is_floating_point():
-            whole_numbers = whole_numbers and bool((images == images.round()).all())
-        averaged = thumbnails(_scaled(images))
-        small.append(averaged[shown[len(digests) : len(digests) + len(rows)]])
-        grey.append(averaged.mean(1, keepdim=True))
-        pixels = images.contiguous().flatten(1).view(torch.uint8).numpy()
-        digests += [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in pixels]
-        columns.append((rows, targets, *_measured(images)))
-    if len({each.shape[1:] for each in small}) != 1:
-        small, grey, shown = [torch.zeros(0, 1, 1, 1)], [torch.zeros(0, 1, 1, 1)], shown[:0]
-    none = torch.zeros(0, dtype=torch.int64)
-    return SplitStats(
-        *(name, dataset, len(indices), shapes, dtypes, whole_numbers, unreadable, digests),
-        *(torch.cat(small), shown[: len(digests)].nonzero().flatten(), torch.cat(grey)),
-        *map(torch.cat, zip(*(columns or [(none, none, *_measured(torch.zeros(0, 1, 1, 1)))]), strict=True)),
-    )
+        columns.append((thumbnails(scaled(images)), *measured))
+        numbers = images.contiguous().flatten(1).view(torch.uint8).numpy()
+        found.digests += [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in numbers]
+    if columns:
+        small, *others = zip(*columns, strict=True)
+        if len({each.shape[1:] for each in small}) == 1:
+            found.thumbnails = torch.cat(small)
+        found.indices, found.targets, found.low, found.high, found.means, found.stds = map(torch.cat, others)
+    return found
 
 
-def _measured(images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Smallest and largest value of each image of a batch, mean and deviation of its channels."""
-    pixels = _scaled(images).flatten(2)
-    return pixels.amin((1, 2)), pixels.amax((1, 2)), pixels.mean(2), pixels.std(2, unbiased=False)
+def _one_by_one(
+    seeded: SeededDataset, indices: Sequence[int], unreadable: dict[int, str]
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Index, image and target of each sample, as batches of one; adds the error of those that cannot be read."""
+    for index in indices:
+        try:
+            image, target = seeded[0, index]
+            image, target = as_tensor(image), as_target(target)
+        except MemoryError:
+            raise
+        except Exception as error:  # a decoder or a custom data set can raise anything
+            unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
+        else:
+            yield torch.tensor([index]), image[None], target[None]
 
 
-def _scaled(images: Tensor) -> Tensor:
+def scaled(images: Tensor) -> Tensor:
+    """Images as float32; uint8 values are divided by 255."""
     return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 

@@ -75,20 +75,17 @@ def split_source(context: CheckContext) -> Result:
     return graded(evidence, fix, warn=share > limit)
 
 
-def _features(stats: SplitStats) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Features, classes and indices of the thumbnails of a split; None without classes."""
-    good = stats.finite[stats.thumbnail_rows]
-    rows = stats.thumbnail_rows[good][:_MOST]
-    targets = stats.targets[rows]
-    if not len(targets) or not is_classes(targets):
-        return None
-    return image_features(stats.thumbnails[good][:_MOST]), targets.long(), stats.indices[rows]
+def _features(stats: SplitStats, least: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Features, classes and indices of the thumbnails of a split; None without classes, or if there are too few."""
+    images, targets, indices = stats.pictures(_MOST)
+    enough = len(images) >= least and is_classes(targets)
+    return (image_features(images), targets.long(), indices) if enough else None
 
 
 def _train_features(context: CheckContext, least: int) -> tuple[Tensor, Tensor, Tensor]:
     need(context.classes, "there are no classes")
-    found = _features(context.train_stats)
-    if found is None or len(found[1]) < least or len(torch.unique(found[1])) < 2:
+    found = _features(context.train_stats, least)
+    if found is None or len(torch.unique(found[1])) < 2:
         raise NotApplicable(f"fewer than {least} training images of one shape could be read")
     return found
 
@@ -99,8 +96,8 @@ def split_targets(context: CheckContext) -> Result:
     known = linear_accuracy(features[::2], targets[::2], features[1::2], targets[1::2])
     scores, bad = [f"{known:.0%} on train"], []
     for stats in context.held_out_stats:
-        theirs = _features(stats)
-        if theirs is None or len(theirs[1]) < _LEAST or theirs[0].shape[1] != features.shape[1]:
+        theirs = _features(stats, _LEAST)
+        if theirs is None or theirs[0].shape[1] != features.shape[1]:
             continue
         right, chance = linear_accuracy(features, targets, *theirs[:2]), chance_level(theirs[1])
         scores.append(f"{right:.0%} on {stats.name}")

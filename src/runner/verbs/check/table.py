@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from runner.verbs.check import (
     baselines,
     batches,
-    contradictions,
     data,
     labels,
     loop,
@@ -56,7 +55,7 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     "data": (
         data.readable, data.image_shapes, data.finite_images, data.constant_images, data.outlier_images,
         data.image_range, data.normalization, data.channel_order, data.splits_alike, data.evaluation_transform,
-        data.augmentation, contradictions.input_size, contradictions.constant_areas, contradictions.colorless_class,
+        data.augmentation, data.input_size, data.constant_areas, data.colorless_class,
     ),
     "labels": (
         labels.target_range, labels.missing_classes, labels.class_balance, labels.class_order, labels.duplicates,
@@ -64,12 +63,12 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     ),
     "outputs": (
         outputs.logits, outputs.sample_mixing, outputs.modes, outputs.repeatable_evaluation,
-        contradictions.output_scale,
+        outputs.output_scale,
     ),
     "model": (
         model.frozen_parameters, model.optimizer_parameters, model.detached_parameters, model.unused_parameters,
         model.shared_weights, model.bias_before_norm, model.dead_units, model.activation_scale, model.gradient_scale,
-        contradictions.repeated_norms, contradictions.trainable_set,
+        model.repeated_norms, model.trainable_set,
     ),
     "loss": (loss.initial_loss, loss.loss_of_samples, loss.loss_axis, loss.loss_broadcast, loss.accumulation),
     "loop": (
@@ -88,7 +87,7 @@ _GROUPS: dict[str, tuple[Callable[[CheckContext], Result], ...]] = {
     "settings": (
         settings.optimizer_settings, settings.schedule, settings.step_size, settings.averaging,
         settings.norm_statistics, settings.dropout_rate, settings.epoch_length,
-        contradictions.metric_direction, contradictions.class_weights, contradictions.frozen_start,
+        settings.metric_direction, settings.class_weights, settings.frozen_start,
     ),
     "steps": (training.short_training,),
 }
