@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from check_photos import MEAN, STD
 from torch import Tensor, nn
 
 
@@ -39,7 +42,7 @@ class Net(nn.Module):
         elif fault == "tensors in a list":
             self.scales = [torch.ones(24, requires_grad=True) for _ in range(2)]
         elif fault == "hidden in an object":
-            self.kept = Holder()
+            self.kept = SimpleNamespace(layer=nn.Linear(24, 24))
         elif fault == "constant weights":
             nn.init.constant_(self.deep.weight, 0.05)
         elif fault == "zero weights":
@@ -48,103 +51,96 @@ class Net(nn.Module):
             nn.init.constant_(self.hidden.bias, 0.1)
             nn.init.constant_(self.head.weight, 0.05)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def _changed(self, features: Tensor) -> Tensor:
+        """Features (B, 24) as the fault changes them."""
         fault = self.fault
-        features = F.relu(self.norm(self.conv(images)))
-        features = F.relu(self.deep(features)).mean((2, 3))
         if fault == "list":
-            for block in self.blocks:
-                features = F.relu(block(features)) + features
-        elif fault == "dict":
-            features = features + F.relu(self.blocks["first"](features)) + self.blocks["second"]["inner"](features)
-        elif fault == "plain tensor":
-            features = features * self.scale
-        elif fault == "tensors in a list":
-            features = features * self.scales[0] + self.scales[1]
-        elif fault == "hidden in an object":
-            features = self.kept.layer(features)
-        elif fault == "made in forward":
-            features = features + F.relu(nn.Linear(24, 24)(features))
-        elif fault == "registered in forward":
+            return F.relu(self.blocks[1](F.relu(self.blocks[0](features)) + features))
+        if fault == "dict":
+            return features + F.relu(self.blocks["first"](features)) + self.blocks["second"]["inner"](features)
+        if fault == "plain tensor":
+            return features * self.scale
+        if fault == "tensors in a list":
+            return features * self.scales[0] + self.scales[1]
+        if fault == "hidden in an object":
+            return self.kept.layer(features)
+        if fault == "made in forward":
+            return features + F.relu(nn.Linear(24, 24)(features))
+        if fault == "registered in forward":
             self.late = nn.Linear(24, 24)
-            features = features + F.relu(self.late(features))
-        elif fault == "zero weights":
-            features = F.relu(self.hidden(features))
-        if fault == "dropped":
-            features = F.dropout(features, 0.97, self.training)
-        outputs = self.head(self.dropout(features))
-        last = {"relu": F.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "clamp": lambda x: x.clamp(-1, 1)}
-        last |= {
-            "softplus": F.softplus,
-            "unit length": lambda x: F.normalize(x, dim=1),
-            "log-softmax": lambda x: x.log_softmax(1),
-        }
-        last |= {"abs": torch.abs, "relu6": F.relu6}
-        return last[fault](outputs) if fault in last else outputs
+            return features + F.relu(self.late(features))
+        if fault == "zero weights":
+            return F.relu(self.hidden(features))
+        return F.dropout(features, 0.97, self.training) if fault == "dropped" else features
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.relu(self.deep(F.relu(self.norm(self.conv(images))))).mean((2, 3))
+        outputs = self.head(self.dropout(self._changed(features)))
+        return LAST[self.fault](outputs) if self.fault in LAST else outputs
 
 
-class Holder:
-    """A custom object that is not a module."""
+LAST: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "clamp": lambda x: x.clamp(-1, 1),
+    "softplus": F.softplus,
+    "unit length": lambda x: F.normalize(x, dim=1),
+    "abs": torch.abs,
+}
 
-    def __init__(self) -> None:
-        self.layer = nn.Linear(24, 24)
+
+def _weighted(outputs: Tensor, targets: Tensor, of_class_2: float) -> Tensor:
+    weight = torch.tensor([1.0, 1.0, of_class_2, 1.0])
+    return (F.cross_entropy(outputs, targets, reduction="none") * weight[targets]).mean()
+
+
+def _one_hot(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.one_hot(targets, outputs.shape[1]).float()
+
+
+_entropy = F.cross_entropy
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of outputs and targets; the last three are for numbers
+    "wrong sign": lambda out, y: -_entropy(out, y),
+    "detached": lambda out, y: _entropy(out.detach(), y),
+    "item": lambda out, y: torch.tensor(_entropy(out, y).item(), requires_grad=True),
+    "constant": lambda out, y: _entropy(out, y) * 0 + 1,
+    "blind": lambda out, y: _entropy(out, torch.zeros_like(y)),
+    "own answers": lambda out, y: _entropy(out, out.argmax(1)),
+    "argmax": lambda out, y: (out.argmax(1) != y).float().mean().requires_grad_(),
+    "wrong neighbour": lambda out, y: _entropy(out, (y + 1) % out.shape[1]),
+    "rolled": lambda out, y: _entropy(out, y.roll(1)),
+    "mean of the batch": lambda out, y: (out.softmax(1).mean(0) - _one_hot(out, y).mean(0)).square().sum(),
+    "entropy": lambda out, y: -(out.softmax(1) * out.log_softmax(1)).sum(1).mean(),
+    "first sample": lambda out, y: _entropy(out[:1], y[:1]),
+    "half of the batch": lambda out, y: _entropy(out[: max(1, len(out) // 2)], y[: max(1, len(out) // 2)]),
+    "ignores class 0": lambda out, y: _entropy(out, y, ignore_index=0) if bool(y.any()) else out.sum() * 0,
+    "zero weight": lambda out, y: _weighted(out, y, 0.0),
+    "extreme weight": lambda out, y: _weighted(out, y, 1e-4),
+    "clamped": lambda out, y: _entropy(out, y).clamp(max=0.05),
+    "cosine": lambda out, y: F.cosine_similarity(out, _one_hot(out, y)).mean(),
+    "rounded": lambda out, y: F.mse_loss(out.softmax(1).round(), _one_hot(out, y)),
+    "sorted": lambda out, y: _entropy(out, y.sort().values),
+    "last class": lambda out, y: _entropy(out[:, :-1], y.clamp(max=out.shape[1] - 2)),
+    "log of the mean": lambda out, y: -out.softmax(1).mean(0)[y].log().mean(),
+    "every second": lambda out, y: _entropy(out[::2], y[::2]),
+    "difference": lambda out, y: (out - y).mean(),
+    "squared mean": lambda out, y: (out - y).mean().square(),
+    "means": lambda out, y: (out.mean() - y.mean()).square(),
+}
 
 
 class Loss(nn.Module):
-    """Cross-entropy, or squared errors of numbers, with one fault."""
+    """One of `LOSSES`, or cross-entropy of outputs that a tensor scales which nothing trains."""
 
     def __init__(self, fault: str, **unused: Any) -> None:
         super().__init__()
-        self.fault = fault
-        self.scale = torch.ones((), requires_grad=True)  # no parameter, so nothing trains it
+        self.fault, self.scale = fault, torch.ones((), requires_grad=True)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        fault = self.fault
-        if fault == "learned scale":
-            return F.cross_entropy(outputs * self.scale, targets)
-        if fault == "wrong sign":
-            return -F.cross_entropy(outputs, targets)
-        if fault == "detached":
-            return F.cross_entropy(outputs.detach(), targets)
-        if fault == "item":
-            return torch.tensor(F.cross_entropy(outputs, targets).item(), requires_grad=True)
-        if fault == "constant":
-            return F.cross_entropy(outputs, targets) * 0 + 1
-        if fault == "blind":
-            return F.cross_entropy(outputs, torch.zeros_like(targets))
-        if fault == "own answers":
-            return F.cross_entropy(outputs, outputs.argmax(1))
-        if fault == "argmax":
-            return (outputs.argmax(1) != targets).float().mean().requires_grad_()
-        if fault == "wrong neighbour":
-            return F.cross_entropy(outputs, (targets + 1) % outputs.shape[1])
-        if fault == "rolled":
-            return F.cross_entropy(outputs, targets.roll(1))
-        if fault == "mean of the batch":
-            return (outputs.softmax(1).mean(0) - F.one_hot(targets, outputs.shape[1]).float().mean(0)).square().sum()
-        if fault == "entropy":
-            return -(outputs.softmax(1) * outputs.log_softmax(1)).sum(1).mean()
-        if fault == "first sample":
-            return F.cross_entropy(outputs[:1], targets[:1])
-        if fault == "half of the batch":
-            return F.cross_entropy(outputs[: max(1, len(outputs) // 2)], targets[: max(1, len(outputs) // 2)])
-        if fault == "ignores class 0":
-            return (
-                F.cross_entropy(outputs, targets, ignore_index=0) if bool((targets != 0).any()) else outputs.sum() * 0
-            )
-        if fault == "zero weight":
-            weight = torch.tensor([1.0, 1.0, 0.0, 1.0])
-            return (F.cross_entropy(outputs, targets, reduction="none") * weight[targets]).mean()
-        if fault == "extreme weight":
-            weight = torch.tensor([1.0, 1.0, 1e-4, 1.0])
-            return (F.cross_entropy(outputs, targets, reduction="none") * weight[targets]).mean()
-        if fault == "difference":
-            return (outputs - targets).mean()
-        if fault == "squared mean":
-            return (outputs - targets).mean().square()
-        if fault == "means":
-            return (outputs.mean() - targets.mean()).square()
-        return F.cross_entropy(outputs, targets)
+        if self.fault == "learned scale":
+            return _entropy(outputs * self.scale, targets)
+        return LOSSES[self.fault](outputs, targets)
 
 
 class Ascent(torch.optim.SGD):
@@ -176,30 +172,44 @@ class Shuffles(torch.optim.SGD):
                 weight.data.add_(torch.randn_like(weight) * 0.02)
 
 
-class PutsBack:
-    """A callback that puts the first weights back, after each step or each evaluation."""
+class Backwards(torch.optim.AdamW):
+    """Steps with gradients of the wrong sign for matrices."""
 
-    def __init__(self, after: str) -> None:
-        self.after = after
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and weight.ndim >= 2:
+                    weight.grad.neg_()
+        super().step(closure)
+
+
+class Undoes:
+    """A callback with a fault, after each step or each evaluation."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
 
     def on_start(self, loop: Any) -> None:
         self.kept = {name: tensor.clone() for name, tensor in loop.state.model.state_dict().items()}
 
     def on_step(self, loop: Any) -> None:
-        if self.after == "steps":
+        if self.fault == "first weights after steps":
             loop.state.model.load_state_dict(self.kept)
+        for group in loop.state.optimizer.param_groups if self.fault == "no rate" else ():
+            group["initial_lr"] = group["lr"] = 1e-12
+        with torch.no_grad():
+            for weight in loop.state.model.parameters():
+                if self.fault == "clamps":
+                    weight.clamp_(-1e-3, 1e-3)
+                elif self.fault == "noise":
+                    weight.add_(torch.randn_like(weight))
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
-        if self.after == "evaluations":
+        if self.fault == "first weights after evaluations":
             loop.state.model.load_state_dict(self.kept)
-
-
-class SlowsDown:
-    """A callback that sets the rate to nothing."""
-
-    def on_step(self, loop: Any) -> None:
-        for group in loop.state.optimizer.param_groups:
-            group["initial_lr"] = group["lr"] = 1e-12
+        for module in loop.state.model.modules() if self.fault == "new layers" else ():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
 
 class Curve:
@@ -216,6 +226,8 @@ class Curve:
             "spike": 1000.0 if 0.5 < share < 0.7 else 1.0,
             "negative": 1 - 2 * share,
             "nothing": 1e-6,
+            "halved each step": 0.5**step,
+            "nothing until the end": float(share >= 0.8),
         }[self.kind]
 
     def observe(self, metric: float) -> None: ...
@@ -226,42 +238,38 @@ class Curve:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def _floats(images: Tensor) -> Tensor:
+    return images.float() / 255 if images.dtype == torch.uint8 else images
+
+
+BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one image": lambda x: x[:1].expand_as(x).clone(),
+    "pairs": lambda x: x[::2].repeat_interleave(2, 0)[: len(x)],
+    "permuted": lambda x: x.flip(0),
+    "rolled and mirrored": lambda x: x.roll(1, 0).flip(-1),
+    "neighbours swapped": lambda x: x[(torch.arange(len(x)) ^ 1).clamp(max=len(x) - 1)],
+    "half repeated": lambda x: torch.cat([x[: len(x) // 2]] * 2 + [x[-1:]])[: len(x)],
+    "overflow": lambda x: (x.to(torch.int64) + 110).to(torch.uint8),
+    "added to bytes": lambda x: x + x // 2 + 70,
+    "normalised": lambda x: (_floats(x) - MEAN) / STD,
+    "standardised": lambda x: (_floats(x) - _floats(x).mean()) / _floats(x).std(),
+    "bytes as floats": lambda x: x.float(),
+    "negative": lambda x: 1 - 3 * _floats(x),
+    "tiny contrast": lambda x: 0.5 + 0.05 * (_floats(x) - 0.5),
+    "dark": lambda x: _floats(x) * 0.3,
+    "mostly erased": lambda x: torch.where((torch.arange(len(x)) % 3 > 0).view(-1, 1, 1, 1), 0.5, _floats(x)),
+    "corner": lambda x: F.interpolate(_floats(x)[..., :4, :4], x.shape[2:], mode="bilinear"),
+    "background": lambda x: torch.cat([_floats(x)[..., :5, :]] * 7, 2)[..., : x.shape[2], :],
+    "mostly shifted out": lambda x: F.pad(_floats(x), (0, round(0.85 * x.shape[3]), 0, 0))[..., -x.shape[3] :],
+    "sky": lambda x: F.interpolate(_floats(x)[..., :4, -4:], x.shape[2:], mode="bicubic").clamp(0, 1),
+}
+
+
 class Batchwise:
-    """A batch transform with a fault."""
+    """A batch transform, one of `BATCHES`."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
     def __call__(self, images: Tensor, rng: Any) -> Tensor:
-        floats = images.float() / 255 if images.dtype == torch.uint8 else images
-        side = images.shape[-1]
-        if self.fault == "one image":
-            return images[:1].expand_as(images).clone()
-        if self.fault == "pairs":
-            return images[::2].repeat_interleave(2, 0)[: len(images)]
-        if self.fault == "permuted":
-            return images.flip(0)
-        if self.fault == "rolled and mirrored":
-            return images.roll(1, 0).flip(-1)
-        if self.fault == "overflow":
-            return (images.to(torch.int64) + 110).to(torch.uint8)
-        if self.fault == "normalised":
-            mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-            return (floats - mean.view(3, 1, 1)) / std.view(3, 1, 1)
-        if self.fault == "bytes as floats":
-            return images.float()
-        if self.fault == "corner":
-            return F.interpolate(floats[..., : side // 8, : side // 8], (side, side), mode="bilinear")
-        if self.fault == "background":
-            return torch.cat([floats[..., :5, :]] * 7, 2)[..., :side, :]
-        if self.fault == "tiny contrast":
-            return 0.5 + 0.05 * (floats - 0.5)
-        if self.fault == "channels":
-            return images.flip(1)
-        if self.fault == "mostly erased":
-            floats = floats.clone()
-            floats[torch.arange(len(floats)) % 3 > 0] = 0.5
-            return floats
-        if self.fault == "dark":
-            return floats * 0.3
-        return images
+        return BATCHES[self.fault](images)

@@ -133,20 +133,16 @@ CASES = [
     Case("last batch of one", ("data.batch_size=15",), "norm-statistics", "warn", "one sample"),
     Case("dropout of 0.9", ("model.dropout=0.9",), "dropout-rate", "warn", "90%"),
     _net("dropped", "dropout-rate", "fail", "in forward"),
-    Case("worst for best", ("checkpoint.mode=min",), "metric-direction", "fail", "whose max is best"),
     Case("worst loss for best", ("checkpoint.monitor=val/loss", "checkpoint.mode=max"), "metric-direction", "fail",
          "whose min is best"),
-    Case("frozen at random", ("freeze=all-but-head", "model={_target_: runner.models.small_cnn.SmallCNN, in_channels: null, "
-         "num_classes: null}"), "frozen-start", "warn", "no weights are loaded"),
     Case("accumulates all", ("accumulate=100",), "epoch-length", "warn", "accumulate=100"),
     Case("drops most", ("data.batch_size=150", "data.drop_last=true"), "epoch-length", "warn", "drop_last"),
     *(Case(f"{name} optimizer", (f"optimizer={{_target_: check_photo_parts.{name}, lr: 0.01}}",),
            "short-training", "fail", "with AdamW")
       for name in ("Ascent", "Forgets", "Shuffles")),
-    *(Case(f"weights put back after {after}", (f"callbacks={{own: {{_target_: check_photo_parts.PutsBack, after: {after}}}}}",),
-           "short-training", "fail", "without callbacks") for after in ("steps", "evaluations")),
-    Case("rate set to nothing", ("callbacks={own: {_target_: check_photo_parts.SlowsDown}}",),
-         "short-training", "fail", "without callbacks"),
+    *(Case(fault, (f"callbacks={{own: {{_target_: check_photo_parts.Undoes, fault: {fault}}}}}",),
+           "short-training", "fail", "without callbacks")
+      for fault in ("first weights after steps", "first weights after evaluations", "no rate")),
     _loss("blind", "overfit", "fail", "the answers stay wrong"),
 ]  # fmt: skip
 

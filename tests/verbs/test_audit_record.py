@@ -53,7 +53,7 @@ def test_a_record_holds_what_the_tensors_were_and_no_more_than_it_may() -> None:
     assert kept.tensor is not None
     assert kept.tensor.tolist() == [1, 1, 1, 1]
     assert other.tensor is None
-    assert other.fingerprint() == kept.fingerprint() != entry(tensor).fingerprint()
+    assert other.digest == kept.digest != entry(tensor).digest
 
 
 def test_the_first_difference_is_the_first_that_was_computed_and_a_second_call_has_a_place_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import check_held_out
 import check_photo_zoo
 import check_photos
+import healthy
 from check_zoo import Case
 
 from runner.verbs.check.table import CHECKS
@@ -61,6 +63,17 @@ def test_healthy_trainings_raise_nothing(check: Callable[..., Any], names: tuple
     checks = check(*(word for name in names for word in check_photo_zoo.HEALTHY[name]))
     assert not [each for each in checks.values() if each["status"] not in ("pass", "skip")]
     assert sum(each["status"] == "pass" for each in checks.values()) > 50
+
+
+@pytest.mark.parametrize("name", healthy.IN_SUITE)
+def test_a_healthy_training_of_another_kind_raises_nothing(run: Callable[..., Any], name: str) -> None:
+    # scripts/check_healthy.py runs every training on its own, with all checks.
+    skipped = () if name in healthy.WHOLE else ("skip=[data,labels,baselines,loop]",)
+    result = run("check", "json=true", *healthy.WORDS, *healthy.IN_SUITE[name], *skipped)
+    assert result.out, result.err
+    checks = json.loads(result.out)["checks"]
+    assert not {each["name"]: each["evidence"] for each in checks if each["status"] != "pass" and each["fix"]}
+    assert result.status == 0
 
 
 @pytest.mark.parametrize("fault", ["", "format", "mode", "size", "bytes"])

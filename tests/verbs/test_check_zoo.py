@@ -79,51 +79,50 @@ def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., A
     assert sum(each["status"] == "pass" for each in made.values()) > 35
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "evidence"),
-    [
-        (("model.fault=stochastic depth",), "overfit", "100% right"),
-        (
-            ("init=prior_bias", "data.dataset={_target_: check_zoo.shapes, fault: common class}"),
-            "initial-loss",
-            "the class shares",
-        ),
-        (
-            (
-                "model={_target_: check_zoo.Pretrained, num_classes: null}",
-                "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}",
-            ),
-            "normalization",
-            "as the pretrained weights of the model expect",
-        ),
-        (("loss={_target_: check_zoo.Loss, fault: below zero}",), "learning-rate", "loss -3.6"),
-        (("loss={_target_: check_zoo.Loss, fault: small}",), "learning-rate", "loss 0.001"),
-        (("model.fault=large head",), "short-training", "loss"),
-        (("swa=0.5", "averaging.lr_factor=0.9", "scheduler=cosine", "epochs=10"), "schedule", "times the rate"),
-        ((_shapes("white pages"), SHIFT), "model-input", "in training"),
-        ((_shapes("white pages"), SHIFT), "augmentation", "with augmentation"),
-        ((_shapes("white pages"), SHIFT), "batch-repeats", "0% of"),
-        ((_shapes("one glyph twice"),), "leakage", "1 of 100 of test"),
-        ((_shapes("common class"), "loss.class_weights=balanced"), "class-balance", "handled by loss.class_weights"),
-        ((_shapes("common class"), "data.sampler=balanced"), "class-balance", "handled by data.sampler=balanced"),
-        ((*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")), "learnable", "standard errors"),
-        ((*check_zoo.REGRESSION, "model.fault=never negative"), "dead-units", "of 64 units"),
-    ],
-    ids=[
-        *("dropout of any make", "bias of the class shares", "statistics of trained weights"),
-        *(
-            "a loss below zero",
-            "a small loss",
-            "a high first loss",
-            "a high rate for swa",
-            "padded white pages",
-            "augmented white pages",
-        ),
-        *("white pages of one border", "one drawing twice", "weighted classes", "balanced classes", "faint numbers"),
-        "a rectifier at the end",
-    ],
-)
-def test_what_is_meant_is_no_fault(check: Callable[..., Any], words: tuple[str, ...], name: str, evidence: str) -> None:
+PALE = (_shapes("white pages"), SHIFT)
+PRETRAINED = "model={_target_: check_zoo.Pretrained, num_classes: null}"
+MEANT = {
+    "dropout of any make": (("model.fault=stochastic depth",), "overfit", "100% right"),
+    "bias of the class shares": (("init=prior_bias", _shapes("common class")), "initial-loss", "the class shares"),
+    "statistics of trained weights": (
+        (PRETRAINED, "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}"),
+        "normalization",
+        "as the pretrained weights of the model expect",
+    ),
+    "a loss below zero": (("loss={_target_: check_zoo.Loss, fault: below zero}",), "learning-rate", "loss -3.6"),
+    "a small loss": (("loss={_target_: check_zoo.Loss, fault: small}",), "learning-rate", "loss 0.001"),
+    "a high first loss": (("model.fault=large head",), "short-training", "loss"),
+    "a high rate for swa": (
+        ("swa=0.5", "averaging.lr_factor=0.9", "scheduler=cosine", "epochs=10"),
+        "schedule",
+        "times the rate",
+    ),
+    "padded white pages": (PALE, "model-input", "in training"),
+    "augmented white pages": (PALE, "augmentation", "with augmentation"),
+    "white pages of one border": (PALE, "batch-repeats", "0% of"),
+    "one drawing twice": ((_shapes("one glyph twice"),), "leakage", "1 of 100 of test"),
+    "weighted classes": (
+        (_shapes("common class"), "loss.class_weights=balanced"),
+        "class-balance",
+        "handled by loss.class_weights",
+    ),
+    "balanced classes": (
+        (_shapes("common class"), "data.sampler=balanced"),
+        "class-balance",
+        "handled by data.sampler=balanced",
+    ),
+    "faint numbers": (
+        (*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")),
+        "learnable",
+        "standard errors",
+    ),
+    "a rectifier at the end": ((*check_zoo.REGRESSION, "model.fault=never negative"), "dead-units", "of 64 units"),
+}
+
+
+@pytest.mark.parametrize("case", MEANT)
+def test_what_is_meant_is_no_fault(check: Callable[..., Any], case: str) -> None:
+    words, name, evidence = MEANT[case]
     found = check(*words, f"only=[{name}]")[name]
     assert found["status"] == "pass", found
     assert evidence in found["evidence"]

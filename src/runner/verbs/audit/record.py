@@ -1,4 +1,4 @@
-"""What a step computed, in the order in which it did, and how two such records differ."""
+"""The tensors that a step computed, in order, and the differences of two such records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Phase(StrEnum):
-    """What is compared, in the order of a step."""
+    """The parts of a record, in the order of a step."""
 
     START = "start"
     BATCH = "batch"
@@ -64,10 +64,11 @@ class Recorder:
             data = repr(value).encode()
             if isinstance(value, int | float):
                 tensor = torch.tensor(float(value), dtype=torch.float64)
-        if tensor is not None:
-            self._left -= tensor.nbytes
-        digest = hashlib.sha256(data).hexdigest()
-        self.entries.append(Entry(self.batch, phase, name, kind, digest, tensor if self._left >= 0 else None))
+        # A tensor beyond the budget is compared by its fingerprint, but nobody learns how far apart the sides are.
+        if tensor is not None and tensor.nbytes > self._left:
+            tensor = None
+        self._left -= tensor.nbytes if tensor is not None else 0
+        self.entries.append(Entry(self.batch, phase, name, kind, hashlib.sha256(data).hexdigest(), tensor))
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -114,7 +115,7 @@ def _placed(entries: Sequence[Entry]) -> Iterator[tuple[tuple[Any, ...], Entry]]
 
 
 def same(a: Entry, b: Entry) -> bool:
-    """Whether two entries agree in every bit, NaN being the same as NaN."""
+    """True if two entries agree in every bit, NaN being the same as NaN."""
     return (a.kind, a.digest) == (b.kind, b.digest)
 
 

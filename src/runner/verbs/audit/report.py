@@ -1,4 +1,4 @@
-"""What an audit shows people of its record."""
+"""The tables and sentences of an audit."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Side:
             # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.
             resume.restore(found._replace(contents=copy.deepcopy(found.contents)), training.state, {})
         training.state.position.evaluation_due = False
-        self.names = {parameter: name for name, parameter in training.state.named_parameters()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in training.state.named_parameters()}
         self.epoch = 0  # of the latest batch
         self.samples, self.batch_size = training.data.train.loader.samples, training.data.train.loader.batch_size
         self._ahead: Iterator[Batch] = iter(())
@@ -67,7 +67,7 @@ class Side:
 
     @property
     def compiled(self) -> bool:
-        """Whether the model is compiled, so that its modules cannot be observed."""
+        """True if the model is compiled, so that its modules cannot be observed."""
         return self.training.toggled.compilation is not None
 
     @property

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.build.metrics import build_metrics
-from runner.engine.evaluation import evaluate
+from runner.build.evaluation import Evaluator
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed
 
@@ -89,10 +87,8 @@ def score_baselines(context: CheckContext) -> Baselines:
     stats = next((stats for stats in context.held_out_stats if len(stats.thumbnails) >= _FEWEST), None)
     if stats is None:
         raise NotApplicable(f"there is no split of {_FEWEST} samples to score on")
-    both = [each.pictures(context.config.samples) for each in (context.train_stats, stats)]
-    (pixels, targets), (theirs, right) = (
-        (images.flatten(1).double().numpy(), values.numpy()) for images, values, _ in both
-    )
+    samples = [each.pictures(context.config.samples)[:2] for each in (context.train_stats, stats)]
+    (pixels, targets), (theirs, right) = ((images.flatten(1).double().numpy(), y.numpy()) for images, y in samples)
     enough = min(len(targets), len(right)) >= _FEWEST and theirs.shape[1:] == pixels.shape[1:] and right.ndim == 1
     need(enough, "there are too few samples for a linear model")
     need(not context.classes or len(np.unique(targets)) > 1, "there is only one class")
@@ -110,11 +106,15 @@ def score_baselines(context: CheckContext) -> Baselines:
     if context.classes:  # how much more probable each class is for its samples than for all
         probable = model.predict_proba(theirs) - model.predict_proba(theirs).mean(0)
         related = (probable * (right[:, None] == model.classes_)).sum(1)
-    errors = float(related.mean() / max(1e-12, related.std() / math.sqrt(len(related))))
-    pairs = ((right, trivial), (right, guessed), (targets, model.predict(pixels)))
-    constant_score, linear_score, train_score = (float(score(*pair)) for pair in pairs)
-    confusion = confusion_matrix(right, guessed, labels=range(context.classes)) if context.classes else None
-    return Baselines(stats.name, len(right), constant_score, linear_score, train_score, errors, confusion)
+    return Baselines(
+        stats.name,
+        samples=len(right),
+        constant=float(score(right, trivial)),
+        linear=float(score(right, guessed)),
+        linear_train=float(score(targets, model.predict(pixels))),
+        related=float(related.mean() / max(1e-12, related.std() / math.sqrt(len(related)))),
+        confusion=confusion_matrix(right, guessed, labels=range(context.classes)) if context.classes else None,
+    )
 
 
 def learnable(context: CheckContext) -> Result:
@@ -145,13 +145,9 @@ def class_meaning(context: CheckContext) -> Result:
 def beats_baselines(context: CheckContext) -> Result:
     """A checkpoint (ckpt_path) that is not better than the most frequent class or a linear model."""
     need(context.found is not None, "ckpt_path names no run to compare")
-    found, training = context.cached(score_baselines), context.training
-    split = training.data.eval_split(found.split)
-    assert split is not None
-    metrics: dict[str, Any] = build_metrics(context.config, training.task, training.device)
-    arguments = (training.model, split.loader, training.task.targets, training.loss, metrics)
-    scores = evaluate(*arguments, training.precision.autocast, context.config.limit.eval_batches)
-    name, sign = ("accuracy", 1) if found.confusion is not None else ("rmse", -1)
+    found = context.cached(score_baselines)
+    scores = Evaluator(context.training, warn=lambda line: None, interrupted=lambda: False).weights(found.split)
+    name, sign = (f"{found.split}/accuracy", 1) if found.confusion is not None else (f"{found.split}/rmse", -1)
     need(name in scores, f"the run has no metric {name}")
     score, evidence = sign * scores[name], f"{name} {scores[name]:.4g}; {found}"
     if score <= sign * found.constant:

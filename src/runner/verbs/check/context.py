@@ -1,4 +1,4 @@
-"""What checks look at: the data, model, loss and step of a run, built as `train` builds them and restored after each check."""
+"""The subject of all checks: data, model, loss and step of a run, built as `train` does and restored after each check."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class CheckContext:
-    """What checks look at; `found` is a checkpoint with the weights of the model."""
+    """The subject of all checks; `found` is a checkpoint with the weights of the model."""
 
     def __init__(self, config: Check, found: find.LoadedCheckpoint | None) -> None:
         self.config, self.found = config, found

@@ -23,7 +23,7 @@ def overfit_samples(context: CheckContext) -> Batch:
 
 
 def takes_logits(context: CheckContext) -> bool:
-    """Whether the loss takes outputs of any size, not only probabilities."""
+    """True if the loss takes outputs of any size, not only probabilities."""
     targets = overfit_samples(context).targets
     outputs = torch.linspace(-20, 20, len(targets) * context.training.task.outputs(context.splits.classes))
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.near_duplicates import nearest_matches
-from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
+from runner.verbs.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
 from runner.verbs.check.split_stats import SplitStats
 
 _LEAKED, _SOME = 0.005, 0.001  # shares of a held-out split that are also in train
@@ -26,15 +26,14 @@ def target_range(context: CheckContext) -> Result:
     if not context.classes or _label_shares(context):
         bad = sum(int((~stats.targets.float().isfinite()).sum()) for stats in context.stats.values())
         return failed(f"{bad:,} targets are not finite", "remove these samples") if bad else passed("all are finite")
+    need(context.labels, "the targets are not class numbers")
     top = context.classes - 1
     for name, targets in context.labels.items():
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high > top:
             wrong = int(((targets < 0) | (targets > top)).sum())
             evidence = f"{wrong:,} targets of {name} are outside 0 to {top}: from {low} to {high}"
-            one_off = low == 1 and high == top + 1
-            return failed(evidence, "count classes from 0: subtract 1" if one_off else "number the classes from 0")
-    need(context.labels, "the targets are not class numbers")
+            return failed(evidence, "number the classes from 0: subtract 1 if they are counted from 1")
     return passed(f"0 to {top} in {', '.join(context.labels)}")
 
 
@@ -48,7 +47,7 @@ def _label_shares(context: CheckContext) -> dict[str, Tensor]:
 
 
 def _class_counts(context: CheckContext) -> dict[str, Tensor]:
-    """How many samples each class has, by split, float64 (C,)."""
+    """Number of samples of each class, by split, float64 (C,)."""
     need(context.classes and "train" in context.labels, "the targets are not class numbers")
     count = context.classes
     kept = {name: each[(each >= 0) & (each < count)] for name, each in context.labels.items()}
@@ -59,61 +58,58 @@ def missing_classes(context: CheckContext) -> Result:
     """Classes without training samples, for example because labels count from 1."""
     if shares := _label_shares(context):
         never = (shares["train"] == 0).nonzero().flatten().tolist()
-        fix = "remove these labels, or add samples that have them"
-        evidence = f"no training sample has label {join_names(never)}"
-        return warned(evidence, fix) if never else passed(f"training samples have each of {context.classes} labels")
+        otherwise = f"training samples have each of {context.classes} labels"
+        return none_of(never, "labels have no training sample", "remove them, or add samples", otherwise, "warn")
     counts = _class_counts(context)
     ours = counts["train"]
-    empty = (ours == 0).nonzero().flatten().tolist()
-    if not empty:
-        for name, theirs in counts.items():
-            expected = ours / ours.sum() * len(context.labels[name])
-            if gone := ((theirs == 0) & (expected >= _EXPECTED)).nonzero().flatten().tolist():
-                evidence = f"no sample of {name} is of class {join_names(gone)}"
-                evidence += f"; with the class shares of train there would be {float(expected[gone[0]]):.0f}"
-                return warned(evidence, f"data.split.stratified=true, or samples of every class in {name}")
-        return passed(f"all {context.classes} classes have training samples")
-    evidence = f"no training sample of {len(empty)} of {context.classes} classes: {join_names(empty)}"
-    if empty == [0]:
-        return failed(
-            f"{evidence}; labels run from 1 to {int(context.labels['train'].max())}", "count classes from 0: subtract 1"
-        )
-    if others := [name for name, theirs in counts.items() if bool(theirs[empty].any())]:
-        evidence += f"; {', '.join(others)} has samples of them"
-        return failed(evidence, "data.split.stratified=true, or other data")
-    return warned(evidence, "remove these classes, or add samples")
+    if empty := (ours == 0).nonzero().flatten().tolist():
+        evidence = f"no training sample of {len(empty)} of {context.classes} classes: {join_names(empty)}"
+        if empty == [0]:
+            evidence += f"; labels run from 1 to {int(context.labels['train'].max())}"
+            return failed(evidence, "count classes from 0: subtract 1")
+        others = [name for name, theirs in counts.items() if bool(theirs[empty].any())]
+        evidence += f"; {', '.join(others)} has samples of them" if others else ""
+        fix = "data.split.stratified=true, other data, or fewer classes"
+        return graded(evidence, fix, fail=bool(others), warn=True)
+    for name, theirs in counts.items():
+        expected = ours / ours.sum() * len(context.labels[name])
+        if gone := ((theirs == 0) & (expected >= _EXPECTED)).nonzero().flatten().tolist():
+            evidence = f"no sample of {name} is of class {join_names(gone)}"
+            evidence += f"; with the class shares of train there would be {float(expected[gone[0]]):.0f}"
+            return warned(evidence, f"data.split.stratified=true, or samples of every class in {name}")
+    return passed(f"all {context.classes} classes have training samples")
 
 
 def class_balance(context: CheckContext) -> Result:
     """A single class, or classes of very different sizes, within a split or between splits."""
-    sampler, loss = context.config.data.sampler, context.config.loss
-    keys = [
-        f"loss.{key}={loss[key]}" for key in ("class_weights", "pos_weight", "weight") if loss.get(key) not in (None, 1)
-    ]
-    keys += [f"data.sampler={sampler}"] if sampler else []
-    handled = f"handled by {' and '.join(keys)}" if keys else ""
+    config = context.config
+    keys = {f"loss.{key}": config.loss.get(key) for key in ("class_weights", "pos_weight", "weight")}
+    keys["data.sampler"] = config.data.sampler
+    handled = [f"{key}={value}" for key, value in keys.items() if value not in (None, "", 1)]
     if shares := _label_shares(context):
         low, high = float(shares["train"].min()), float(shares["train"].max())
-        evidence = f"{low:.1%} to {high:.1%} of the training samples have each label"
-        fix = "loss.pos_weight=auto, which weighs positives"
-        return passed(f"{evidence}; {handled}") if handled else graded(evidence, fix, warn=low < 0.02 or high > 0.98)
-    counts = _class_counts(context)
-    ours, classes = counts["train"], context.classes
-    low, high, largest = float(ours[ours > 0].min()), float(ours.max()), float(ours.max() / ours.sum())
-    if int((ours > 0).sum()) == 1:
-        evidence = f"every training sample is of class {int(ours.argmax())}"
-        return failed(evidence, "use other data: there is nothing to distinguish")
-    for name, theirs in counts.items():
-        apart = float((theirs / theirs.sum() - ours / ours.sum()).abs().sum()) / 2
-        # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
-        samples = len(context.labels[name])
-        if samples > 50 and apart > 0.15 + (classes / samples) ** 0.5:
-            evidence = f"the class shares of {name} differ from train: {apart:.0%} of the samples would have to move"
-            return warned(evidence, "data.split.stratified=true, or splits from the same source")
-    evidence = f"{low:,.0f} to {high:,.0f} training samples per class, the largest has {largest:.1%}"
-    fix = "loss.class_weights=balanced, and other metrics than accuracy"
-    warn = largest > 0.9 or high > 50 * low
-    return passed(f"{evidence}; {handled}") if handled else graded(evidence, fix, warn=warn)
+        evidence, fix = f"{low:.1%} to {high:.1%} of the training samples have each label", "loss.pos_weight=auto"
+        warn = low < 0.02 or high > 0.98
+    else:
+        counts = _class_counts(context)
+        ours = counts["train"]
+        least, most, largest = float(ours[ours > 0].min()), float(ours.max()), float(ours.max() / ours.sum())
+        if int((ours > 0).sum()) == 1:
+            evidence = f"every training sample is of class {int(ours.argmax())}"
+            return failed(evidence, "use other data: there is nothing to distinguish")
+        for name, theirs in counts.items():
+            apart = float((theirs / theirs.sum() - ours / ours.sum()).abs().sum()) / 2
+            # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
+            samples = len(context.labels[name])
+            if samples > 50 and apart > 0.15 + (context.classes / samples) ** 0.5:
+                evidence = (
+                    f"the class shares of {name} differ from train: {apart:.0%} of the samples would have to move"
+                )
+                return warned(evidence, "data.split.stratified=true, or splits from the same source")
+        evidence = f"{least:,.0f} to {most:,.0f} training samples per class, the largest has {largest:.1%}"
+        fix = "loss.class_weights=balanced, and other metrics than accuracy"
+        warn = largest > 0.9 or most > 50 * least
+    return passed(f"{evidence}; handled by {' and '.join(handled)}") if handled else graded(evidence, fix, warn=warn)
 
 
 def class_order(context: CheckContext) -> Result:
@@ -124,9 +120,8 @@ def class_order(context: CheckContext) -> Result:
     for name, theirs in named.items():
         if theirs and theirs != ours:
             pairs = enumerate(itertools.zip_longest(ours, theirs))
-            place, (first, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
-            evidence = f"class {place} is {first!r} and {other!r} in train and {name}"
-            return failed(evidence, f"give {name} the classes of train, in their order")
+            unlike = [f"class {place} is {a!r} and {b!r} in train and {name}" for place, (a, b) in pairs if a != b]
+            return failed(join_names(unlike), f"give {name} the classes of train, in their order")
     return passed("the same in every split")
 
 
@@ -141,35 +136,29 @@ def duplicates(context: CheckContext) -> Result:
     for stats in context.stats.values():
         first: dict[bytes, int] = {}
         pairs = [(first.setdefault(digest, place), place) for place, digest in _digests(stats)]
-        copies = [pair for pair in pairs if pair[0] != pair[1]]
+        copies = [stats.indices[list(pair)].tolist() for pair in pairs if pair[0] != pair[1]]
         found.append((len(copies) / max(1, len(stats.indices)), stats, copies))
     share, stats, copies = max(found, key=lambda each: each[0])
     evidence = f"{len(copies):,} of {len(stats.indices):,} images of {stats.name} are exact copies of others"
-    if share <= _FEW:
-        return passed(evidence)
-    first_copy = " and ".join(str(int(stats.indices[place])) for place in copies[0])
-    fix = "remove copies: they count several times"
-    if share > _MOSTLY:
-        fix = "check how the data set maps an index to an image: most samples are the same pictures"
-    return graded(f"{evidence}, such as samples {first_copy}", fix, fail=share > _MOSTLY, warn=True)
+    evidence += f", such as samples {copies[0][0]} and {copies[0][1]}" if copies else ""
+    fix = "remove copies, which count several times; check how the data set maps an index to an image"
+    return graded(evidence, fix, fail=share > _MOSTLY, warn=share > _FEW)
 
 
 def conflicting_labels(context: CheckContext) -> Result:
     """The same image with different targets."""
-    known: dict[bytes, tuple[str, int, object]] = {}
+    known: dict[bytes, tuple[str, object]] = {}
     conflicts = []
     for name, stats in context.stats.items():
         targets = stats.targets.tolist()
         for place, digest in _digests(stats):
-            here = name, int(stats.indices[place]), targets[place]
-            if known.setdefault(digest, here)[2] != targets[place]:
-                conflicts.append((known[digest], here))
+            sample, target = known.setdefault(digest, (f"{int(stats.indices[place])} of {name}", targets[place]))
+            if target != targets[place]:
+                conflicts.append(f"{sample} is {target}, {int(stats.indices[place])} of {name} {targets[place]}")
     if not conflicts:
         return passed("no image has two targets")
     total = sum(len(stats.digests) for stats in context.stats.values())
-    (split, index, target), (other_split, other_index, other) = conflicts[0]
-    evidence = f"{len(conflicts):,} images have another target than an exact copy: "
-    evidence += f"samples {index} of {split} and {other_index} of {other_split} are {target} and {other}"
+    evidence = f"{len(conflicts):,} images have another target than an exact copy: {join_names(conflicts)}"
     fix = "decide which target is right; if there are many, check how images and targets are paired"
     return graded(evidence, fix, fail=len(conflicts) > _FEW * total, warn=True)
 
@@ -177,22 +166,19 @@ def conflicting_labels(context: CheckContext) -> Result:
 def leakage(context: CheckContext) -> Result:
     """Held-out images that are also in the training split, bit for bit."""
     need(context.held_out_stats, "there is no other split")
-    train = context.train_stats
-    ours = {digest: place for place, digest in _digests(train)}
-    found = []
+    ours = {digest: int(context.train_stats.indices[place]) for place, digest in _digests(context.train_stats)}
+    evidence, worst, most = [], "", (False, False)
     for stats in context.held_out_stats:
-        shared = [(ours[digest], place) for place, digest in enumerate(stats.digests) if digest in ours]
-        found.append((len(shared) / max(1, len(stats.digests)), stats, shared))
-    share, stats, shared = max(found, key=lambda each: each[0])
-    evidence = ", ".join(f"{len(shared):,} of {len(stats.digests):,} of {stats.name}" for _, stats, shared in found)
-    evidence += " are also in train"
-    if shared:
-        a, b = int(train.indices[shared[0][0]]), int(stats.indices[shared[0][1]])
-        evidence += f", such as sample {b} of {stats.name}, which is {a} of train"
-    fix = f"remove them from train or from {stats.name}: a score on them says nothing about unseen images"
-    # Simple drawings, such as icons and digits, are alike now and then: a few of them are not leakage.
-    fail, warn = (len(shared) > few and share > bound for few, bound in ((2, _LEAKED), (1, _SOME)))
-    return graded(evidence, fix, fail=fail, warn=warn)
+        shared = [place for place, digest in enumerate(stats.digests) if digest in ours]
+        evidence.append(f"{len(shared):,} of {len(stats.digests):,} of {stats.name}")
+        if shared:
+            evidence[-1] += f" (sample {int(stats.indices[shared[0]])} is {ours[stats.digests[shared[0]]]} of train)"
+        # Simple drawings, such as icons and digits, are alike now and then: a few of them are not leakage.
+        share = len(shared) / max(1, len(stats.digests))
+        grade = len(shared) > 2 and share > _LEAKED, len(shared) > 1 and share > _SOME
+        most, worst = max((most, worst), (grade, stats.name))
+    fix = f"remove them from train or from {worst}: a score on them says nothing about unseen images"
+    return graded(f"{', '.join(evidence)} are also in train", fix, fail=most[0], warn=most[1])
 
 
 def near_duplicates(context: CheckContext) -> Result:

@@ -18,6 +18,7 @@ from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
+from runner.engine.step import StepConfig, StepFunction
 from runner.verbs.check.context import BATCH_NORM, CheckContext
 from runner.verbs.check.guess import loss_range, overfit_samples
 from runner.verbs.check.result import Result, failed, need, none_of, passed, warned
@@ -29,7 +30,7 @@ _RIGHT = 0.9  # share of correct classes
 
 
 class LearningCurve(NamedTuple):
-    """How training on one batch went."""
+    """The losses of a training on one batch."""
 
     losses: list[float]  # before each step
     right: float | None  # share of correct classes at the end; None for regression
@@ -37,7 +38,7 @@ class LearningCurve(NamedTuple):
 
     @property
     def learned(self) -> bool:
-        """Whether almost nothing is left of the first loss, and the classes, if any, are correct."""
+        """True if almost nothing is left of the first loss, and the classes, if any, are correct."""
         low = math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
         return low and (self.right is None or self.right >= _RIGHT)
 
@@ -85,7 +86,7 @@ def overfit_batch(context: CheckContext) -> LearningCurve:
         curves.append(train_on_batch(context, overfit_samples(context).images, rate, _MOST_STEPS))
         if curves[-1].learned:
             return curves[-1]
-    return min(curves, key=lambda curve: curve.losses[-1] if math.isfinite(curve.losses[-1]) else math.inf)
+    return min(curves, key=lambda curve: torch.tensor(curve.losses[-1]).nan_to_num(math.inf).item())
 
 
 def run_callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], None]]:
@@ -108,10 +109,11 @@ def build_loop(
     plan: EpochPlan,
     limits: Limits,
     *,
+    parts: StepConfig | None = None,
+    step: StepFunction | None = None,
     callbacks: bool = True,
     extra: Sequence[Any] = (),
     held_out: Loader | None = None,
-    **options: Any,
 ) -> Loop:
     """The loop of the run with other batches and limits, and `step` or `parts` instead of those of the run.
 
@@ -124,13 +126,29 @@ def build_loop(
 
     def evaluate_once() -> dict[str, float]:
         assert held_out is not None
-        arguments = (training.model, held_out, training.task.targets, training.loss, metrics())
-        values = evaluate(*arguments, training.precision.autocast, 1)
+        values = evaluate(
+            training.model,
+            held_out,
+            targets_of=training.task.targets,
+            loss=training.loss,
+            metrics=metrics(),
+            autocast=training.precision.autocast,
+            limit=1,
+        )
         return {f"val/{name}": value for name, value in values.items()}
 
-    evaluate_when_due = (lambda: evaluate_both(training, evaluate_once)) if held_out is not None else None
-    how = options.get("parts", training.parts), limits, evaluate_when_due, [*own, *extra], training.monitor
-    return Loop(training.state, source, plan, *how, step=options.get("step", training.step), roll_back=roll_back)
+    return Loop(
+        training.state,
+        source,
+        plan,
+        parts=parts or training.parts,
+        limits=limits,
+        evaluate=(lambda: evaluate_both(training, evaluate_once)) if held_out is not None else None,
+        callbacks=[*own, *extra],
+        monitor=training.monitor,
+        step=step or training.step,
+        roll_back=roll_back,
+    )
 
 
 def held_out_loader(context: CheckContext) -> Loader:
@@ -177,7 +195,7 @@ def zero_input(context: CheckContext) -> Result:
 
 @dataclasses.dataclass
 class _ObservedSteps:
-    """What is found at the start of each of a few steps."""
+    """The state of the model at the start of each of a few steps."""
 
     stale: dict[str, int] = dataclasses.field(default_factory=dict)  # gradients that are not zero: after which step
     in_evaluation: set[str] = dataclasses.field(default_factory=set)  # modules
@@ -263,12 +281,11 @@ def _tensors(context: CheckContext) -> dict[str, Tensor]:
 
 def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     """Names of new and changed tensors; NaN equals NaN."""
-    zeros = torch.zeros(0)
 
-    def equal(a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and torch.allclose(a.float(), b.float(), 0.0, 0.0, equal_nan=True)
+    def equal(a: Tensor | None, b: Tensor) -> bool:
+        return a is not None and a.shape == b.shape and torch.allclose(a.float(), b.float(), 0.0, 0.0, equal_nan=True)
 
-    return [name for name, new in after.items() if not equal(before.get(name, zeros), new)]
+    return [name for name, new in after.items() if not equal(before.get(name), new)]
 
 
 def repeatability(context: CheckContext) -> Result:

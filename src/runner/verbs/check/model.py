@@ -55,11 +55,7 @@ def observe_pass(context: CheckContext) -> ObservedPass:
     """Send a batch through model, loss and back."""
     found, model, batch = ObservedPass([], math.nan, [], [], [], []), context.model, context.batch
     inside = [""]  # names of the modules that are running
-    last: tuple[str, Tensor | None, int] = (
-        "",
-        None,
-        0,
-    )  # module without submodules, its output, and the version of that
+    last: tuple[str, Any, int] = ("", None, 0)  # a module without submodules, its output, and the version of that
     rectified: Tensor | None = None  # the output of the last rectifier
 
     def deviation(values: Tensor) -> float:
@@ -229,9 +225,9 @@ def gradient_scale(context: CheckContext) -> Result:
 
 def _graph_leaves(root: Tensor) -> list[Tensor]:
     """Tensors that backward would accumulate gradients into."""
+    nodes: list[Any] = [root.grad_fn]
     seen: set[Any] = {None}
     found: list[Tensor] = []
-    nodes = [root.grad_fn]
     while nodes:
         node = nodes.pop()
         if node not in seen:

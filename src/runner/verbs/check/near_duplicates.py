@@ -48,12 +48,12 @@ def _aligned_correlations(queries: Tensor, known: Tensor) -> tuple[Tensor, Tenso
     """The best correlation of each query in any position with its candidates, and their places: (Q, M) each."""
     height, width = (side - 2 * _MARGIN for side in known.shape[2:])
     middle = known[:, :, _MARGIN:-_MARGIN, _MARGIN:-_MARGIN]
-    windows = []
+    windows: list[Tensor] = []
     for copies in _copies(queries):
         down, right = (whole - side for whole, side in zip(known.shape[2:], copies.shape[2:], strict=True))
         # Larger copies are cropped, because a negative padding crops.
         fitted = F.pad(copies, (right // 2, right - right // 2, down // 2, down - down // 2))
-        windows += F.unfold(fitted, (height, width)).movedim(2, 0).unflatten(2, (1, height, width))
+        windows += F.unfold(fitted, (height, width)).movedim(2, 0).reshape(-1, len(queries), 1, height, width)
     # At half the resolution every second position is enough to find candidates.
     pooled = _detail(F.avg_pool2d(middle, 2)).T
     rough = torch.full((len(queries), len(known)), -1.0)

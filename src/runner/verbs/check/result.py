@@ -1,4 +1,4 @@
-"""What a check reports."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Status = Literal["pass", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a check reports."""
+    """The result of a check."""
 
     status: Status  # skip: the check does not apply or could not run
     evidence: str  # the measured numbers; for a skipped check the reason

@@ -62,27 +62,22 @@ def run(composition: Composition) -> float:
 
 def select_checks(config: Settings) -> list[Check]:
     """The checks that `only` and `skip` select."""
-    always = {BUILD.group, BUILD.name}
     names = [*dict.fromkeys(each.group for each in CHECKS), *(each.name for each in CHECKS)]
     allowed = {"only": [BUILD.group, *names, BUILD.name], "skip": names}
     problems = [
         Problem(key, f"'{name}' always runs, because the others need it", ", ".join(allowed[key]))
-        if name in always
+        if name in (BUILD.group, BUILD.name)
         else Problem(key, f"there is no check or group '{name}'", ", ".join(allowed[key]), nearest(name, allowed[key]))
         for key, given in (("only", config.only), ("skip", config.skip))
         for name in given
         if name not in allowed[key]
     ]
-    only, skip = set(config.only), set(config.skip)
-    chosen = [
-        each for each in CHECKS if (not only or {each.name, each.group} & only) and not {each.name, each.group} & skip
-    ]
-    if not problems and not chosen and not always & only:
-        selected = f" of only=[{','.join(config.only)}]" if config.only else ""
-        problems = [Problem("skip", f"leaves no check{selected}", "a shorter list")]
     if problems:
         raise ConfigError(problems)
-    return chosen
+    only, skip = set(config.only), set(config.skip)
+    return [
+        each for each in CHECKS if (not only or {each.name, each.group} & only) and not {each.name, each.group} & skip
+    ]
 
 
 def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> Results:
@@ -117,10 +112,10 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     except Exception as error:  # a custom model, loss or data set can raise anything
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exception(error)
-        named, fix = f"{type(error).__name__}: {error}", "HYDRA_FULL_ERROR=1 shows the traceback"
+        text, fix = f"{type(error).__name__}: {error}", "HYDRA_FULL_ERROR=1 shows the traceback"
         if isinstance(error, UserError):
-            named, fix = str(error), "as the message says; `train` stops there too"
-        text = " ".join(named.split())
+            text, fix = str(error), "as the message says; `train` stops there too"
+        text = " ".join(text.split())
         if errors.setdefault(text, each.name) != each.name:
             return Result("skip", f"raised the same error as {errors[text]}")
         return failed(text, fix)

@@ -70,7 +70,7 @@ class SplitStats:
 
 
 def is_classes(targets: Tensor) -> bool:
-    """Whether targets are class numbers, one per sample."""
+    """True for class numbers, one per sample."""
     return targets.ndim == 1 and not targets.is_floating_point()
 
 
@@ -116,7 +116,7 @@ def compute_split_stats(
     source: Iterator[tuple[Tensor, Tensor, Tensor]]
     if isinstance(dataset, ImageArrays) and not transforms:
         whole = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())]
-        source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in indices[whole].split(_CHUNK))
+        source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(indices[whole], _CHUNK))
     else:
         source = _one_by_one(SeededDataset(dataset, 0, transforms), indices[order[:most]].tolist(), found.unreadable)
     columns: list[tuple[Tensor, ...]] = []

@@ -38,7 +38,7 @@ class Check:
 
     @property
     def finds(self) -> str:
-        """What the check finds: the first line of the docstring."""
+        """The fault that the check finds: the first line of the docstring."""
         return (inspect.getdoc(self.run) or "").splitlines()[0].rstrip(".")
 
 

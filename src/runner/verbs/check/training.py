@@ -155,9 +155,10 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
     if without == "clipping":
         parts = dataclasses.replace(parts, clip_norm=None, clip_value=None, clip_adaptive=None)
     limits = Limits(epochs=None, max_steps=_STEPS, evaluate_every_epochs=1 if callbacks else None)
-    plan, held_out = EpochPlan(size * _EPOCH, size), held_out_loader(context) if callbacks else None
-    batches = {"batches": lambda epoch, start, stop: iter([batch] * (stop - start))}
-    repeated: Any = SimpleNamespace(samples=plan.samples, batch_size=size, **batches)
+    repeated: Any = SimpleNamespace(
+        samples=size * _EPOCH, batch_size=size, batches=lambda epoch, start, stop: iter([batch] * (stop - start))
+    )
+    plan, held_out = EpochPlan(repeated.samples, size), held_out_loader(context) if callbacks else None
     loop = build_loop(context, repeated, plan, limits, callbacks=callbacks, held_out=held_out, parts=parts)
     try:
         with _squeezed(context, _STEPS, scale, without == "schedule"):
