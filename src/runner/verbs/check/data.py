@@ -50,7 +50,9 @@ def image_shapes(context: CheckContext) -> Result:
 def finite_images(context: CheckContext) -> Result:
     """Images with NaN or infinite values."""
     bad = [
-        f"{index} of {name}" for name, stats in context.stats.items() for index in stats.indices[~stats.finite].tolist()
+        f"sample {index} of {name}"
+        for name, stats in context.stats.items()
+        for index in stats.indices[~stats.finite].tolist()
     ]
     fix = "repair the data set: one such image makes the gradient of its whole batch NaN"
     return none_of(bad, "images contain NaN or infinity", fix, "no NaN and no infinity")
