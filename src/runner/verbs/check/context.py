@@ -22,6 +22,7 @@ from runner.config.targets import build
 from runner.data.build import DataModule, read_data
 from runner.data.loaders import Batch
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
+from runner.data.sources.arrays import ImageArrays
 from runner.instrument.no_trace import SavedBuffers
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
@@ -155,7 +156,11 @@ class CheckContext:
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite; the same at each call."""
         stats = self.stats[split]
-        return list(map(int, stats.indices[stats.finite][:count]))
+        good = stats.indices[stats.finite]
+        if isinstance(stats.dataset, ImageArrays):
+            # A split in memory is measured whole: a plain random sample shows how frequent its classes are.
+            good = good.sort().values[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
+        return list(map(int, good[:count]))
 
     def _fitting(self, most: int, values: int) -> int:
         return max(_FEWEST, min(most, values // math.prod(self.splits.image_shape)))
