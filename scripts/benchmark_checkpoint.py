@@ -99,7 +99,7 @@ def measure(
 def behind(
     state: TrainState, manager: CheckpointManager, background: AsyncWriter, snapshot: Snapshot, contents: dict[str, Any]
 ) -> tuple[float, float]:
-    """Save as `runner.build.saving` does, then take a step: seconds of the first, and that the update waited for it."""
+    """Save as `runner.run.saving` does, then take a step: seconds of the first, and that the update waited for it."""
     waited = 0.0
 
     def wait(*_: Any) -> None:

@@ -5,7 +5,7 @@
     python scripts/check_healthy.py --samples 3000 --side 224 --architectures resnet50
 
 With `--architectures`, torchvision models with random weights are checked on a folder of JPEGs, else the trainings of
-`tests/verbs/healthy.py`.
+`tests/lab/healthy.py`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def all_verbs() -> str:
 
 def check_findings() -> str:
     """Every finding of `check`, in the words of the code, with what to do as docs/reference/verbs/check.md has it."""
-    from runner.verbs.check.table import BUILD, CHECKS
+    from runner.lab.check.table import BUILD, CHECKS
 
     lines = (DOCS / "reference" / "verbs" / "check.md").read_text(encoding="utf-8").splitlines()
     advice = {

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from runner.base.errors import FAILED, PREEMPTED
 from runner.checkpoint.weights import weights_sha256
-from runner.config.errors import FAILED, PREEMPTED
 from runner.distributed.share import rows
 from runner.distributed.world import world
 from runner.launch.ranks import Outcome, RankFailed, outcome_of

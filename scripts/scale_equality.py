@@ -26,8 +26,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONP
 import torch
 
 from rank_pool import RankPool, sample_ids
+from runner.base.errors import PREEMPTED
 from runner.cli import main as program
-from runner.config.errors import PREEMPTED
 
 BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # largest relative difference of a loss
 _GROWN = 10  # or so many times what rounding to float32 changes on one process

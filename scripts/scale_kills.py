@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.base.errors import PREEMPTED
 from runner.checkpoint.file import read
-from runner.config.errors import PREEMPTED
 
 WORDS = (
     "data=synthetic", "data.dataset.samples=200", "data.image_size=8", "data.batch_size=8", "epochs=3", "model=mlp",

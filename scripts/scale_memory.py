@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from runner.build.dry_run import predict
 from runner.config.command import opened
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed.world import world
 from runner.instrument.saved_tensors import SavedTensors
+from runner.run.dry_run import predict
 from runner.train import build_run
 
 HELD = ("parameters", "gradients", "optimizer", "buffers", "activations")

@@ -24,10 +24,10 @@ import forked
 import pytest
 from composition_cache import install
 
+from runner.base.errors import Problem
 from runner.config import signatures
 from runner.config.command import opened
 from runner.config.composition import Composition
-from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
 

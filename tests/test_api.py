@@ -25,10 +25,10 @@ from PIL import Image
 
 import runner
 from runner import compose, evaluate, load, predict, train
-from runner.config.errors import UserError
-from runner.reports.reading import Run
-from runner.reports.report import Report
-from runner.reports.table import Row, Spread, Table
+from runner.base.errors import UserError
+from runner.lab.report.reading import Run
+from runner.lab.report.report import Report
+from runner.lab.report.table import Row, Spread, Table
 
 WORDS = ("model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.progress=false", "log.curves=false")
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from runner.build.evaluation import evaluate_both
+from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.checkpoint.weights import weights_of, weights_sha256
-from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.errors import Interrupted
+from runner.run.evaluation import evaluate_both
 from runner.train import build_run
 
 # 43 training samples: five batches of 8 and one of 3 an epoch, 12 steps in all.

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from runner.build import batch_size
-from runner.build.batch_size import free_memory, largest_power
+from runner.run import batch_size
+from runner.run.batch_size import free_memory, largest_power
 
 RUN = (
     "data=synthetic", "data.dataset.samples=300", "data.image_size=8", "epochs=1", "model=small_cnn", "model.width=4",

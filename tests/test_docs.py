@@ -17,10 +17,10 @@ import pytest
 import runs_that_ended_early
 import yaml
 
+from runner.base.errors import Problem
 from runner.cli import main
 from runner.config import app, keys, overrides
 from runner.config.changes import CHANGES
-from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped

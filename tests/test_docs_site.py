@@ -25,7 +25,7 @@ from runner.config import keys
 from runner.config.changes import CHANGES
 from runner.config.schema import VERBS
 from runner.config.sources import Sources
-from runner.verbs.check.table import CHECKS
+from runner.lab.check.table import CHECKS
 from runner.verbs.show import _commented
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from runner.build.dry_run import predict
 from runner.checkpoint.file import read
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed.parallel import ParallelStep
 from runner.distributed.world import joined
 from runner.engine.step import train_step
+from runner.run.dry_run import predict
 from runner.runtime.memory import peak_memory, reset_peak_memory
 from runner.train import build_run
 

@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no formula\nand more")
 
-    monkeypatch.setattr("runner.build.run.count_flops", refuse)
+    monkeypatch.setattr("runner.run.run.count_flops", refuse)
     words = ("train", "threads=1", "logger=none", *SMALL)
     asked = run(*words, "log.utilization=true")
     assert asked.status == 2

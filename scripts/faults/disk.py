@@ -72,8 +72,8 @@ def _not_told(life: Life) -> str:
 
 def _not_recovered(words: tuple[str, ...], run: Path, expected: str) -> str:
     """What is wrong with the checkpoints that are left, or with the run that goes on from them; or an empty string."""
+    from runner.base.errors import UserError
     from runner.checkpoint import file
-    from runner.config.errors import UserError
 
     try:
         file.read(run / "checkpoints" / "last.safetensors")

@@ -98,11 +98,11 @@ def telling(tell: Callable[[], None], armed: Callable[[Any], bool] | None = None
         tell: called before and after.
         armed: given the loop, whether to begin; after the last step if it is None.
     """
+    from runner.base import files
     from runner.engine.loop import Loop
-    from runner.tracking import files
+    from runner.run.directory import RunDirectory
     from runner.tracking.console import Console
     from runner.tracking.loggers import Csv, JsonLines, TensorBoard
-    from runner.tracking.run_directory import RunDirectory
 
     at: dict[str, Any] = {"loop": None}
     begin = Loop.__init__

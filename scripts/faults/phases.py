@@ -44,10 +44,10 @@ class _Watched:
 
 def telling(tell: Tell) -> None:
     """Report every phase of every micro-batch, of evaluations, and of restoring."""
-    from runner.build import evaluation
     from runner.checkpoint import resume
     from runner.engine import step
     from runner.engine.loop import Loop
+    from runner.run import evaluation
 
     at = {"batch": -1, "evaluation": -1}
     begin = Loop.__init__

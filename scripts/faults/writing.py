@@ -71,8 +71,8 @@ def _kill_on_slow_disk(words: tuple[str, ...], run: Path, bench: Bench) -> bool:
 
 def _damage(run: Path) -> str:
     """What is wrong with the checkpoints that a kill has left, or an empty string."""
+    from runner.base.errors import UserError
     from runner.checkpoint import file
-    from runner.config.errors import UserError
 
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
     steps = {}

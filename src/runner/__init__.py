@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from runner.api import compose, evaluate, load, predict, train
-    from runner.reports.report import report, runs
+    from runner.lab.report.report import report, runs
 else:
     ModuleType = type(sys)
 
@@ -21,7 +21,7 @@ __all__ = ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
 def __getattr__(name: str) -> Any:
     # The command line starts without torch.
     if name in ("report", "runs"):
-        from runner.reports import report as module
+        from runner.lab.report import report as module
 
         return getattr(module, name)
     if name in __all__:

@@ -1,7 +1,7 @@
 """The program as a library: compose a config, train, evaluate, load a trained model, and predict.
 
 Each function takes the overrides of the command line as strings: `train("data=digits", "epochs=2")`. Mistakes raise
-`runner.config.errors.UserError`, and what went wrong in a run raises as it is. The names in `__all__` are public.
+`runner.base.errors.UserError`, and what went wrong in a run raises as it is. The names in `__all__` are public.
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from runner.build.model import prepared
-from runner.build.setup import why_occupied
+from runner.base.errors import OK, Problem, UserError, file_error, system_limit
+from runner.base.reading import read_summary
 from runner.config import keys
 from runner.config.app import application
 from runner.config.app import compose as compose_first
 from runner.config.composition import Composition
-from runner.config.errors import OK, Problem, UserError, file_error, system_limit
 from runner.config.frozen import to_plain
 from runner.config.merge import says
 from runner.config.overrides import check_overrides
-from runner.config.reading import read_summary
 from runner.config.resolve import problems_in, resolve_config
 from runner.config.schema import VERBS
 from runner.config.schema.train import Train
@@ -42,13 +40,15 @@ from runner.data.sources.image_files import ImageFiles, image_files
 from runner.data.transforms.augment import Pipeline
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
-from runner.reports.report import runs
+from runner.lab.report.report import runs
+from runner.run.from_checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
+from runner.run.model import prepared
+from runner.run.setup import why_occupied
 from runner.runtime.device import choose_device, switches_kept
 from runner.runtime.precision import choose_precision
+from runner.tracking.verb_report import Report
 from runner.verbs import eval as eval_verb
 from runner.verbs import train as train_verb
-from runner.verbs._checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
-from runner.verbs._report import Report
 from runner.verbs.predict.inputs import files_in
 from runner.verbs.predict.rows import RowBuilder
 

@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
-from runner.config.signals import interruptible
+from runner.base.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
+from runner.base.signals import interruptible
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; those of the process if None.
 
     Returns:
-        Exit status: see `runner.config.errors`.
+        Exit status: see `runner.base.errors`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"-sc", "--shell-completion"}.isdisjoint(words):

@@ -7,25 +7,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from runner.build.auto_lr import auto_lr
-from runner.build.batch_size import auto_batch_size, memory_for_training
-from runner.build.describe import show_run, start_progress
-from runner.build.evaluation import Evaluator
-from runner.build.finetune import freeze
-from runner.build.hardware import choose_hardware
-from runner.build.init_from import InitialWeights, set_initial_weights
-from runner.build.length import plan_length
-from runner.build.metrics import build_callbacks, check_metrics, choose_monitor
-from runner.build.model import build_task_model_loss, example_input, place, with_facts
-from runner.build.optimizer import build_state
-from runner.build.probe import check_batches_of_one, probe
-from runner.build.rank_memory import RankMemory
-from runner.build.ranks import check_same, shard_model, synchronize_norms, uneven_loss
-from runner.build.run import Run, hardware_metrics_of
-from runner.build.run_record import RunRecord
-from runner.build.saving import Saving, build_loggers, open_loggers
-from runner.build.step import build_parts, build_step, slow_guard
-from runner.build.validate import validate_limits
 from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
 from runner.config import stored
@@ -41,6 +22,25 @@ from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
+from runner.run.auto_lr import auto_lr
+from runner.run.batch_size import auto_batch_size, memory_for_training
+from runner.run.describe import show_run, start_progress
+from runner.run.evaluation import Evaluator
+from runner.run.finetune import freeze
+from runner.run.hardware import choose_hardware
+from runner.run.init_from import InitialWeights, set_initial_weights
+from runner.run.length import plan_length
+from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
+from runner.run.model import build_task_model_loss, example_input, place, with_facts
+from runner.run.optimizer import build_state
+from runner.run.probe import check_batches_of_one, probe
+from runner.run.rank_memory import RankMemory
+from runner.run.ranks import check_same, shard_model, synchronize_norms, uneven_loss
+from runner.run.run import Run, hardware_metrics_of
+from runner.run.run_record import RunRecord
+from runner.run.saving import Saving, build_loggers, open_loggers
+from runner.run.step import build_parts, build_step, slow_guard
+from runner.run.validate import validate_limits
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.shapes import COLUMNS, ShapeWatch, shapes_on_failure
 from runner.runtime.signals import StopSignals

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from runner.base.errors import UserError
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.file import read
 from runner.checkpoint.manager import require_space, scarce, size_of
-from runner.config.errors import UserError
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=3",

@@ -18,10 +18,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from runner.base.errors import UserError
 from runner.checkpoint import file, layout
 from runner.checkpoint.file import KEYS, DamagedCheckpoint, is_checkpoint, link, read, verify, write
 from runner.checkpoint.weights import weights_sha256
-from runner.config.errors import UserError
 from runner.distributed.sharding import loaded
 
 Make = Callable[..., dict[str, Any]]

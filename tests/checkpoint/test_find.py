@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import UserError
 from runner.checkpoint.file import DamagedCheckpoint, read
 from runner.checkpoint.find import load, newest_run
 from runner.checkpoint.manager import CheckpointManager
-from runner.config.errors import UserError
 
 Make = Callable[..., dict[str, Any]]
 

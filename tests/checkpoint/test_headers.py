@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import UserError
 from runner.checkpoint.file import DamagedCheckpoint, read, write
-from runner.config.errors import UserError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import UserError
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.resume import restore
-from runner.config.errors import UserError
 
 Make = Callable[..., dict[str, Any]]
 

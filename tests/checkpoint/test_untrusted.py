@@ -50,7 +50,7 @@ def test_what_torch_saves_is_not_a_checkpoint(legacy: bool, tmp_path: Path) -> N
     refused(path, target, "is not a checkpoint of runner's; init_from= starts a run")
 
 
-EVIL = ("os.system", "subprocess.run", "logging.os.system", "builtins.eval", "runner.tracking.run_directory.os.system",
+EVIL = ("os.system", "subprocess.run", "logging.os.system", "builtins.eval", "runner.run.directory.os.system",
         "torch.serialization.os.system", "pathlib.Path.touch", "torch.hub.load")  # fmt: skip
 SMALL = (
     "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "data.batch_size=8", "epochs=1",

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from runner.base.errors import UserError
 from runner.checkpoint.weights import read_weights
-from runner.config.errors import UserError
 
 
 @pytest.fixture

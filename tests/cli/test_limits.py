@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.errors import system_limit
+from runner.base.errors import system_limit
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",

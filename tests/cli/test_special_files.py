@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sources.image_io import read_image
 
 

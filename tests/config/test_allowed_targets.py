@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torchvision import models
 
+from runner.base.errors import ConfigError, UserError
 from runner.config import stored
 from runner.config.allowed_targets import remedy
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, UserError
 from runner.config.merge import merge_with_checkpoint
 from runner.config.targets import build
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.config import errors
-from runner.config.errors import DIVERGED, FAILED, PREEMPTED, USAGE, DataFailed, UserError, explain
+from runner.base import errors
+from runner.base.errors import DIVERGED, FAILED, PREEMPTED, USAGE, DataFailed, UserError, explain
 from runner.engine.errors import BadMetric, Diverged, Preempted
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config.errors import ConfigError
+from runner.base.errors import ConfigError
 from runner.config.file_mistakes import problems_in_file
 from runner.config.sources import Sources, shipped
 

@@ -7,9 +7,9 @@ import re
 import pytest
 import yaml
 
+from runner.base.errors import ConfigError
 from runner.cli import main
 from runner.config import overrides
-from runner.config.errors import ConfigError
 from runner.config.schema.train import Train
 from runner.config.sources import Sources
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from runner.base.errors import ConfigError, UserError
 from runner.checkpoint import file as checkpoint_file
 from runner.config import stored
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, UserError
 from runner.config.merge import may_write_cache, merge_with_checkpoint
 from runner.config.resolve import resolve_with_checkpoint
 from runner.config.schema.train import Train

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from runner.base.errors import UserError
 from runner.config.allowed_targets import refusal
-from runner.config.errors import UserError
 from runner.config.targets import _refused, bind, build, called, resolve, targets_in
 
 PACKAGE = '''
@@ -259,7 +259,7 @@ STRANGE = """
 os.system subprocess.run subprocess.Popen builtins.eval builtins.exec builtins.__import__ logging.os.system
 shutil.rmtree pickle.loads importlib.import_module functools.partial
 runner.config.targets.importlib.import_module runner.config.targets.build runner.config.targets.resolve
-runner.tracking.files.write_json runner.tracking.files.os.system runner.checkpoint.file.write runner.cli.main
+runner.base.files.write_json runner.base.files.os.system runner.checkpoint.file.write runner.cli.main
 runner.verbs.list.main runner.data.sources.folders.os.remove runner.data.build.os.system runner.data.build.build
 runner.data.sources.torchvision_sets.tarfile.open runner.data.loaders.signal.signal runner.optim.losses.torch.load
 runner.models.mlp._private runner.models runner.models.checks.no_such_thing

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import ConfigError, Problem, nearest
 from runner.config import keys
 from runner.config.changes import changes_refused
-from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.keys import describe
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train

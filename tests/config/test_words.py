@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from runner.base.errors import UserError
 from runner.config import keys
 from runner.config.app import parse
-from runner.config.errors import UserError
 from runner.config.overrides import check_overrides, unknown_key
 from runner.config.schema.train import Train
 from runner.config.sources import Sources

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sample_rng import SampleRNG
 from runner.data.transforms import augment
 from runner.data.transforms.augment import (

@@ -18,7 +18,7 @@ from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Split
 from runner.data import bad_samples
 from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler

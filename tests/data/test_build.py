@@ -12,7 +12,7 @@ import torch
 from read_splits import read_splits
 from torch import Tensor
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data.build import DataModule
 from runner.data.samples import SeededDataset

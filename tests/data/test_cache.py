@@ -26,7 +26,7 @@ from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import DataFailed, UserError
+from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data import preparation

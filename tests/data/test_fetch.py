@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from torchvision import datasets
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data import preparation
 from runner.data.sources import fetch as module
 from runner.data.sources.fetch import FetchFailed, FetchStopped, addresses, fetch

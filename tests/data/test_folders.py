@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.loaders import BatchPlan
 from runner.data.samples import SeededDataset
 from runner.data.sources.folders import image_folder

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Split
 from runner.data.consistency import shared_groups
 from runner.data.sources.folders import image_folder

@@ -13,7 +13,7 @@ import torch
 from extras import needs, optional
 from PIL import Image
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sources.hugging_face import EncodedImages, hugging_face
 
 datasets = optional("datasets")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample
 from runner.data.sources.folders import ImageFolder

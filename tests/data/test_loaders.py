@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.synthetic import synthetic

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.mixing import BatchMix, CutMix, Mixing, Mixup, OneOf
 

@@ -13,7 +13,7 @@ from read_splits import data_config
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.cache_file import CachedImages
 from runner.data.placement import DataPlacement, plan_placement

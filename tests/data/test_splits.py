@@ -7,7 +7,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Split
 from runner.data.splits import make_splits, split_indices, targets_of
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sources.tables import TableImages, image_table
 
 Write = Callable[..., Path]

@@ -20,7 +20,7 @@ import torchvision.datasets as tv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sources import fetch
 from runner.data.sources import torchvision_sets as sets
 

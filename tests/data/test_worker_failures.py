@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from runner.config.errors import DataFailed
+from runner.base.errors import DataFailed
 from runner.data.loaders import BatchPlan
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rank_pool import RankPool
-from runner.config.errors import Problem, UserError
+from runner.base.errors import Problem, UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, synchronize
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from runner.build.ranks import uneven_loss
 from runner.optim.losses import CrossEntropy
+from runner.run.ranks import uneven_loss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from agent import Agent
 
 from rank_pool import RankPool
-from runner.build.ranks import Job
+from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed import follow
 from runner.launch.ranks import run_ranks
+from runner.run.ranks import Job
 from runner.runtime.signals import StopSignals
 
 WORDS = (

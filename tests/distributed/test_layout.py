@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from runner.build.dry_run import predict
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed.layout import (
@@ -22,6 +21,7 @@ from runner.distributed.layout import (
     fsdp_traffic,
     samples_of_ranks,
 )
+from runner.run.dry_run import predict
 from runner.train import build_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner.config.errors import Problem
+from runner.base.errors import Problem
 from scale_matrix import LAYOUTS
 
 # 41 samples to train on: five batches, of which the last has one. 5 samples to validate on: three batches.

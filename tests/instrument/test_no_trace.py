@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.build.evaluation import _feed
-from runner.build.probe import probe
-from runner.build.run import Run, training_flops
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
 from runner.engine.position import Position
+from runner.lab.inspect.observed_pass import pass_through as watched
+from runner.run.evaluation import _feed
+from runner.run.probe import probe
+from runner.run.run import Run, training_flops
 from runner.runtime.blocks import _Probe as Trial
 from runner.train import build_run
-from runner.verbs.inspect.observed_pass import pass_through as watched
 
 
 class Assigning(nn.Module):

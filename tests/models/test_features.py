@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.models.features import Extractor, listener
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18

@@ -11,7 +11,7 @@ import pytest
 import torch
 from extras import needs
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.models.timm_zoo import classifier, preferred_data

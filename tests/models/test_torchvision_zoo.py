@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.models.torchvision_zoo import classifier

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.build.optimizer import build_optimizer, table_of_groups
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.models.mlp import MLP
@@ -18,6 +17,7 @@ from runner.models.resnet_cifar import ResNet18
 from runner.models.small_cnn import SmallCNN
 from runner.models.vit import ViT
 from runner.optim.groups import depths, parameter_groups, tables
+from runner.run.optimizer import build_optimizer, table_of_groups
 from runner.runtime.blocks import repeated_blocks
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "muon")

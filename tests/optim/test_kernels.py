@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.optim.kernels import Kernels, choose_kernels, start_momentum
 
 SMALL = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.build.optimizer import build_optimizer
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
+from runner.run.optimizer import build_optimizer
 
 
 @pytest.mark.parametrize(

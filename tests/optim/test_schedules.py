@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.optim.schedules import WSD, Constant, Cosine, OneCycle, Plateau, Schedule, Step, Torch
 
 PURE: dict[str, Callable[..., Schedule]] = {

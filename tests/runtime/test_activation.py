@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime import activation
 from runner.runtime.activation import checkpointed

@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18
 from runner.models.small_cnn import SmallCNN

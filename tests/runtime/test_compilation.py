@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
 from runner.runtime import compilation as compilation_module
 from runner.runtime.compilation import (

@@ -14,7 +14,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.runtime import device
 from runner.runtime.determinism import caller_in_backward, operation, operations_named, refusal
 
@@ -216,7 +216,7 @@ def test_the_workspace_of_cublas_is_set_before_the_device_is_touched(
         seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         return torch.device("cpu"), "as set"
 
-    monkeypatch.setattr("runner.build.hardware.choose_device", choose)
+    monkeypatch.setattr("runner.run.hardware.choose_device", choose)
     assert run("train", *FEW).status == 0
     assert run("train", *FEW, f"deterministic={str(mode).lower()}").status == 0
     assert seen == [None, ":4096:8"]

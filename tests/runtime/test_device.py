@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.config.cores import cores
-from runner.config.errors import UserError
+from runner.base.cores import cores
+from runner.base.errors import UserError
 from runner.runtime.device import choose_device, configure_torch, missing_compiler
 from runner.runtime.precision import choose_precision
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from runner.base.errors import Problem, UserError
 from runner.checkpoint.file import read
-from runner.config.errors import Problem, UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import VERBS
 from runner.runtime.precision import choose_precision

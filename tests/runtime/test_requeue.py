@@ -13,7 +13,7 @@ import pytest
 import yaml
 from lock_holder import held_elsewhere
 
-from runner.config import reading
+from runner.base import reading
 from runner.config.schema.verbs import FindLr
 
 SMALL = (

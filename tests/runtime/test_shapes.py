@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.runtime.shapes import ShapeWatch
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from runner import cli
-from runner.config.errors import UserError
-from runner.config.signals import STOPPING, raising_after
+from runner.base.errors import UserError
+from runner.base.signals import STOPPING, raising_after
 from runner.data.workers import _start_worker
 from runner.runtime.signals import StopSignals
 

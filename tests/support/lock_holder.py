@@ -10,7 +10,7 @@ from pathlib import Path
 
 CODE = """
 import sys, pathlib
-from runner.tracking.run_directory import hold
+from runner.run.directory import hold
 assert hold(pathlib.Path(sys.argv[1])) is not None
 print("held", flush=True)
 sys.stdin.read()

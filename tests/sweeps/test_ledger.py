@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from forked import ForkedProgram
 
-from runner.config.errors import DiskFull
+from runner.base.errors import DiskFull
 from runner.sweeps import table
 from runner.sweeps.ledger import Entry, Ledger, Records, outcome
 from runner.sweeps.plan import identity

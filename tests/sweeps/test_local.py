@@ -12,7 +12,7 @@ import forked
 import pytest
 from forked import ForkedProgram
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.launch import local
 from runner.launch.jobs import Job
 from runner.launch.local import Local

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from extras import needs
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
+from runner.run.directory import RunDirectory
 from runner.tracking.loggers import Csv, JsonLines, Logger, TensorBoard
-from runner.tracking.run_directory import RunDirectory
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
 

@@ -21,7 +21,7 @@ from fake_mlflow import FakeMLflow, fake_mlflow
 from fake_wandb import FakeWandB, fake_wandb
 from forked import ForkedProgram
 
-from runner.config.errors import Problem, UserError
+from runner.base.errors import Problem, UserError
 from runner.tracking.jsonl import read_records
 from runner.tracking.trackers import loggers
 from runner.tracking.trackers.loggers import MLflow, Tracker, WandB, sentence_of

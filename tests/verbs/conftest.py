@@ -43,7 +43,7 @@ def composed_check(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[
     Hydra takes most of the time of a call. So it composes these and choices of groups, once for each; other words are put
     into a copy of the composition.
     """
-    from runner.verbs.check import run as check_run
+    from runner.lab.check import run as check_run
 
     def call(base: tuple[str, ...], *words: str) -> dict[str, dict[str, Any]]:
         choices = [word for word in words if re.fullmatch(r"(task|loss|optimizer|transform|scheduler)=\w+", word)]

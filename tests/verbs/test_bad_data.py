@@ -20,7 +20,7 @@ WRECKS = """
 import os, signal, time
 from pathlib import Path
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sources.synthetic import synthetic
 from torch.utils.data import Dataset, get_worker_info
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from runner.checkpoint.file import read
 from runner.config.schema.verbs import Eval
 from runner.engine.tasks import Classification
+from runner.run import from_checkpoint as _checkpoint
 from runner.tracking.formats import digits
-from runner.verbs import _checkpoint
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",

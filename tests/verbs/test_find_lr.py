@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from runner.build.auto_lr import find_rate
 from runner.checkpoint.file import read
+from runner.run.auto_lr import find_rate
 
 SMALL = ("threads=1", "model=mlp", "model.hidden=[32]", "transform=none", "scheduler=constant")
 QUICK = ("logger=none", "log.progress=false", "log.curves=false", "epochs=1", "evaluate.test=false")
@@ -149,7 +149,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_run(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no fonts")
 
-    monkeypatch.setattr("runner.build.auto_lr.rate_curve", fail)
+    monkeypatch.setattr("runner.run.auto_lr.rate_curve", fail)
     trained = train(*SMALL, *QUICK, "max_steps=2", "lr=auto")
     assert "lr_range.png was not drawn: no fonts" in trained.out
     assert trained.summary["status"] == "finished"

@@ -16,8 +16,8 @@ import torch
 from extras import needs
 from PIL import EpsImagePlugin, Image
 
+from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.config.errors import UserError
 from runner.data.build import DataModule
 from runner.data.sources.image_files import fitted
 from runner.data.sources.image_io import read_image
@@ -268,7 +268,7 @@ def test_a_checkpoint_predicts_without_its_data(
 
     words = (*CALL, f"ckpt_path={path}", "input=photos/00.png", "output=rows.csv")
     with monkeypatch.context() as patch:
-        patch.setattr("runner.verbs._checkpoint.read_data", absent)
+        patch.setattr("runner.run.from_checkpoint.read_data", absent)
         assert run(*words).status == 0
 
 
@@ -398,7 +398,7 @@ def test_views_are_tried_on_what_the_model_is_given(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The data is square, and after transform.eval the images are not.
-    monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images, rng: images[..., :6]])
+    monkeypatch.setattr("runner.run.from_checkpoint.callables", lambda *_: [lambda images, rng: images[..., :6]])
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations")
     assert result.status == 2, result.out
     assert "tta: rotations require square images, and these have 8x6 pixels" in result.err

@@ -293,7 +293,7 @@ def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(
 
 
 def test_two_processes_never_write_one_directory(train_once: Callable[..., Any], spawn: Callable[..., Any]) -> None:
-    from runner.tracking.run_directory import RunDirectory
+    from runner.run.directory import RunDirectory
 
     first = train_once(*SMALL, "evaluate.test=false")
     held = RunDirectory(first.directory)

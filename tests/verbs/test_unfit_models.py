@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.build.probe import _training
+from runner.run.probe import _training
 
 PARTS = """
 import torch

@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 
 import torch
 
+from runner.base.errors import DiskFull, UserError, first_line
+from runner.base.reading import open_regular
 from runner.checkpoint import layout
 from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
-from runner.config.errors import DiskFull, UserError, first_line
-from runner.config.reading import open_regular
 
 FORMAT = 2
 KEYS = (

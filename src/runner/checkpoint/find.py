@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runner.base.errors import UserError, nearest_path
+from runner.base.reading import modified, start_time
 from runner.checkpoint.file import DamagedCheckpoint, Parts, read
-from runner.config.errors import UserError, nearest_path
-from runner.config.reading import modified, start_time
 
 SUFFIX = ".safetensors"
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)

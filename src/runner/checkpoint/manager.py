@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from runner.base.errors import UserError
 from runner.checkpoint import file
 from runner.checkpoint.find import SUFFIX, step_files
 from runner.checkpoint.structure import identity
-from runner.config.errors import UserError
 from runner.distributed.sharding import local
 from runner.instrument.nested import tensors_in
 

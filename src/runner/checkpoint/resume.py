@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from runner.base.errors import UserError
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import SUFFIX, LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, step_stem
-from runner.config.errors import UserError
 from runner.distributed.sharding import gathered
 from runner.distributed.world import world
 
@@ -54,7 +54,7 @@ def contents(
         classes: names of the classes.
         versions: versions of packages.
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
-            the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.data_check`.
+            the model can be used where the data are not; `sources`, digests of custom files, see `runner.run.data_check`.
     """
     saved, ranks = state.state_dict(), world()
     if ranks.size > 1:

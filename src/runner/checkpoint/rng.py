@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.base.errors import UserError
 from runner.checkpoint.async_writer import mapped
-from runner.config.errors import UserError
 from runner.distributed.world import world
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.base.errors import UserError, first_line
+from runner.base.reading import open_regular
 from runner.checkpoint import find
 from runner.checkpoint.file import Parts, is_checkpoint
 from runner.config import stored
-from runner.config.errors import UserError, first_line
-from runner.config.reading import open_regular
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Weights as Which
 from runner.distributed.sharding import whole

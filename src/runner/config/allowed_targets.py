@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.keys import within
 from runner.config.targets import resolve
 

@@ -23,9 +23,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.base.errors import ConfigError, Problem, nearest
 from runner.config import overrides
 from runner.config.composition import Composition as Composition
-from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from runner.config.errors import Problem
+from runner.base.errors import Problem
 from runner.config.keys import within
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from runner.base.errors import ConfigError, Problem, UserError
 from runner.config import overrides
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of
-from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
 from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
 from runner.config.merged_once import merged_once

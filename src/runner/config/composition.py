@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import Problem
+from runner.base.errors import Problem
 from runner.config.keys import key_of, within
 from runner.config.sources import Sources
 from runner.config.yaml_files import line_of

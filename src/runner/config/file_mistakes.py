@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from runner.base.errors import Problem, nearest
 from runner.config import yaml_files
-from runner.config.errors import Problem, nearest
 from runner.config.sources import Sources, text_of
 from runner.config.yaml_files import place
 

@@ -7,7 +7,7 @@ import contextlib
 import io
 from collections.abc import Sequence
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.words import flag_meant
 
 

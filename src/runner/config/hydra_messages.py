@@ -9,7 +9,7 @@ import yaml
 from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
-from runner.config.errors import Problem, nearest
+from runner.base.errors import Problem, nearest
 from runner.config.keys import ANY_KEY, closest, flatten
 from runner.config.sources import shipped
 

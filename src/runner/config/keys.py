@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from runner.config.errors import nearest
+from runner.base.errors import nearest
 from runner.config.schema.sections import HasTarget, Search
 from runner.config.synonyms import key_meant
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from runner.base.errors import ConfigError, Problem
 from runner.config import keys, stored
 from runner.config.allowed_targets import not_packages, packages_in, refusal, remedy, section_of
 from runner.config.changes import other_run
 from runner.config.composition import Composition
-from runner.config.errors import ConfigError, Problem
 from runner.config.frozen import to_plain
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train

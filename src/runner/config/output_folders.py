@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.config.errors import Problem
+from runner.base.errors import Problem
 
 _OF_SWEEPS = ("sweep.json", "sweep.jsonl")
 _OF_RUNS = ("summary.json", "overrides.yaml")

@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
+from runner.base.errors import Problem, nearest
 from runner.config import keys
-from runner.config.errors import Problem, nearest
 from runner.config.sources import Sources
 from runner.config.synonyms import by_class, value_meant
 from runner.config.words import not_overrides

@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from runner.config import keys, slurm
+from runner.base import slurm
+from runner.base.errors import ConfigError, Problem, UserError
+from runner.config import keys
 from runner.config.composition import Composition
-from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.frozen import to_plain, with_changes
 from runner.config.merge import FACTS, PREPARATION, merge_with_checkpoint, says, two_rates
 from runner.config.rules import conflicts

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any, get_origin
 
+from runner.base.durations import DURATION, seconds
+from runner.base.errors import Problem
 from runner.config import keys
 from runner.config.allowed_targets import not_packages, packages_in
-from runner.config.durations import DURATION, seconds
-from runner.config.errors import Problem
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import TEST_SHARE
 from runner.config.schema.train import Train

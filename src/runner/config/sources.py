@@ -10,8 +10,8 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.config.errors import UserError
-from runner.config.reading import read_regular
+from runner.base.errors import UserError
+from runner.base.reading import read_regular
 
 _LARGEST = 2**20  # bytes; the longest of ours has ten thousand
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runner.base.errors import Problem, nearest
 from runner.config import keys
-from runner.config.errors import Problem, nearest
 from runner.config.schema.sections import Search
 from runner.config.validate import shown
 

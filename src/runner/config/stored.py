@@ -11,13 +11,13 @@ from typing import Any
 
 import yaml
 
+from runner.base.errors import UserError, first_line
+from runner.base.secrets import mask_values, unmasked
 from runner.config.composition import Composition
-from runner.config.errors import UserError, first_line
 from runner.config.frozen import to_plain
 from runner.config.keys import at, flatten
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train
-from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 

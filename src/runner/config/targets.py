@@ -14,10 +14,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
+from runner.base.errors import ConfigError, Problem, UserError, nearest
+from runner.base.secrets import is_masked
 from runner.config import keys
-from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.schema.sections import EXTRAS
-from runner.config.secrets import is_masked
 from runner.config.signatures import read_signature
 from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed

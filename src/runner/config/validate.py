@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from runner.base.errors import Problem, nearest
 from runner.config import keys
-from runner.config.errors import Problem, nearest
 from runner.config.synonyms import key_meant, value_meant
 
 T = TypeVar("T")

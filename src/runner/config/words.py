@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from runner.base.errors import Problem, nearest
 from runner.config import keys
-from runner.config.errors import Problem, nearest
 from runner.config.synonyms import key_meant
 
 _NAME = re.compile(r"[A-Za-z_][\w./-]*")

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from runner.config.errors import ConfigError, Problem, UserError, first_line
+from runner.base.errors import ConfigError, Problem, UserError, first_line
 from runner.config.sources import text_of
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

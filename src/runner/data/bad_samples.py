@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.distributed.world import World, world

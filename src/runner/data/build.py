@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.merge import FACTS
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write
 from runner.data.loaders import BatchPlan

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import DataFailed, UserError
-from runner.config.reading import open_regular
+from runner.base.errors import DataFailed, UserError
+from runner.base.reading import open_regular
 from runner.data.bad_samples import NOT_READ
 from runner.data.preparation import reported_writing
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.splits import Parts, groups_of, targets_of
 
 Examples = Mapping[str, tuple[Tensor, Tensor]]

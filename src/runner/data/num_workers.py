@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from runner.config.cores import cores
+from runner.base.cores import cores
 from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.bad_samples import ReplacementSampler

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner.config.errors import DiskFull, UserError
-from runner.config.signals import STOPPING
+from runner.base.errors import DiskFull, UserError
+from runner.base.signals import STOPPING
 
 _POLL_S = 0.2
 _SHOWN_AFTER_S = 2.0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import TEST_SHARE, Split
 from runner.data.sampler import AllSamples, Indices
 

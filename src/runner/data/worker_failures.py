@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from runner.config.signals import raising_after
+from runner.base.signals import raising_after
 
 _ADVICE = {
     "SIGKILL": " (the system kills processes that take too much memory)",

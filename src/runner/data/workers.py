@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from runner.config.errors import DataFailed, UserError
-from runner.config.signals import STOPPING
+from runner.base.errors import DataFailed, UserError
+from runner.base.signals import STOPPING
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
 from runner.data.cache_file import CachedImages

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Dist
 from runner.distributed.store import appear, gather_ranks, open_store, rank, served_by_launcher, size
 

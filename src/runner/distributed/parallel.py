@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
 from runner.distributed.sharding import is_sharded
 from runner.distributed.share import rows

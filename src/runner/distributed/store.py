@@ -10,7 +10,7 @@ import time
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from runner.config.errors import FAILED, UserError
+from runner.base.errors import FAILED, UserError
 
 _LOOKED_S = 0.1
 _SILENT_S = 10.0  # before rank 0 says whom it waits for

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.config import slurm
+from runner.base import slurm
 from runner.distributed.store import gather_ranks, open_store
 
 T = TypeVar("T")

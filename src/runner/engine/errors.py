@@ -1,4 +1,4 @@
-"""Exceptions that end training early; exit codes are those of `runner.config.errors`."""
+"""Exceptions that end training early; exit codes are those of `runner.base.errors`."""
 
 
 class Diverged(Exception):

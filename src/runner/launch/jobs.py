@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from runner.config.errors import PREEMPTED
-from runner.config.signals import came_early, heard, listening
+from runner.base.errors import PREEMPTED
+from runner.base.signals import came_early, heard, listening
 
 _UNWRITTEN = 120  # status of a Python that could not write what it printed
 _SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its group

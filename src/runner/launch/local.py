@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runner.config.cores import cores
-from runner.config.errors import UserError
+from runner.base.cores import cores
+from runner.base.errors import UserError
 from runner.launch.jobs import Ended, Job, why_ended
 from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 
-from runner.config.errors import FAILED
-from runner.config.signals import STOPPING
+from runner.base.errors import FAILED
+from runner.base.signals import STOPPING
 
 _LOOKED_S = 0.5
 _LEFT_S = 5.0  # from SIGTERM to the end of a rank that waits for others

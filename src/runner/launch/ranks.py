@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
-from runner.config.errors import FAILED, PREEMPTED, explain
+from runner.base.errors import FAILED, PREEMPTED, explain
 from runner.distributed.store import RanksMissing, of_attempt, open_store
 from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.launch.jobs import Ended, Job, why_ended
 
 _POLLED_S = 0.1

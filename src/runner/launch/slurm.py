@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.config.errors import UserError
-from runner.config.truth import is_true
+from runner.base.errors import UserError
+from runner.base.truth import is_true
 from runner.launch.jobs import Ended, Job
 
 _PERIOD_S = 5.0  # between two looks at the queue

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
 from runner.instrument.observer import Observer
 
 _MOST_LISTED = 60

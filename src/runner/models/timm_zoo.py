@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.models.checks import at_least_1, reachable
 
 # What `classifier` sets itself, and what would load files, or return lists instead of logits.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from runner.config.patterns import matching
+from runner.base.patterns import matching
 
 _NOT_MATRICES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.EmbeddingBag)
 _MATRICES = (nn.Linear, nn.Bilinear, _ConvNd)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.config.errors import UserError, first_line
+from runner.base.errors import UserError, first_line
 from runner.config.targets import Component, optimizers_taking
 from runner.distributed.sharding import divided_like
 from runner.optim.muon import Muon

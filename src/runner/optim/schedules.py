@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
 
 
 def _same(step: float) -> float:

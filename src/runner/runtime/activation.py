@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")

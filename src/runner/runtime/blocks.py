@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from runner.config.errors import UserError, first_line
-from runner.config.patterns import matching
+from runner.base.errors import UserError, first_line
+from runner.base.patterns import matching
 from runner.instrument.nested import tensors_in
 from runner.instrument.no_trace import no_trace
 from runner.instrument.saved_tensors import SavedTensors

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
 from runner.runtime.device import missing_compiler
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer, module_label
 

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 import torch.utils.deterministic
 
-from runner.config.cores import cores
-from runner.config.errors import UserError, nearest
+from runner.base.cores import cores
+from runner.base.errors import UserError, nearest
 from runner.distributed.world import world
 from runner.runtime.memory import keep_freed_memory
 

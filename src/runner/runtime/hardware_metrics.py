@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.instrument.flops import Flops
 from runner.runtime.memory import peak_memory
 from runner.runtime.peak_flops import Kind, PeakFlops, known_peak, peak

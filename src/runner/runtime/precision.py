@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What a CPU that computes in a 16-bit format says it has, of x86 and of ARM.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer, module_label
 

@@ -9,7 +9,7 @@ import signal
 import time
 from types import FrameType
 
-from runner.config.signals import came_early, heard, interrupts, listening
+from runner.base.signals import came_early, heard, interrupts, listening
 
 # One cause may send these several times: a closed terminal (the shell and the kernel), used up CPU time (every second).
 _REPEATED = ("SIGHUP", "SIGXCPU")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from runner.base.errors import UserError, nearest
 from runner.config import keys
-from runner.config.errors import UserError, nearest
 
 TOGGLES = (
     "amp", "channels_last", "compile", "activation_checkpointing", "cudnn_benchmark", "tf32", "matmul_precision",

@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
+from runner.base.files import writing
+from runner.base.truth import is_true
 from runner.config.keys import key_of, within
 from runner.config.output_folders import holds_run
 from runner.config.stored import differences
-from runner.config.truth import is_true
+from runner.run.directory import Occupied, claim, hold, timestamp
 from runner.sweeps.ledger import NAME, Ledger, Records
 from runner.sweeps.plan import Plan
-from runner.tracking.files import writing
-from runner.tracking.run_directory import Occupied, claim, hold, timestamp
 
 if sys.platform != "win32":
     import fcntl

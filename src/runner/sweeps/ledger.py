@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import UserError
-from runner.config.reading import is_number, number_or_none, read_regular, read_summary
-from runner.config.secrets import mask_text, mask_words
-from runner.tracking.files import writing
+from runner.base.errors import UserError
+from runner.base.files import writing
+from runner.base.reading import is_number, number_or_none, read_regular, read_summary
+from runner.base.secrets import mask_text, mask_words
 
 NAME = "sweep.jsonl"
 ENDED = ("finished", "pruned", "failed", "preempted")

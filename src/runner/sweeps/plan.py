@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.base.errors import ConfigError, Problem, UserError
+from runner.base.secrets import mask_values, mask_words
 from runner.config import overrides
 from runner.config.changes import changes_result
 from runner.config.command import Command
 from runner.config.composition import Composition
-from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.keys import at, flatten, key_of, walk, within
 from runner.config.resolve import problems_in
 from runner.config.schema.train import Train
-from runner.config.secrets import mask_values, mask_words
 from runner.config.signatures import source_files
 from runner.sweeps.ablation import ablated, toggles_off
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import UserError
-from runner.config.reading import read_json
-from runner.tracking.files import write_json
+from runner.base.errors import UserError
+from runner.base.files import write_json
+from runner.base.reading import read_json
 
 VARIABLE = "RUNNER_TRIAL"
 """Variable of the environment of a job that is a trial: its number, direction and pruner, as JSON."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from runner.base.reading import number_or_none, read_json, read_overrides, read_summary
+from runner.base.secrets import mask_text, mask_words
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
-from runner.config.reading import number_or_none, read_json, read_overrides, read_summary
-from runner.config.secrets import mask_text, mask_words
+from runner.run.directory import works
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome
 from runner.tracking.formats import amount
 from runner.tracking.progress_file import Progress, read_progress
-from runner.tracking.run_directory import works
 
 FAILED = ("failed", "died")
 STATES = ("running", *FAILED, "preempted", "finished", "pruned", "pending")

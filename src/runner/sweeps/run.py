@@ -11,26 +11,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from runner.base.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
+from runner.base.files import writing
+from runner.base.reading import read_overrides, read_regular
+from runner.base.secrets import mask_text, mask_words
+from runner.base.truth import is_true
 from runner.config.composition import Composition
-from runner.config.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
 from runner.config.frozen import to_plain
 from runner.config.keys import key_of
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
-from runner.config.reading import read_overrides, read_regular
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
-from runner.config.secrets import mask_text, mask_words
-from runner.config.truth import is_true
 from runner.launch.jobs import Ended, Job, Launcher, run
+from runner.run.directory import works
 from runner.sweeps.folder import base_changed
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, code_of
 from runner.sweeps.rows import command_alone
 from runner.sweeps.view import Display, headline_of
-from runner.tracking.files import writing
 from runner.tracking.formats import number
-from runner.tracking.run_directory import works
 
 LOGS = "logs"
 """Folder of the sweep with what each job prints, `<folder>.log`."""

@@ -20,15 +20,16 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from runner.base.errors import FAILED, OK, ConfigError, Problem, UserError, nearest
+from runner.base.files import write_atomically
+from runner.base.reading import is_number, read_json, read_overrides, read_regular, read_summary
+from runner.base.secrets import mask_words
+from runner.base.truth import is_true
 from runner.config import overrides
 from runner.config.command import Command
 from runner.config.composition import Composition
-from runner.config.errors import FAILED, OK, ConfigError, Problem, UserError, nearest
 from runner.config.keys import OF_THE_SWEEP, at, is_of_hydra, key_of, within
-from runner.config.reading import is_number, read_json, read_overrides, read_regular, read_summary
-from runner.config.secrets import mask_words
 from runner.config.space import Range, ranges_of, text_of, word_of
-from runner.config.truth import is_true
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import NAME, Entry, Ledger, Outcome, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
@@ -36,7 +37,6 @@ from runner.sweeps.pruning import FILE, VARIABLE
 from runner.sweeps.run import Sweep
 from runner.sweeps.study import WARM, State, pruner_of, sampler_of, storage_of, study_of_sweep, using
 from runner.sweeps.table import BEST
-from runner.tracking.files import write_atomically
 from runner.tracking.formats import number as shown
 
 _SAME = ("sampler", "pruner", "warmup", "reduction", "seeds", "objectives", "space")

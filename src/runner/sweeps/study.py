@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import UserError
-from runner.config.reading import read_json
-from runner.config.secrets import mask_text
+from runner.base.errors import UserError
+from runner.base.reading import read_json
+from runner.base.secrets import mask_text
 from runner.config.space import Range
 from runner.sweeps.ledger import outcome
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
+from runner.base.files import write_atomically, write_json
+from runner.base.reading import read_regular, start_time
 from runner.config.keys import key_of
-from runner.config.reading import read_regular, start_time
 from runner.sweeps.rows import STATES, JobRow, comparable, rows_in
 from runner.tracking.console import Console
-from runner.tracking.files import write_atomically, write_json
 from runner.tracking.formats import clean, csv_text, duration, markdown_table, markdown_text, metric, number
 
 REPEATS = ("seed", "data.split.seed", "data.split.fold")

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.config.keys import key_of
+from runner.run.directory import works
 from runner.sweeps.ledger import ENDED, Records
 from runner.sweeps.rows import STATES, JobRow, Scan, rows_in
 from runner.sweeps.table import columns_of, finished_of, result_of
 from runner.tracking.console import Console
 from runner.tracking.formats import Line, clean, duration, metric, number, table_lines, wrapped
-from runner.tracking.run_directory import works
 
 _PERIOD_S = 1.0
 _MOST_SHARE = 0.05  # of the time for looking at the files

@@ -15,9 +15,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TextIO
 
-from runner.config.errors import UserError
-from runner.config.secrets import mask_text
-from runner.tracking.files import append, writing
+from runner.base.errors import UserError
+from runner.base.files import append, writing
+from runner.base.secrets import mask_text
 from runner.tracking.formats import (
     HARDWARE_METRICS,
     Line,

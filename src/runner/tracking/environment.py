@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from runner import __version__
-from runner.config.cores import cores
-from runner.config.secrets import mask_words
+from runner.base.cores import cores
+from runner.base.secrets import mask_words
 from runner.tracking.formats import amount
 
 _PACKAGES = (

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from runner.tracking.files import write_atomically, writing
+from runner.base.files import write_atomically, writing
 
 _LONGEST_LINE = 2**20  # bytes; ours have a few hundred
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Protocol, TypeVar
 
-from runner.config.errors import UserError, first_line
-from runner.tracking.files import append, finite, write_atomically, writing
+from runner.base.errors import UserError, first_line
+from runner.base.files import append, finite, write_atomically, writing
 from runner.tracking.jsonl import copy_until, read_records
 
 METRICS = "metrics.jsonl"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.tracking.files import write_atomically
+from runner.base.files import write_atomically
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, compact, in_order, label
 from runner.tracking.jsonl import read_records
 

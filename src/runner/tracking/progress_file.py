@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.config.reading import read_regular
-from runner.tracking.files import finite
+from runner.base.files import finite
+from runner.base.reading import read_regular
 
 NAME = "progress.json"
 _PERIOD_S = 2.0

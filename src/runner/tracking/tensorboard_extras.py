@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.base.reading import read_regular
 from runner.config import stored
 from runner.config.keys import flatten
-from runner.config.reading import read_regular
 
 _BINS = 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from runner.config.secrets import mask_text
+from runner.base.secrets import mask_text
 from runner.tracking.formats import clean
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runner.config.errors import UserError, nearest, nearest_path
+from runner.base.errors import UserError, nearest, nearest_path
 from runner.config.sources import Sources
 
 _VALUES = {"DIR": "folder", "NAME": "name"}

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from runner.config.errors import OK, UserError, called_exit, explain
+from runner.base.errors import OK, UserError, called_exit, explain
 from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS
 

@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner import __version__
-from runner.config import slurm
-from runner.config.errors import OK, USAGE, ConfigError, UserError
-from runner.config.secrets import mask_words
-from runner.config.signals import interruptible
+from runner.base import slurm
+from runner.base.errors import OK, USAGE, ConfigError, UserError
+from runner.base.secrets import mask_words
+from runner.base.signals import interruptible
 from runner.verbs._help import print_help
 from runner.verbs._job import run_job, status_of
 from runner.verbs._table import Verb
 
 if TYPE_CHECKING:
+    from runner.base.errors import Problem
     from runner.config.command import Command
     from runner.config.composition import Composition
-    from runner.config.errors import Problem
 
 _FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 _LAUNCHERS = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
@@ -129,8 +129,8 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
 
 def _run_each(verb: Verb, command: Command) -> int:
     """Run the jobs of a verb that keeps no runs one after the other; returns the highest exit status."""
+    from runner.run.directory import claim, timestamp
     from runner.sweeps.plan import plan_of
-    from runner.tracking.run_directory import claim, timestamp
 
     command.refuse_keys_of_sweeps("is about jobs that train, and this verb keeps no ledger", "no such key")
     plan, values = plan_of(command), command.composition.values

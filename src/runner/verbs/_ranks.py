@@ -17,9 +17,8 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from runner.build.ranks import config_from_plain, count_ranks, device_of_rank
+from runner.base.errors import FAILED, INTERRUPTED, OK, PREEMPTED, first_line
 from runner.config.composition import Composition
-from runner.config.errors import FAILED, INTERRUPTED, OK, PREEMPTED, first_line
 from runner.config.frozen import to_plain
 from runner.config.keys import key_of
 from runner.config.schema import VERBS as SCHEMAS
@@ -28,8 +27,9 @@ from runner.distributed import follow
 from runner.distributed.store import rank
 from runner.distributed.world import joined, started_by_launcher
 from runner.launch.ranks import Outcome, RankFailed, outcome_of, run_ranks
+from runner.run.from_checkpoint import resolve_checkpoint
+from runner.run.ranks import config_from_plain, count_ranks, device_of_rank
 from runner.runtime.signals import StopSignals
-from runner.verbs._checkpoint import resolve_checkpoint
 from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS, Verb
 

@@ -10,9 +10,9 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from runner.base.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.command import Command
 from runner.config.composition import Composition
-from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.hydra_messages import REPLACED
 from runner.config.keys import walk, within
 from runner.config.output_folders import holds_run
@@ -103,7 +103,7 @@ def _check(command: Command) -> None:
 
 def _monitor(composition: Composition) -> tuple[str, str]:
     """The metric that runs of a composition watch, and whether the `min` or the `max` of it is best."""
-    from runner.build.metrics import expected_monitor  # which imports torch
+    from runner.run.metrics import expected_monitor  # which imports torch
 
     return expected_monitor(resolve_config(composition, Train))
 

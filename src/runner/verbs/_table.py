@@ -64,20 +64,20 @@ _ENTRIES = (
     Verb(
         "audit",
         "Run the same steps twice, or with two settings, and name the first tensor that differs; or compare checkpoints.",
-        "runner.verbs.audit.run",
+        "runner.lab.audit.run",
         sweeps="audits",
         rewrite=_expand_vary,
     ),
     Verb(
         "bench",
         "Compare the toggles for speed and memory on this machine.",
-        "runner.verbs.bench.run",
+        "runner.lab.bench.run",
         sweeps="benchmarks",
     ),
     Verb(
         "check",
         "Find common mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix.",
-        "runner.verbs.check.run",
+        "runner.lab.check.run",
         sweeps="checks",
         only_lists=("only", "skip"),
         aliases={"--json": "json=true", "--strict": "strict=true", "--train": "train=true"},
@@ -99,7 +99,7 @@ _ENTRIES = (
     Verb(
         "export",
         "Write a checkpoint as safetensors, torch.export, ONNX or TorchScript, each compared with the model.",
-        "runner.verbs.export.run",
+        "runner.lab.export.run",
         sweeps="exports",
         lists=("format",),
     ),
@@ -112,7 +112,7 @@ _ENTRIES = (
     Verb(
         "inspect",
         "Inspect a model: layers, parameters, FLOPs, weights, activations, gradients, features; tables and pictures.",
-        "runner.verbs.inspect.run",
+        "runner.lab.inspect.run",
         sweeps="inspections",
         only_lists=("what", "tensors", "features"),
     ),
@@ -133,7 +133,7 @@ _ENTRIES = (
     Verb(
         "profile",
         "Profile training steps: where the time and the memory go, and which key to try first.",
-        "runner.verbs.profile.run",
+        "runner.lab.profile.run",
         sweeps="profiles/sweeps",
         # torch reads these when it is loaded; without them its profiler writes notes about itself to standard error.
         environment={"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"},

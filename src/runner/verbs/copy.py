@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
+from runner.base.files import write_atomically
 from runner.config.sources import Sources, text_of
-from runner.tracking.files import write_atomically
 from runner.verbs._folders import split_words
 from runner.verbs.show import option_named
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,19 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.build.evaluation import warn_of_nonfinite
-from runner.build.metrics import build_metrics
-from runner.build.model import build_task_model_loss, place
-from runner.build.probe import probe
+from runner.base.files import write_json
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
 from runner.distributed.world import world
 from runner.engine.evaluation import evaluate
 from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal
-from runner.tracking.files import write_json
-from runner.tracking.formats import digits, number
-from runner.verbs._checkpoint import (
+from runner.run.evaluation import warn_of_nonfinite
+from runner.run.from_checkpoint import (
     ResolvedCheckpoint,
     activation_of,
     as_list,
@@ -35,7 +31,11 @@ from runner.verbs._checkpoint import (
     stored_data,
     with_tta,
 )
-from runner.verbs._report import Report
+from runner.run.metrics import build_metrics
+from runner.run.model import build_task_model_loss, place
+from runner.run.probe import probe
+from runner.tracking.formats import digits, number
+from runner.tracking.verb_report import Report
 
 # Losses to which the logarithm of averaged probabilities is as good as logits, by the activation of the task.
 _TAKE_LOGITS: dict[str, tuple[type[nn.Module], ...]] = {

@@ -6,20 +6,20 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from runner.build.auto_lr import REASON, FoundRate, find_rate
-from runner.build.describe import describe
+from runner.base.files import write_atomically, write_json
+from runner.base.secrets import mask_words
 from runner.checkpoint import resume
 from runner.checkpoint.weights import loss_of
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.verbs import FindLr
-from runner.config.secrets import mask_words
 from runner.engine.position import Position
+from runner.run.auto_lr import REASON, FoundRate, find_rate
+from runner.run.describe import describe
+from runner.run.from_checkpoint import config_and_checkpoint, load_weights_of, output_folder
 from runner.tracking.environment import environment
-from runner.tracking.files import write_atomically, write_json
+from runner.tracking.verb_report import Report
 from runner.train import build_run
-from runner.verbs._checkpoint import config_and_checkpoint, load_weights_of, output_folder
-from runner.verbs._report import Report
 
 
 def run(composition: Composition) -> float:

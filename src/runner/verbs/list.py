@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
 from runner.verbs._folders import sources_and_words
 
 

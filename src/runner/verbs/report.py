@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import OK, WORSE, UserError, nearest
-from runner.config.secrets import mask_text
+from runner.base.errors import OK, WORSE, UserError, nearest
+from runner.base.secrets import mask_text
 
 _FILES = ("csv", "md", "json", "html", "save_baseline")
 _OPTIONS = ("where", "columns", "sort", "seeds", "diff", "against", *_FILES)
@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
     save_baseline=FILE                        measure these runs for a later against=
     """
     places, options, tolerance = _parse(argv)
-    from runner.reports.report import report
-    from runner.reports.terminal import show
+    from runner.lab.report.report import report
+    from runner.lab.report.terminal import show
     from runner.tracking.console import Console
     from runner.tracking.formats import clean
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
 from runner.config.sources import Option, Sources, text_of
 from runner.config.yaml_files import compose, walk
 from runner.verbs._folders import sources_and_words

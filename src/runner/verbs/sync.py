@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.errors import FAILED, OK, UserError
-from runner.config.secrets import is_masked
-from runner.tracking.run_directory import RunDirectory
+from runner.base.errors import FAILED, OK, UserError
+from runner.base.secrets import is_masked
+from runner.run.directory import RunDirectory
 from runner.tracking.trackers.loggers import TRACKERS, sentence_of, stored_settings
 from runner.verbs._errors import print_error
 from runner.verbs._folders import checked_folder, split_words

@@ -8,18 +8,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from runner.build.dry_run import dry_run
-from runner.build.ranks import Job, check_one_process, count_ranks, device_of_rank
-from runner.build.run_record import RunRecord
-from runner.build.setup import Setup, resolve, why_occupied
+from runner.base.durations import seconds
+from runner.base.errors import PREEMPTED, USAGE
+from runner.base.reading import read_summary
 from runner.checkpoint import find
 from runner.config.composition import Composition
-from runner.config.durations import seconds
-from runner.config.errors import PREEMPTED, USAGE
-from runner.config.reading import read_summary
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
 from runner.launch.ranks import run_ranks
+from runner.run.dry_run import dry_run
+from runner.run.ranks import Job, check_one_process, count_ranks, device_of_rank
+from runner.run.run_record import RunRecord
+from runner.run.setup import Setup, resolve, why_occupied
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.sweeps.pruning import pruning

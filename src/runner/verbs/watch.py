@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.config.errors import OK, UserError
+from runner.base.errors import OK, UserError
 from runner.config.output_folders import holds_sweep
 from runner.verbs._folders import the_folder
 

@@ -11,7 +11,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field
 
-from runner.config.secrets import mask_values
+from runner.base.secrets import mask_values
 
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]

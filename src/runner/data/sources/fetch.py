@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from runner.config.errors import PREEMPTED, UserError
+from runner.base.errors import PREEMPTED, UserError
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 
 _SILENCE_S = 30.0  # how long an address may send nothing

@@ -17,7 +17,7 @@ from PIL import features
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from runner.config.cores import cores
-from runner.config.errors import UserError
+from runner.base.cores import cores
+from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan

@@ -18,8 +18,8 @@ from PIL import Image, UnidentifiedImageError, features
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.config.errors import UserError
-from runner.config.reading import open_regular
+from runner.base.errors import UserError
+from runner.base.reading import open_regular
 from runner.config.schema.sections import Data
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.

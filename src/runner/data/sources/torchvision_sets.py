@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.bad_samples import one_line
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.fetch import FetchFailed, addresses, fetch, has_md5, writing

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sample_rng import SampleRNG
 
 BatchTransform = Callable[[Tensor, SampleRNG], Tensor]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.data.sample_rng import SampleRNG, beta
 from runner.data.transforms.augment import chosen_from, outside
 

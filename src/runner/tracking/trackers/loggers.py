@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from runner.base.errors import UserError, nearest
+from runner.base.files import write_json
+from runner.base.reading import open_regular, read_json, read_regular, read_summary
+from runner.base.secrets import is_masked, mask_text, mask_values
 from runner.config import stored
 from runner.config.changes import other_run
-from runner.config.errors import UserError, nearest
 from runner.config.keys import at, flatten
-from runner.config.reading import open_regular, read_json, read_regular, read_summary
-from runner.config.secrets import is_masked, mask_text, mask_values
-from runner.tracking.files import write_json
 from runner.tracking.formats import clean
 from runner.tracking.jsonl import parse
 from runner.tracking.loggers import METRICS

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.config.errors import UserError, nearest
+from runner.base.errors import UserError, nearest
 from runner.tracking.formats import amount
 from runner.verbs._folders import split_words
 

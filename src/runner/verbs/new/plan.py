@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
+from runner.base.files import write_atomically, writing
 from runner.config.sources import Sources, shipped
-from runner.tracking.files import write_atomically, writing
 
 # The config group of the option of each kind.
 KINDS = {"model": "model", "data": "data", "task": "task", "callback": "callbacks", "project": "experiment"}

@@ -6,9 +6,9 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runner.config.errors import UserError, nearest_path
+from runner.base.errors import UserError, nearest_path
 from runner.data.sources.folders import EXTENSIONS, folders_below, images_below
-from runner.verbs._checkpoint import SPLITS
+from runner.run.from_checkpoint import SPLITS
 
 INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
 _PATTERN = frozenset("*?[")

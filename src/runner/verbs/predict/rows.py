@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runner.config.errors import UserError
+from runner.base.errors import UserError
 from runner.verbs.predict.tables import Row
 
 SHOWN = 10  # rows, and unreadable images, that are shown

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.build.model import KnownData, build_task
+from runner.base.errors import UserError
+from runner.base.files import write_atomically, writing
 from runner.config.app import Composition
-from runner.config.errors import UserError
 from runner.config.schema.verbs import Predict
 from runner.data.bad_samples import BadSample
 from runner.data.build import DataModule, callables
@@ -28,11 +28,9 @@ from runner.distributed.world import world
 from runner.engine.protocols import Batch
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
-from runner.runtime.precision import Precision
-from runner.tracking.files import write_atomically, writing
-from runner.tracking.formats import amount, clean, compact, number
-from runner.tracking.run_directory import claim, timestamp
-from runner.verbs._checkpoint import (
+from runner.models.features_file import write_features
+from runner.run.directory import claim, timestamp
+from runner.run.from_checkpoint import (
     MODEL,
     ResolvedCheckpoint,
     activation_of,
@@ -42,8 +40,10 @@ from runner.verbs._checkpoint import (
     split_of,
     with_tta,
 )
-from runner.verbs._report import Report
-from runner.verbs.inspect.features_file import write_features
+from runner.run.model import KnownData, build_task
+from runner.runtime.precision import Precision
+from runner.tracking.formats import amount, clean, compact, number
+from runner.tracking.verb_report import Report
 from runner.verbs.predict.inputs import INPUTS, files_in, split_in
 from runner.verbs.predict.rows import SHOWN, RowBuilder, labels_of, numbered
 from runner.verbs.predict.tables import Row, check_ending, open_table

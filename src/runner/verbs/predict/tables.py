@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.config.errors import UserError, nearest
-from runner.tracking.files import finite, writing
+from runner.base.errors import UserError, nearest
+from runner.base.files import finite, writing
 from runner.tracking.formats import harmless
 
 Row = dict[str, Any]

@@ -1,0 +1,174 @@
+"""Errors of users and how they are reported, and the exit codes of jobs."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.base import user_frames
+from runner.base.secrets import MASK, is_secret, mask_word
+
+_NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't start new thread")
+_REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
+
+
+OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
+"""Exit codes of all verbs: `WORSE` than a baseline (report)."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in the configuration."""
+
+    key: str  # dotted key, verb or file that the problem is about
+    message: str  # a clause without a full stop
+    allowed: str = ""  # what would be right
+    nearest: str = ""  # the closest valid spelling
+    origin: str = ""  # the override or file that it came from
+
+    def lines(self) -> list[str]:
+        """The problem as lines of text, the key first."""
+        secret = is_secret(self.key.rpartition(".")[2])
+        text = _REJECTED.sub(MASK, self.message) if secret else self.message
+        head = f"{mask_word(self.key)}: {text}" if self.key else text
+        head += f"; did you mean '{self.nearest}'?" if self.nearest else ""
+        rest = {"allowed": self.allowed, "from": mask_word(self.origin)}
+        return [head, *(f"    {name}: {line}" for name, line in rest.items() if line)]
+
+
+class UserError(Exception):
+    """A mistake that the user can fix: shown as its message alone, without a traceback; exit status 2."""
+
+    problems: tuple[Problem, ...]  # several only where all mistakes of a config are reported together
+    exit_code = USAGE
+
+    def __init__(self, key: str, problem: str = "", allowed: str = "", suggestion: str = "") -> None:
+        """Describe one mistake, see `Problem`; `UserError("sentence")` where no key is to blame."""
+        if not problem:
+            key, problem = "", key
+        self.problems = (Problem(key, problem, allowed, suggestion),)
+        super().__init__("\n".join(self.problems[0].lines()))
+
+
+class DataFailed(UserError):
+    """Reading the data failed during a sound run: a worker process died or hangs. What was trained so far can be saved."""
+
+    exit_code = FAILED
+
+
+class DiskFull(UserError):
+    """A disk is full, or a quota used up: the same command works once there is space."""
+
+    exit_code = FAILED
+
+
+class ConfigError(UserError):
+    """All problems of one configuration, reported together."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        title = f"{len(problems)} problem{'s' * (len(problems) != 1)} in the configuration"
+        lines = [f"  {line}" for problem in problems for line in problem.lines()]
+        Exception.__init__(self, "\n".join([title, *lines]))
+
+
+def nearest(word: str, choices: Iterable[str], alike: float = 0.6) -> str:
+    """The choice spelled most like `word`, or the only one that begins with it; an empty string if none comes close."""
+    pool = list(choices)
+    longer = [choice for choice in pool if len(word) > 1 and choice.lower().startswith(word.lower())]
+    if len(longer) == 1:
+        return longer[0]
+    by_lower = {choice.lower(): choice for choice in pool}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
+    return by_lower[found[0]] if found else ""
+
+
+def nearest_path(path: Path) -> str:
+    """The path in the same folder that is spelled most like a missing one, or an empty string."""
+    names = [other.name for other in path.parent.iterdir() if other.exists()] if path.parent.is_dir() else []
+    close = nearest(path.name, names)
+    return str(path.parent / close) if close else ""
+
+
+def system_limit(error: BaseException) -> str:
+    """The sentence for an error caused by a limit of the system on open files, names or memory, or an empty string."""
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(cause):
+            return (
+                "there are too many open files: the limit of this process (ulimit -n) or of the system is reached\n"
+                "    allowed: a larger limit, such as ulimit -n 4096, or fewer workers, such as data.num_workers=0"
+            )
+        if isinstance(cause, OSError) and number == errno.ENAMETOOLONG:
+            name = f"{str(cause.filename)[:60]}..."
+            return f"{name}: the name is too long for a file or folder\n    allowed: a shorter one, such as 50 letters"
+        if type(cause) is MemoryError or any(said in str(cause) for said in _NO_MEMORY):
+            return f"there is not enough memory, or a limit on it (ulimit -v) is too small: {first_line(cause)}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def file_error(error: OSError) -> str:
+    """The sentence for a file or folder that the system refuses, or an empty string for another error."""
+    if error.errno == errno.ENOSPC and error.filename is None:
+        return "no space left on the disk; free some space or choose another output directory"
+    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+    if error.filename is None or error.errno not in refused:
+        return ""
+    allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
+    return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"
+
+
+def called_exit(stop: SystemExit) -> str:
+    """The sentence for user code that called exit(), or an empty string if this program raised the error itself."""
+    # exit() and quit() are Python functions, and so is a sys.exit() that a package has replaced: they have frames.
+    replaced = getattr(sys.exit, "__code__", None)
+    frames = [(frame, line) for frame, line in traceback.walk_tb(stop.__traceback__) if frame.f_code is not replaced]
+    frame, line = [each for each in frames if each[0].f_globals.get("__name__") != "_sitebuiltins"][-1]
+    if frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
+        return ""
+    given = "" if stop.code is None else repr(stop.code)
+    return (
+        f"{frame.f_code.co_filename}:{line} called exit({given}) during the run\n"
+        "    allowed: an exception where something is wrong, or loop.request_stop(reason) in a callback to end training"
+    )
+
+
+def explain(error: BaseException) -> tuple[int, str, str]:
+    """Exit code, a sentence, and the text to show for what ended a job.
+
+    Expected errors of the program carry an `exit_code`, and may carry a `prefix` and a `hint` around their message. What user
+    code raised is shown with the frames of user code; any other unexpected error with its traceback.
+    """
+    if isinstance(error, SystemExit):  # its code may be 0, and the job is not finished
+        return FAILED, called_exit(error), called_exit(error)
+    code = getattr(error, "exit_code", None)
+    where = user_frames.located(error)
+    if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        sentence = f"{type(error).__name__}: {error}"
+        own = bool(user_frames.own_frames(error)) and os.environ.get("HYDRA_FULL_ERROR") != "1"
+        first, *others = sentence.split("\n")
+        refused = file_error(error) if isinstance(error, OSError) else ""
+        text = "\n".join([first, *where, *others]) if own else refused or whole(error)
+        return FAILED, sentence, system_limit(error) or text
+    sentence = f"{getattr(error, 'prefix', '')}{error}"
+    lines = where if isinstance(error, UserError) else []
+    return code, sentence, "\n".join([f"{sentence}{getattr(error, 'hint', '')}", *lines])
+
+
+def whole(error: BaseException) -> str:
+    """The traceback of an error, as Python prints it."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,1 @@
+"""Tools that look at models, data and runs; only verbs import them."""

@@ -1,0 +1,253 @@
+"""The subject of all checks: data, model, loss and step of a run, built as `train` does and restored after each check."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import UserError
+from runner.checkpoint import find, resume, rng
+from runner.config.schema.verbs import Check
+from runner.config.targets import build
+from runner.data.build import DataModule, read_data
+from runner.data.loaders import Batch
+from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
+from runner.data.sources.arrays import ImageArrays
+from runner.instrument.no_trace import SavedBuffers
+from runner.lab.check.result import NotApplicable, need
+from runner.lab.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets, scaled
+from runner.run.batch_size import auto_batch_size
+from runner.run.evaluation import load_best
+from runner.run.run import Run
+from runner.run.validate import validate_limits
+from runner.runtime.device import choose_device, prepare_repeating
+from runner.train import build_run
+
+_SAMPLES, _VALUES = 64, 2**21  # images of the batch that goes through the model, and values of all its images
+_EVALUATED = 16  # images of a batch of an evaluation
+_SHOWN, _SHOWN_VALUES = 256, 2**24  # images of a split in full size, and their values
+_FEWEST = 16  # of either, however large the images are
+
+# The base classes are private, and torch has no public ones.
+DROPOUT, BATCH_NORM = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
+
+T = TypeVar("T")
+
+
+class CheckContext:
+    """The subject of all checks; `found` is a checkpoint with the weights of the model."""
+
+    def __init__(self, config: Check, found: find.LoadedCheckpoint | None) -> None:
+        self.config, self.found = config, found
+        prepare_repeating(config.deterministic)
+        self.device, _ = choose_device(config.device)
+        self._splits: DataModule | None = None
+        self._training: Run | None = None
+        self._cache: dict[Callable[[CheckContext], Any], Any] = {}
+
+    def build(self) -> None:
+        """Build data, model, loss and optimizer."""
+        self.config, _ = auto_batch_size(self.config, functools.partial(build_run, make_cache=False))
+        config = self.config
+        # The check `readable` counts unreadable images.
+        data = dataclasses.replace(config.data, on_error="skip", max_skipped=1.0)
+        size = min(config.evaluate.batch_size, _EVALUATED)
+        evaluate = dataclasses.replace(config.evaluate, batch_size=size)
+        reading = dataclasses.replace(config, data=data, evaluate=evaluate)
+        self._splits = read_data(reading, self.device, dtype=getattr(torch, config.dtype))
+        plain = dataclasses.replace(config, compile=False)  # compiled code calls no hooks
+        training = build_run(plain, data=self._splits, fresh=self.found is None)
+        validate_limits(training)
+        if self.found is not None:
+            try:
+                load_best(training, self.found.contents)
+            except ValueError as error:
+                raise UserError(str(self.found.path), str(error)) from error
+        state = training.state
+        rates = [group["initial_lr"] for group in state.optimizer.param_groups]
+        self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter, rates
+        self._training = training
+
+    def close(self) -> None:
+        """Close the data."""
+        if self._splits is not None:
+            self._splits.close()
+
+    def cached(self, compute: Callable[[CheckContext], T]) -> T:
+        """`compute(self)`, computed for the first check that asks for it; what that raises, others raise at once."""
+        if compute not in self._cache:
+            try:
+                self._cache[compute] = compute(self)
+            except Exception as error:
+                self._cache[compute] = error
+        found = self._cache[compute]
+        if isinstance(found, Exception):
+            raise found
+        return cast(T, found)
+
+    # Data
+
+    @property
+    def splits(self) -> DataModule:
+        """The data."""
+        if self._splits is None:
+            raise NotApplicable("the data was not built")
+        return self._splits
+
+    @functools.cached_property
+    def sample_transforms(self) -> list[SampleTransform]:
+        """Transforms of one image, as for an evaluation."""
+        nodes = self.config.transform.sample_eval
+        return [build(f"transform.sample_eval.{index}", node) for index, node in enumerate(nodes)]
+
+    @functools.cached_property
+    def stats(self) -> dict[str, SplitStats]:
+        """Statistics of each split."""
+        parts, most, seed = self.splits.parts, self.config.samples, self.config.seed
+        return {
+            name: compute_split_stats(name, part, self.sample_transforms, most, seed) for name, part in parts.items()
+        }
+
+    @property
+    def train_stats(self) -> SplitStats:
+        """Statistics of the training split."""
+        return self.stats["train"]
+
+    @property
+    def held_out_stats(self) -> list[SplitStats]:
+        """Statistics of the other splits."""
+        return [stats for name, stats in self.stats.items() if name != "train"]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 for regression."""
+        return len(self.splits.classes)
+
+    @functools.cached_property
+    def labels(self) -> dict[str, Tensor]:
+        """Class numbers of each split, int64 (N,): of all samples if they are known without reading images."""
+        found = {}
+        for name, part in self.splits.parts.items():
+            known = known_targets(part)
+            targets = self.stats[name].targets if known is None else known
+            if is_classes(targets):
+                found[name] = targets.long()
+        return found
+
+    def read(self, split: str, indices: Sequence[int], epoch: int = 0) -> Batch:
+        """Samples of a split by their indices in the data set, prepared as for an evaluation.
+
+        The epoch matters only for random transforms.
+        """
+        data, device = self.splits.eval_split(split), self.splits.example[0].device
+        assert data is not None
+        seeded = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
+        read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
+        places = torch.tensor(list(indices), device=device)
+        images = data.prepare(read.images.to(device), places, epoch)
+        return Batch(images, torch.from_numpy(read.targets).to(device), places)
+
+    def readable(self, split: str, count: int) -> list[int]:
+        """Indices of random samples that are readable and finite; the same at each call."""
+        stats = self.stats[split]
+        good = stats.indices[stats.finite]
+        if isinstance(stats.dataset, ImageArrays):
+            # A split in memory is measured whole: a plain random sample shows how frequent its classes are.
+            good = good.sort().values[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
+        return list(map(int, good[:count]))
+
+    def _fitting(self, most: int, values: int) -> int:
+        return max(_FEWEST, min(most, values // math.prod(self.splits.image_shape)))
+
+    @property
+    def most_samples(self) -> int:
+        """Most images in full size to look at together."""
+        return self._fitting(_SHOWN, _SHOWN_VALUES)
+
+    @functools.cached_property
+    def sample_images(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Images of each split that has at least two of one shape, before augmentation and normalization, and their targets.
+
+        Images are float32 (N, C, H, W); uint8 values are divided by 255.
+        """
+        found = {}
+        for name, (dataset, _) in self.splits.parts.items():
+            seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms)
+            read = [seeded[0, index] for index in self.readable(name, self.most_samples)]
+            pairs = [(scaled(as_tensor(image)[None])[0], as_target(target)) for image, target in read]
+            pairs = [pair for pair in pairs if pair[0].shape == pairs[0][0].shape]
+            if len(pairs) >= 2:
+                images, targets = map(torch.stack, zip(*pairs, strict=True))
+                found[name] = images, targets
+        return found
+
+    def train_images(self, least: int) -> tuple[Tensor, Tensor]:
+        """Those of the training split; skips the check if there are fewer than `least`."""
+        images, targets = self.sample_images.get("train", (torch.empty(0), torch.empty(0)))
+        need(len(images) >= least, f"fewer than {least} training images of one shape were read")
+        return images, targets
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """Training samples without augmentation, of as many classes as possible, to send through the model."""
+        indices = self.readable("train", self._fitting(_SAMPLES, _VALUES))
+        need(len(indices) >= 2, "there are not two readable training images without NaN")
+        return self.read("train", indices)
+
+    # Model
+
+    def shortened(self, batch: Batch) -> Batch:
+        """At most as many samples as `batch` has, for checks that work with any batch size."""
+        return Batch(*(part[: len(self.batch.images)] for part in batch))
+
+    @property
+    def training(self) -> Run:
+        """The objects of the run, in their initial state."""
+        if self._training is None:
+            raise NotApplicable(f"the {'data' if self._splits is None else 'model'} was not built")
+        return self._training
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of the run."""
+        return self.training.model
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Targets of a batch as the loss takes them."""
+        return self.training.task.targets(batch.targets)
+
+    def loss(self) -> Tensor:
+        """The loss of `batch`, with its graph."""
+        loss: Tensor = self.training.parts.loss(self.model(self.batch.images), self.targets(self.batch))
+        return loss
+
+    def disable_dropout(self) -> None:
+        """Training mode, but for dropout layers: their noise would hide signals and differences."""
+        self.training.state.train()
+        for module in self.model.modules():
+            if isinstance(module, DROPOUT):
+                module.eval()
+
+    def restore(self) -> None:
+        """Put weights, buffers, gradients, modes, optimizer and random generators back to the start."""
+        if self._training is None:
+            return
+        state, guard = self._training.state, self._training.parts.guard
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        start, generators, buffers, state.meter, rates = self._start
+        buffers.restore()
+        state.load_state_dict(resume.copied(start))
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
+        state.meter.reset()
+        if guard is not None:
+            guard.start()
+        state.train()
+        rng.restore(generators)

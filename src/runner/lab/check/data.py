@@ -1,0 +1,305 @@
+"""Checks of the images: readable, of one shape, and with the range and statistics that a model expects."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from runner.config.targets import preferred_data
+from runner.lab.check.context import CheckContext
+from runner.lab.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.split_stats import is_classes
+
+_FAR = 20.0  # median deviations from the median that make an outlier
+_AUGMENTED = 128  # images that are augmented
+_EMPTIED = 0.15  # share of its contrast below which an image shows nothing
+_MANY = 0.01  # share of images above which a fault is not an accident
+_FEWEST = 16  # images that statistics are compared for
+_ENOUGH = 32  # images that say something about all of them
+_BORDER = 0.15  # share of each side; the digits of MNIST have 0.14
+
+
+def readable(context: CheckContext) -> Result:
+    """Images that cannot be read."""
+    bad = [(index, name, why) for name, stats in context.stats.items() for index, why in stats.unreadable.items()]
+    count = sum(stats.read for stats in context.stats.values())
+    if not bad:
+        return passed(f"{count:,} images read")
+    index, name, reason = bad[0]
+    evidence = f"{len(bad):,} of {count:,} images cannot be read; the first is sample {index} of {name}: {reason}"
+    if context.config.data.on_error == "skip":
+        return warned(evidence, "repair or remove them; data.on_error=skip replaces them with other samples")
+    return failed(evidence, "repair or remove them, or set data.on_error=skip")
+
+
+def image_shapes(context: CheckContext) -> Result:
+    """Images of different shapes or dtypes, which cannot form a batch."""
+    shapes = {shape: name for name, stats in reversed(context.stats.items()) for shape in stats.shapes}
+    dtypes = [*dict.fromkeys(dtype for stats in reversed(context.stats.values()) for dtype in stats.dtypes)]
+    if len(shapes) > 1:
+        first, second = list(shapes)[:2]
+        evidence = f"{len(shapes)} shapes, such as {first} in {shapes[first]} and {second} in {shapes[second]}"
+        return failed(evidence, "data.image_size=..., or a transform that gives all images one shape")
+    if len(dtypes) > 1:
+        return failed(f"dtypes {', '.join(dtypes)}", "one dtype in every split: uint8, or float in [0, 1]")
+    return passed(f"{'x'.join(map(str, next(iter(shapes), ())))} {''.join(dtypes)} in every split")
+
+
+def finite_images(context: CheckContext) -> Result:
+    """Images with NaN or infinite values."""
+    bad = [
+        f"sample {index} of {name}"
+        for name, stats in context.stats.items()
+        for index in stats.indices[~stats.finite].tolist()
+    ]
+    fix = "repair the data set: one such image makes the gradient of its whole batch NaN"
+    return none_of(bad, "images contain NaN or infinity", fix, "no NaN and no infinity")
+
+
+def constant_images(context: CheckContext) -> Result:
+    """Images with a single value, such as all zeros."""
+    count, found = sum(len(stats.indices) for stats in context.stats.values()), []
+    for name, stats in context.stats.items():
+        rows = zip(stats.indices[stats.constant].tolist(), stats.low[stats.constant].tolist(), strict=True)
+        found += [f"{index} of {name} ({value:g})" for index, value in rows]
+    evidence = f"{len(found):,} of {count:,} images have a single value"
+    evidence += f": samples {join_names(found)}" if found else ""
+    fix = "check how the data set reads images, and remove empty ones"
+    return graded(evidence, fix, fail=len(found) > _MANY * count, warn=bool(found))
+
+
+def outlier_images(context: CheckContext) -> Result:
+    """Images with values far from those of all others."""
+    found: list[tuple[float, str]] = []
+    for name, stats in context.stats.items():
+        usable = stats.finite & ~stats.constant
+        if int(usable.sum()) < _FEWEST:
+            continue
+        peak = torch.maximum(stats.low.abs(), stats.high.abs())
+        for what, values in (("mean", stats.means.mean(1)), ("largest value", peak)):
+            median = values[usable].median()
+            # If most images are equal, the median deviation is 0; then the size of the values is the scale.
+            scale = max(float((values[usable] - median).abs().median()), 0.1 * float(median.abs()), 0.02)
+            for place in (usable & ((values - median).abs() > _FAR * scale)).nonzero().flatten().tolist():
+                where = f"sample {int(stats.indices[place])} of {name} has a {what} of {float(values[place]):.4g}"
+                found.append((float((values[place] - median).abs()) / scale, where))
+    if not found:
+        return passed(f"no mean and no peak is more than {_FAR:g} median deviations from the median")
+    distance, where = max(found)
+    evidence = f"{len(found):,} found; {where}, {distance:.0f} median deviations from the median"
+    return warned(evidence, "look at these images for another unit, another format, or damage")
+
+
+def _whole_numbers(context: CheckContext) -> bool:
+    images, _ = context.train_images(1)
+    return bool((images == images.round()).all())
+
+
+def image_range(context: CheckContext) -> Result:
+    """Values outside the range that the pipeline expects: uint8 up to 255, or float in [0, 1]."""
+    stats = context.train_stats
+    good = stats.finite
+    need(good.any(), "no image is finite")
+    low, high = float(stats.low[good].min()), float(stats.high[good].max())
+    kind = next(iter(stats.dtypes), "")
+    if kind == "uint8":
+        top = round(high * 255)
+        evidence = f"uint8 values from {round(low * 255)} to {top}"
+        if top <= 1 and not bool(stats.constant.all()):
+            return failed(evidence, "images in [0, 1] were cast to uint8: multiply by 255 first, or use float images")
+        fix = f"spread the values over 0 to 255 (they are {255 / max(1, top):.0f} times too dark)"
+        return graded(evidence, fix, warn=1 < top <= 31)
+    evidence = f"{kind} values from {low:.4g} to {high:.4g}"
+    if low >= 0 and 0 < high < 2 / 255:
+        return failed(evidence, "the images were divided by 255 twice: use uint8, or divide once")
+    if high > 2 and low >= 0 and _whole_numbers(context):
+        return failed(evidence, "uint8 was cast to float without scaling: use uint8, or divide by 255")
+    fix = "scale images to [0, 1] in the data set; data.normalize comes after that"
+    return graded(evidence, fix, warn=high > 16 or low < -16)
+
+
+def _train_moments(context: CheckContext) -> Tensor:
+    """Mean and standard deviation of each channel of the training split, (2, C), neither of them degenerate."""
+    moments = context.train_stats.channel_statistics()
+    need(moments[1].min() > 1e-6, "the images have no statistics to compare with")
+    return moments
+
+
+def _numbers(values: Tensor) -> str:
+    return "[" + ", ".join(f"{value:.4g}" for value in values.tolist()) + "]"
+
+
+def _distance(moments: Tensor, others: Tensor) -> tuple[float, float]:
+    """Largest distance of two means in deviations, and largest ratio of two deviations, over the channels."""
+    (mean, std), (other_mean, other_std) = moments, others
+    return float(((other_mean - mean).abs() / std).max()), float((other_std / std).log().abs().max().exp())
+
+
+def normalization(context: CheckContext) -> Result:
+    """Statistics in data.normalize that differ from those of the data."""
+    moments = _train_moments(context)
+    mean, std = context.splits.mean, context.splits.std
+    given = torch.stack([torch.tensor(each, dtype=torch.float64).expand(moments.shape[1]) for each in (mean, std)])
+    away, wide = _distance(moments, given)
+    evidence = f"mean {_numbers(given[0])} std {_numbers(given[1])}, "
+    evidence += f"measured {_numbers(moments[0])} and {_numbers(moments[1])}"
+    wanted = preferred_data(context.config.model, grey=context.splits.channels == 1).get("normalize")
+    if wanted == {"mean": list(mean), "std": list(std)}:
+        return passed(f"{evidence}: as the pretrained weights of the model expect")
+    fix = f"data.normalize.mean={_numbers(moments[0])} data.normalize.std={_numbers(moments[1])}, or null to measure"
+    if float(context.train_stats.low[context.train_stats.finite].min()) < -0.05 and (away > 0.4 or wide > 1.8):
+        evidence += ": the images have values below 0, so they are already normalized"
+        return failed(evidence, f"normalize once, in the data set or with {fix}")
+    return graded(evidence, fix, fail=not (away <= 2 and wide <= 4), warn=away > 0.75 or wide > 2)
+
+
+def _better_permutation(moments: Tensor, others: Tensor) -> tuple[int, ...] | None:
+    """A channel order in which `others` (2, C) is much closer to `moments` (2, C) than as it is, or None."""
+    from scipy.optimize import linear_sum_assignment
+
+    distance = (moments[:, :, None] - others[:, None, :]).abs().sum(0).numpy()
+    rows, order = linear_sum_assignment(distance)
+    same, best = distance.trace(), distance[rows, order].sum()
+    return tuple(order.tolist()) if same > 0.05 * len(rows) and best < 0.25 * same else None
+
+
+def channel_order(context: CheckContext) -> Result:
+    """Swapped channels: relative to data.normalize, or between splits."""
+    need(context.splits.channels >= 2, "one channel")
+    ours = context.train_stats.channel_statistics()
+    need(ours.isfinite().all(), "no image is finite")
+    evidence = f"the channel means are {_numbers(ours[0])}"
+    if len(context.splits.mean) == len(ours[0]):
+        given = torch.tensor([context.splits.mean, context.splits.std], dtype=torch.float64)
+        if (order := _better_permutation(ours, given)) is not None:
+            evidence += f"; data.normalize.mean={_numbers(given[0])} fits them in the order {order}"
+            return failed(evidence, "swap the channels where images are read (BGR to RGB), or in data.normalize")
+    for stats in context.held_out_stats:
+        other = stats.channel_statistics()
+        if int(stats.finite.sum()) >= _FEWEST and (order := _better_permutation(ours, other)) is not None:
+            evidence += f" in train and {_numbers(other[0])} in {stats.name}"
+            return failed(evidence, f"read the channels of {stats.name} in the order {order}, as in train")
+    return passed(f"channel means {_numbers(ours[0])}")
+
+
+def splits_alike(context: CheckContext) -> Result:
+    """Held-out images with another brightness or contrast than the training images."""
+    moments, found = _train_moments(context), []
+    for stats in context.held_out_stats:
+        other = stats.channel_statistics()
+        if int(stats.finite.sum()) >= _FEWEST:
+            away, wide = _distance(moments, other)
+            found.append((max(away / 0.5, wide / 1.5), stats.name, away, wide))
+    need(found, f"there is no other split of {_FEWEST} images")
+    worst, name, away, wide = max(found)
+    evidence = f"the mean of {name} is {away:.2f} deviations away, its contrast differs by a factor of {wide:.2f}"
+    return graded(evidence, f"read {name} as train is read: the same source, unit and transforms", warn=worst > 1)
+
+
+def evaluation_transform(context: CheckContext) -> Result:
+    """Random augmentation in an evaluation: the same sample gives different images."""
+    checked = 0
+    for name, stats in context.stats.items():
+        indices = stats.indices[:: max(1, len(stats.indices) // 8)][:8].tolist()
+        if not indices:
+            continue
+        first = context.read(name, indices)
+        for epoch in (0, 1):
+            again = context.read(name, indices, epoch)
+            differ = (first.images != again.images).flatten(1).any(1) & first.images.isfinite().flatten(1).all(1)
+            if bool(differ.any()):
+                evidence = f"{int(differ.sum())} of {len(indices)} samples of {name} differ when they are read again"
+                fix = "move random transforms from transform.eval to train, sample_eval to sample_train"
+                return failed(evidence, fix)
+        checked += len(indices)
+    return passed(f"{checked} samples of {len(context.stats)} splits are the same each time they are read")
+
+
+def augmentation(context: CheckContext) -> Result:
+    """Training images that augmentation makes empty, or very different from evaluated images."""
+    need(context.train_stats.finite.all(), "there are images that are not finite")
+    plain = context.batch.images.float()
+    batch = next(context.splits.train.loader.batches(0, 0, 1))
+    augmented, where = batch.images[:_AUGMENTED].float(), "repair transform.train or sample_train"
+    if not bool(augmented.isfinite().all()):
+        return failed("a batch of augmented images contains NaN or infinity", where)
+    if context.splits.train.mix is None and not any(stats.unreadable for stats in context.stats.values()):
+        plain = context.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
+    ours, theirs = moments_without_padding(context, plain, augmented)
+    wide = ours[1].clamp_min(1e-6)
+    factor = float((theirs[1] / wide).clamp_min(1e-6).log().abs().max().exp())
+    away = float(((theirs[0] - ours[0]).abs() / wide).max())
+    evidence = f"standard deviation {float(augmented.std()):.3g} with augmentation, {float(plain.std()):.3g} without; "
+    evidence += f"the mean of a channel moves by up to {away:.2g} deviations"
+    fix = f"{where}: its range, order or strength"
+    if factor > 5 or away > 3:
+        return failed(evidence, fix)
+    if len(plain) == len(augmented):
+        empty = float((augmented.flatten(1).std(1) < _EMPTIED * plain.flatten(1).std(1)).float().mean())
+        if empty > 0.2:
+            evidence = f"{empty:.0%} of the images have almost no contrast left after augmentation; {evidence}"
+            return graded(evidence, fix, fail=empty > 0.5, warn=True)
+    if (order := _better_permutation(ours, theirs)) is not None:
+        return failed(f"{evidence}; the channels are in the order {order}", "keep the order of the channels (RGB)")
+    return graded(evidence, fix, warn=factor > 2 or away > 1)
+
+
+def moments_without_padding(context: CheckContext, plain: Tensor, augmented: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of images (N, C, H, W) as the model takes them: (2, C) each.
+
+    Black pixels do not count: shifts and rotations fill with them, whatever the background of the images is.
+    """
+    mean, std = (plain.new_tensor(each).view(1, -1, 1, 1) for each in (context.splits.mean, context.splits.std))
+    shown = [((each + mean / std).abs() > 1e-4).any(1) for each in (plain, augmented)]
+    if int(shown[1].sum()) * len(plain) < 0.5 * int(shown[0].sum()) * len(augmented):  # almost everything is gone
+        shown = [torch.ones_like(each) for each in shown]
+    pixels = [each.movedim(1, -1)[part] for each, part in zip((plain, augmented), shown, strict=True)]
+    ours, theirs = (torch.stack([each.mean(0), each.std(0)]) for each in pixels)
+    return ours, theirs
+
+
+def input_size(context: CheckContext) -> Result:
+    """Training images of a very different size from evaluated images."""
+    batch = next(context.splits.train.loader.batches(0, 0, 1))
+    train, plain = (tuple(each.shape[2:]) for each in (batch.images, context.batch.images))
+    factor = (train[0] * train[1] / (plain[0] * plain[1])) ** 0.5
+    evidence = f"{train[0]}x{train[1]} in training, {plain[0]}x{plain[1]} in evaluations"
+    return graded(evidence, "the same size in transform.train and transform.eval", warn=not 0.75 <= factor <= 1.34)
+
+
+def constant_areas(context: CheckContext) -> Result:
+    """A channel or a border that has the same values in all images."""
+    images, _ = context.train_images(_ENOUGH)
+    varies = (images != images[:1]).any(0)
+    need(varies.any(), "all images are equal")
+    if dead := [place for place, channel in enumerate(varies) if not bool(channel.any())]:
+        evidence = f"channel {join_names(dead)} is the same in all {len(images)} images"
+        return warned(evidence, "images without this channel")
+    margins = []
+    for lines in (varies.any(0).any(1), varies.any(0).any(0)):
+        places = lines.nonzero().flatten()
+        margins += [int(places[0]) / len(lines), 1 - (int(places[-1]) + 1) / len(lines)]
+    evidence = f"the borders that are the same in all {len(images)} images are at least {min(margins):.0%} wide"
+    return graded(evidence, "crop the images", warn=min(margins) >= _BORDER)
+
+
+def colorless_class(context: CheckContext) -> Result:
+    """A class whose images have no color while those of the others have, or the reverse."""
+    images, targets = context.sample_images["train"]
+    need(
+        images.shape[1:2] == (3,) and is_classes(targets),
+        "the images have no three channels, or the targets no classes",
+    )
+    colored = ((images.amax(1) - images.amin(1)).flatten(1).amax(1) > 0.02).float()
+    shares = {
+        label: float(colored[targets == label].mean())
+        for label, count in Counter(targets.tolist()).items()
+        if count >= 8
+    }
+    need(len(shares) > 1, "fewer than two classes have 8 images")
+    low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    evidence = f"{shares[low]:.0%} of class {low} and {shares[high]:.0%} of class {high} have color"
+    warn = shares[low] < 0.05 and shares[high] > 0.95
+    return graded(evidence, "images of all classes from the same source", warn=warn)

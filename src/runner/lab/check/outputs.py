@@ -1,0 +1,167 @@
+"""Checks of the model's outputs: whether they are logits, which samples they depend on, and what they can reach."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runner.lab.check.context import BATCH_NORM, DROPOUT, CheckContext
+from runner.lab.check.guess import takes_logits
+from runner.lab.check.model import observe_pass
+from runner.lab.check.result import Result, failed, graded, join_names, need, passed, warned
+from runner.lab.check.split_stats import is_classes
+
+_CERTAIN = 20.0  # a logit that stands for certainty
+_MIXED, _REPEATED = 1e-3, 1e-4  # shares of the change of the sample's own outputs, and of their size
+_PUSHED = (1e-2, 1e2, 1e4)  # sizes of random weights in the last layer
+_SAMPLES = 32  # of the batch, for these weights
+_PASSES = 32  # with other random numbers each, for the mean of outputs in training mode
+
+
+def _evaluated(context: CheckContext, images: Tensor, seed: int = 0) -> Tensor:
+    """Outputs in evaluation mode, float32 (B, outputs); a dropout that is still on zeroes the same for the same seed."""
+    context.model.eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        outputs: Tensor = context.model(images)
+    return outputs.float()
+
+
+def logits(context: CheckContext) -> Result:
+    """Softmax, log-softmax or sigmoid before a loss that expects logits."""
+    outputs, targets = _evaluated(context, context.batch.images), context.targets(context.batch)
+    of_classes = outputs.ndim == 2 and outputs.shape[1] >= 2 and not targets.is_floating_point()
+    need(of_classes, "the outputs are not those of classes")
+    low, high = float(outputs.min()), float(outputs.max())
+    probabilities = low >= 0 and bool((outputs.sum(1) - 1).abs().max() < 1e-3)
+    if not (probabilities or (low > 0 and high < 1)):
+        logs = high <= 1e-6 and bool((outputs.exp().sum(1) - 1).abs().max() < 1e-3)
+        return passed(f"values from {low:.3g} to {high:.3g}" + (", logarithms of probabilities" if logs else ""))
+    right = F.one_hot(targets, outputs.shape[1]).to(outputs)
+    what = "rows that sum to 1: a softmax" if probabilities else f"values from {low:.3g} to {high:.3g}: a sigmoid"
+    loss = context.training.parts.loss
+    need(context.cached(takes_logits), f"{what}, and the loss takes nothing else")
+    with torch.no_grad():
+        best, certain = float(loss(right, targets)), float(loss((2 * right - 1) * _CERTAIN, targets))
+    if best <= certain + 0.05:
+        return passed(f"{what}, and the loss is lowest at probabilities")
+    evidence = f"{what}; with every answer right the loss is {best:.3g}, with logits {certain:.3g}"
+    return failed(evidence, "remove the last activation: the loss applies its own")
+
+
+def sample_mixing(context: CheckContext) -> Result:
+    """Outputs of a sample that depend on other samples of its batch, for example after view instead of permute."""
+    images = context.batch.images[:8]
+    before = _evaluated(context, images)
+    others, own = 0.0, 0.0
+    for place in (0, len(images) // 2):
+        changed = images.clone()
+        changed[place] = images[place].flip(-1) * -1.5 + 0.5
+        apart = (_evaluated(context, changed) - before).abs().flatten(1).amax(1)
+        own = max(own, float(apart[place]))
+        apart[place] = 0
+        others = max(others, float(apart.max()))
+    need(max(own, others) > 1e-9, "the outputs do not depend on the images before training")
+    evidence = f"changing one image changes the outputs of others by {others:.3g}, its own by {own:.3g}"
+    fix = "keep the batch dimension first: permute or flatten(1) instead of view or reshape across samples"
+    return graded(evidence, fix, fail=others > _MIXED * own)
+
+
+def modes(context: CheckContext) -> Result:
+    """Modules that stay in training mode in an evaluation, or in evaluation mode in training."""
+    model, fix = context.model, "let train(mode) pass the mode on to all modules, and do not set it in forward"
+    for training, stuck_in, call in ((False, "training", "eval"), (True, "evaluation", "train")):
+        model.train(training)
+        with torch.no_grad():
+            model(context.batch.images)  # may also change modes
+        stuck = {name or "the model": each for name, each in model.named_modules() if each.training != training}
+        if stuck:
+            evidence = f"{len(stuck)} modules stay in {stuck_in} mode after {call}(): {join_names(list(stuck))}"
+            if not training or "the model" in stuck or any(isinstance(each, DROPOUT) for each in stuck.values()):
+                return failed(evidence, fix)
+            return warned(evidence, f"{fix}; unless they are meant to be frozen")
+    count = sum(isinstance(each, BATCH_NORM) or (isinstance(each, DROPOUT) and each.p > 0) for each in model.modules())
+    return passed(f"both modes reach every module, of which {count} are BatchNorm or dropout")
+
+
+def repeatable_evaluation(context: CheckContext) -> Result:
+    """Outputs that differ when the same images are evaluated again, for example with dropout that is always on."""
+    first = _evaluated(context, context.batch.images, seed=1)
+    apart = float((_evaluated(context, context.batch.images, seed=2) - first).abs().max())
+    size = max(float(first.abs().max()), 1e-12)
+    evidence = f"two evaluations of the same images differ by {apart:.3g}, of {size:.3g}"
+    fix = "F.dropout(x, p, self.training) or nn.Dropout; no randomness in evaluation mode"
+    return graded(evidence, fix, fail=apart > _REPEATED * size)
+
+
+def _output_bounds(context: CheckContext) -> tuple[float, float]:
+    """Lowest and highest output for any weights of the last layer, infinite without a bound."""
+    scales = observe_pass(context).scales  # not cached: the pass also gives BatchNorm the statistics of the batch
+    unknown = "the last layer cannot be found, or does not change the outputs"
+    need(scales, unknown)
+    weight: Tensor = context.model.get_submodule(scales[-1][0]).weight  # type: ignore[assignment]
+    reached: list[tuple[float, float]] = []
+    for size in _PUSHED:
+        generator, outputs = torch.Generator().manual_seed(0), []
+        for _ in range(4):
+            with torch.no_grad():
+                weight.copy_(size * torch.randn(weight.shape, generator=generator))
+            outputs.append(_evaluated(context, context.batch.images[:_SAMPLES]))
+        reached.append((float(torch.stack(outputs).min()), float(torch.stack(outputs).max())))
+    _, (low, high), (lowest, highest) = reached
+    need(all(map(math.isfinite, (low, high, lowest, highest))) and lowest != highest, unknown)
+    bounded_below, bounded_above = lowest > low - 0.5 * abs(low) - 1e-3, highest < high + 0.5 * abs(high) + 1e-3
+    bottom, top = min(each for each, _ in reached), max(each for _, each in reached)
+    return bottom if bounded_below else -math.inf, top if bounded_above else math.inf
+
+
+def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float) -> float:
+    """The lowest loss of outputs between two bounds, with one value for the right class and one for all others."""
+    right = F.one_hot(targets, context.training.task.outputs(context.splits.classes)).float()
+    low, high, loss = max(low, -_CERTAIN), min(high, _CERTAIN), context.training.parts.loss
+    inward = [share * (high - low) for share in (0.0, 0.25, 0.4, 0.5)]
+    tops, bottoms = [high - each for each in inward], [low + each for each in inward]
+    with torch.no_grad():
+        return min(float(loss(right * top + (1 - right) * bottom, targets)) for top in tops for bottom in bottoms)
+
+
+def reachable_targets(context: CheckContext) -> Result:
+    """Outputs that cannot reach the targets with any weights: a ReLU, sigmoid, tanh or log-softmax at the end."""
+    low, high = bounds = _output_bounds(context)
+    if math.isinf(low) and math.isinf(high):
+        return passed("the outputs have no bounds")
+    evidence = f"with any weights in the last layer, outputs are from {low:.3g} to {high:.3g}"
+    fix = "no activation after the last layer, or targets scaled to its range"
+    targets = context.targets(context.batch)
+    if is_classes(targets):
+        certain = (-_CERTAIN, _CERTAIN)
+        need(context.cached(takes_logits), f"{evidence}, and the loss takes nothing else")
+        guess, best, floor = (_lowest_loss(context, targets, *pair) for pair in ((0.0, 0.0), bounds, certain))
+        evidence += f"; with every answer right the loss is {best:.3g}, unbounded {floor:.3g}, of a guess {guess:.3g}"
+        fail = best > floor + 0.15 * max(0.0, guess - floor)
+        return graded(evidence, fix, fail=fail, warn=low > -1e-3 and math.isinf(high))
+    values = context.targets(context.read("train", context.readable("train", 256))).float()
+    margin = 1e-3 * float(values.std())
+    outside = float(((values < low - margin) | (values > high + margin)).float().mean())
+    return graded(f"{evidence}; {outside:.0%} of the targets are outside", fix, fail=outside > 0.01)
+
+
+def output_scale(context: CheckContext) -> Result:
+    """Outputs of another scale in training mode than in evaluation mode, for example with dropout that is not rescaled."""
+    norms = any(isinstance(each, BATCH_NORM) and each.track_running_stats for each in context.model.modules())
+    need(not norms, "the statistics of BatchNorm are not those of the data before training")
+    images = context.batch.images
+    with torch.no_grad():
+        context.model.eval()
+        plain = context.model(images).double()
+        context.training.state.train()
+        mean = torch.stack([context.model(images).double() for _ in range(_PASSES)]).mean(0)
+    plain, mean = plain - plain.mean(0), mean - mean.mean(0)
+    need(float(plain.square().sum()) > 0, "the outputs do not depend on the images")
+    factor = float((plain * mean).sum() / plain.square().sum())
+    evidence = f"outputs in training mode are {factor:.2f} times those in evaluation mode on average"
+    fix = "nn.Dropout or F.dropout, which divide by 1 - p in training"
+    return graded(evidence, fix, warn=not 0.6 <= factor <= 1.67)

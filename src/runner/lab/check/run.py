@@ -1,0 +1,160 @@
+"""One call of `check`, from the config to the report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+import traceback
+from collections import Counter
+from typing import Any
+
+from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
+from runner.config.app import Composition
+from runner.config.schema.verbs import Check as Settings
+from runner.lab.check.context import CheckContext
+from runner.lab.check.result import NotApplicable, Result, failed, join_names
+from runner.lab.check.split_stats import is_classes
+from runner.lab.check.table import BUILD, CHECKS, Check
+from runner.run.describe import describe
+from runner.run.from_checkpoint import config_and_checkpoint
+from runner.run.hardware import set_switches
+from runner.tracking.console import Console
+from runner.tracking.verb_report import Report
+
+_MOST_CLASSES = 12  # that the report lists
+Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
+
+
+def run(composition: Composition) -> float:
+    """Run the checks and report them.
+
+    Exits with status 1 if a check failed; a job of a sweep returns the number of failed checks instead.
+    """
+    began = time.monotonic()
+    config, found = config_and_checkpoint(composition, Settings, "best")
+    chosen, report = select_checks(config), Report(config.json)
+    context = CheckContext(config, found)
+    set_switches(config, context.device)
+    with contextlib.closing(context):
+        results = run_checks(context, chosen, report)
+        seen, seconds = images_seen(context), time.monotonic() - began
+    bad = sum(result.status in (("fail", "warn") if config.strict else ("fail",)) for result, _ in results.values())
+    record = {
+        "ok": not bad,
+        "counts": dict(Counter(result.status for result, _ in results.values())),
+        "seconds": round(seconds, 3),
+        "seen": seen,
+        "checks": [
+            {"group": each.group, "name": each.name, "finds": each.finds}
+            | dataclasses.asdict(result)
+            | {"seconds": round(taken, 3)}
+            for each, (result, taken) in results.items()
+        ],
+    }
+    if not report.json(record):
+        show(report, results, seen, seconds)
+    if composition.job_dir is None and bad:
+        raise SystemExit(FAILED)
+    return float(bad)
+
+
+def select_checks(config: Settings) -> list[Check]:
+    """The checks that `only` and `skip` select."""
+    names = [*dict.fromkeys(each.group for each in CHECKS), *(each.name for each in CHECKS)]
+    allowed = {"only": [BUILD.group, *names, BUILD.name], "skip": names}
+    problems = [
+        Problem(key, f"'{name}' always runs, because the others need it", ", ".join(allowed[key]))
+        if name in (BUILD.group, BUILD.name)
+        else Problem(key, f"there is no check or group '{name}'", ", ".join(allowed[key]), nearest(name, allowed[key]))
+        for key, given in (("only", config.only), ("skip", config.skip))
+        for name in given
+        if name not in allowed[key]
+    ]
+    if problems:
+        raise ConfigError(problems)
+    only, skip = set(config.only), set(config.skip)
+    return [
+        each for each in CHECKS if (not only or {each.name, each.group} & only) and not {each.name, each.group} & skip
+    ]
+
+
+def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> Results:
+    """Build the run and run the checks. If the build fails, the data can still be checked."""
+    results: Results = {}
+    errors: dict[str, str] = {}
+    with console.counting("check", 1 + len(chosen)) as begin:
+        for each in (BUILD, *chosen):
+            begin(each.name)
+            before = time.monotonic()
+            results[each] = run_check(each, context, errors), time.monotonic() - before
+            if each is BUILD and results[each][0].status == "pass":
+                config = context.config
+                console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
+    return results
+
+
+def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
+    """The result of one check, after which the context is restored.
+
+    One that raises has failed; later ones that raise the same are skipped: `errors` collects the first check of each.
+    """
+    try:
+        try:
+            return each.run(context)
+        finally:
+            context.restore()
+    except NotApplicable as reason:
+        return Result("skip", str(reason))
+    except MemoryError:
+        raise
+    except Exception as error:  # a custom model, loss or data set can raise anything
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exception(error)
+        text, fix = f"{type(error).__name__}: {error}", "HYDRA_FULL_ERROR=1 shows the traceback"
+        if isinstance(error, UserError):
+            text, fix = str(error), "as the message says; `train` stops there too"
+        text = " ".join(text.split())
+        if errors.setdefault(text, each.name) != each.name:
+            return Result("skip", f"raised the same error as {errors[text]}")
+        return failed(text, fix)
+
+
+def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
+    """By split how many `samples` it has, how many were `read`, and how many of these each of the `classes` has.
+
+    Empty if no check needed an image.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for split, stats in vars(context).get("stats", {}).items():
+        classes: dict[str, int] = {}
+        if is_classes(stats.targets):
+            counts = Counter(stats.targets.tolist())
+            classes = {label: counts[number] for number, label in enumerate(context.splits.classes)}
+        found[split] = {"samples": stats.samples, "read": stats.read, "classes": classes}
+    return found
+
+
+def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], seconds: float) -> None:
+    """Print a table of all results, what was seen of the images, and how many results there are of each kind."""
+    rows = []
+    names: dict[str, list[str]] = {"fail": [], "warn": [], "pass": [], "skip": []}
+    for check, (result, _) in results.items():
+        names[result.status].append(check.name)
+        rows.append([check.group, check.name, result.status, result.evidence])
+        if result.fix:
+            rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
+            rows.append(["", "", "", f"  fix: {result.fix}"])
+    console.table("", ["group", "check", "result", "evidence"], rows)
+    for split, of_split in seen.items():
+        line, classes = f"saw {of_split['read']:,} of {of_split['samples']:,} images of {split}", of_split["classes"]
+        fewest = [f"{name} {classes[name]:,}" for name in sorted(classes, key=classes.__getitem__)]
+        console.line(f"{line}: {join_names(fewest, _MOST_CLASSES)}" if classes else line)
+    words = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
+    counts = [
+        f"{len(found)} {words[status]}" + (f" ({', '.join(found)})" if status in ("fail", "warn") else "")
+        for status, found in names.items()
+        if found
+    ]
+    console.line(f"{', '.join(counts)} in {seconds:.1f} s")

@@ -1,0 +1,231 @@
+"""`export`: write a checkpoint in other formats, compare each with the model, and describe the files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+
+from runner.base.errors import FAILED
+from runner.base.files import write_json, writing
+from runner.checkpoint.weights import weights_sha256
+from runner.config.app import Composition
+from runner.config.schema.verbs import Export
+from runner.data.sources.image_files import reading_steps
+from runner.engine.tasks import Task
+from runner.lab.export import formats
+from runner.lab.export.formats import FORMATS, INPUT, OUTPUT, Normalizing
+from runner.run.from_checkpoint import (
+    MODEL,
+    DataFacts,
+    ResolvedCheckpoint,
+    activation_of,
+    as_list,
+    output_folder,
+    resolve_checkpoint,
+    run_directory_of,
+    unique_names,
+)
+from runner.runtime.device import configure_torch
+from runner.tracking.environment import versions
+from runner.tracking.verb_report import Report
+
+_CPU = torch.device("cpu")
+_SECONDS = 0.3  # of a measurement
+
+
+def run(composition: Composition) -> float:
+    """Export a checkpoint.
+
+    Returns:
+        The largest relative difference of any format, for sweepers.
+
+    Raises:
+        SystemExit: with exit status 1 if a format differs from the model by more than `tolerance`.
+    """
+    report = Report(composition.values["json"])
+    resolved = resolve_checkpoint(composition, Export, MODEL)
+    # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
+    config = dataclasses.replace(resolved.config, channels_last=False)
+    resolved = dataclasses.replace(resolved, config=config)
+    chosen = list(dict.fromkeys(as_list(config.format)))
+    formats.require_packages(chosen)
+    configure_torch(_CPU, config.threads, config.deterministic, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
+    report.warnings(resolved.found.warnings)
+    data = resolved.data_facts()
+    task, model = resolved.restore_model(data, _CPU)
+    model.requires_grad_(False)
+    images = _examples(resolved, data, max(config.batch_sizes))
+    if "torchscript" in chosen:
+        report.warn("torch deprecates TorchScript; torch_export replaces it")
+    if config.include_preprocessing and config.transform.eval:
+        report.warn("transform.eval is not part of what is exported: apply it to images first")
+
+    exported = model
+    if config.include_preprocessing:
+        exported = Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
+    run_directory = run_directory_of(resolved.found.path)
+    default = None if run_directory is None else run_directory / "export"
+    folder = output_folder(config.output, default, config.output_root, "exports")
+    files: dict[str, Path] = {}
+    compared: list[dict[str, Any]] = []
+    batches = [images[:size] for size in config.batch_sizes]
+    with report.counting("export", len(chosen)) as begin:
+        for name in chosen:
+            begin(name)
+            files[name] = folder / FORMATS[name][0]
+            with _write_complete(files[name]) as path:
+                loaded = formats.write(name, exported, images, path)
+            compared += _compare(name, exported, loaded, batches)
+    record = _record(resolved, task, data, images, files=files, compared=compared)
+    written = [*files.values(), folder / "model.json"]
+    write_json(written[-1], record)
+    _show(record, compared, report)
+    report.lines(*written)
+    report.json(record, written=[str(path) for path in written])
+    worst = next((each for each in compared if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
+    if worst is not None:
+        print(
+            f"error: {worst['format']} differs from the model by {worst['max_rel']:.2g} of its largest output at batch "
+            f"size {worst['batch_size']}, more than tolerance={config.tolerance:g}",
+            file=sys.stderr,
+        )
+        raise SystemExit(FAILED)
+    return float(max(each["max_rel"] for each in compared))
+
+
+@torch.inference_mode()
+def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Tensor]) -> list[dict[str, Any]]:
+    """Outputs and latency of an exported model beside those of the model itself, at each batch size."""
+    found = []
+    for images in batches:
+        expected, got = model(images).double(), exported(images).double()
+        difference = float((expected - got).abs().max()) if expected.shape == got.shape else math.inf
+        found.append(
+            {
+                "format": name,
+                "batch_size": len(images),
+                "max_abs": difference,
+                # As a share of the largest output, or of 1 if that is larger.
+                "max_rel": difference / max(1.0, float(expected.abs().max())),
+                "ms": _latency_ms(exported, images),
+                "model_ms": _latency_ms(model, images),
+            }
+        )
+    return found
+
+
+def _latency_ms(model: nn.Module, images: Tensor) -> float:
+    """Median time of a call in milliseconds."""
+    call = {"model": model, "images": images}
+    timer = Timer("model(images)", globals=call, num_threads=torch.get_num_threads())
+    return 1000 * timer.blocked_autorange(min_run_time=_SECONDS).median
+
+
+def _examples(resolved: ResolvedCheckpoint[Export], data: DataFacts, count: int) -> Tensor:
+    """Images of noise as the exported model takes them: float32 and normalised, or uint8."""
+    generator = torch.Generator().manual_seed(resolved.config.seed)
+    shape = (max(count, 2), data.channels, *data.image_size)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if resolved.config.include_preprocessing:
+        return pixels
+    return resolved.input_pipeline(_CPU)(pixels, torch.arange(len(pixels)), 0)
+
+
+@contextlib.contextmanager
+def _write_complete(path: Path) -> Iterator[Path]:
+    """A path to write to; files get their names only once they are complete."""
+    # Large weights of ONNX lie in a second file beside the first, and its name is in the first.
+    with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".export.") as scratch:
+        yield Path(scratch) / path.name
+        for file in Path(scratch).iterdir():
+            os.replace(file, path.with_name(file.name))
+
+
+def _record(
+    resolved: ResolvedCheckpoint[Export],
+    task: Task,
+    data: DataFacts,
+    images: Tensor,
+    *,
+    files: dict[str, Path],
+    compared: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The description of the files for the programs that use them."""
+    config = resolved.config
+    included, normalize = config.include_preprocessing, config.data.normalize
+    return {
+        **resolved.record(),
+        "weights_sha256": weights_sha256(resolved.weights[0]),
+        "model": str(config.model["_target_"]),
+        "task": str(config.task["_target_"]),
+        "classes": unique_names(resolved.classes),
+        "input": {
+            "name": INPUT,
+            "shape": ["batch", *images.shape[1:]],
+            "dtype": str(images.dtype).removeprefix("torch."),
+            "values": "pixels from 0 to 255" if included else "normalised pixels, see preprocessing",
+            "layout": "NCHW",
+        },
+        "output": {"name": OUTPUT, "shape": ["batch", task.outputs(data.classes)], "dtype": "float32"},
+        "activation": activation_of(task),
+        "threshold": getattr(task, "threshold", None),
+        "preprocessing": {
+            "colours": {3: "RGB", 1: "grey"}.get(data.channels, f"{data.channels} channels"),
+            "image_size": list(data.image_size),
+            "data": config.data.dataset,
+            "sample_eval": config.transform.sample_eval,
+            "eval": config.transform.eval,
+            "steps": _steps(config, data),
+            "scale": 1 / 255,
+            "mean": normalize.mean,
+            "std": normalize.std,
+            "normalization_in_the_model": included,
+        },
+        "files": {name: _file_record(path) for name, path in files.items()},
+        "tolerance": config.tolerance,
+        "comparison": compared,
+        "versions": versions(),
+    }
+
+
+def _steps(config: Export, data: DataFacts) -> list[dict[str, Any]]:
+    """The steps from an image file to the input of the exported model, in order."""
+    shape = (data.channels, *data.image_size)
+    steps = reading_steps(config.data, config.transform.sample_eval or [], shape) if data.channels in (1, 3) else []
+    if config.transform.eval:
+        steps.append({"step": "transform of batches", "transforms": config.transform.eval})
+    order = "RGB" if data.channels == 3 else "grey"
+    steps.append({"step": "layout", "axes": "channels, height, width", "order": order})
+    if config.include_preprocessing:
+        return [*steps, {"step": "dtype", "dtype": "uint8", "values": "0 to 255"}]
+    statistics = {"mean": config.data.normalize.mean, "std": config.data.normalize.std}
+    return [*steps, {"step": "normalise", "dtype": "float32", "value": "(pixel / 255 - mean) / std", **statistics}]
+
+
+def _file_record(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
+
+
+def _show(record: dict[str, Any], compared: list[dict[str, Any]], report: Report) -> None:
+    report.line(f"{record['checkpoint']}  step {record['global_step']}")
+    rows = []
+    for each in compared:
+        differences = [f"{each['max_abs']:.2g}", f"{each['max_rel']:.2g}"]
+        times = [f"{each['ms']:.3f}", f"{each['model_ms']:.3f}", f"{each['model_ms'] / each['ms']:.2f}"]
+        rows.append([each["format"], str(each["batch_size"]), *differences, *times])
+    columns = ["format", "batch", "largest difference", "relative", "ms", "ms of the model", "times as fast"]
+    report.table("compared with the model on the CPU, float32", columns, rows)

@@ -1,0 +1,184 @@
+"""One call of `inspect`, from the config to the last line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runner.base.files import write_json
+from runner.base.secrets import mask_words
+from runner.checkpoint import find, resume
+from runner.config.app import Composition
+from runner.config.resolve import resolve_config
+from runner.config.schema.sections import Transform
+from runner.config.schema.verbs import FEATURE_FILES, Inspect
+from runner.engine.position import Position
+from runner.instrument.no_trace import evaluating
+from runner.lab.inspect.layers import shape_text
+from runner.lab.inspect.parts import PARTS, Inspection, Table, batches_of
+from runner.models.features import Extractor
+from runner.models.features_file import write_features
+from runner.run.describe import describe
+from runner.run.directory import claim, timestamp
+from runner.run.from_checkpoint import (
+    MODEL,
+    ResolvedCheckpoint,
+    check_classes,
+    output_folder,
+    resolve_checkpoint,
+    run_directory_of,
+    split_of,
+)
+from runner.run.run import Run
+from runner.tracking.console import Console
+from runner.tracking.formats import compact
+from runner.tracking.verb_report import Report
+from runner.train import build_run
+
+_MOST_ROWS = 60
+# A model is inspected without what only updates it; whatever else the config names is not even imported.
+_UPDATES: dict[str, Any] = {
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},
+    "scheduler": {"_target_": "runner.optim.schedules.Constant", "total_steps": None},
+}
+_WITHOUT_DATA = {"layers", "weights", "filters"}
+"""Parts that need only an image of the right shape."""
+
+
+def run(composition: Composition) -> float:
+    """Inspect a model.
+
+    Returns:
+        The number of parameters, for sweepers.
+    """
+    resolved: ResolvedCheckpoint[Inspect] | None = None
+    if composition.values.get("ckpt_path") is None:
+        config = resolve_config(composition, Inspect)
+    else:
+        resolved = resolve_checkpoint(composition, Inspect, MODEL)
+        config = _without_data(resolved) or resolve_checkpoint(composition, Inspect).config
+    found = resolved.found if resolved else None
+    report = Report(config.json)
+    # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
+    plain = dataclasses.replace(config, compile=False, activation_checkpointing=False, **_UPDATES)
+    # Batches are those of the epoch that the checkpoint stands in, from its beginning.
+    start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
+    training = build_run(plain, start, make_cache=False)
+    training.state.position = start or Position()  # which says what is frozen
+    with contextlib.closing(training.data):
+        training.data.bad_samples.open(None, report.warn)
+        kind = ""
+        if resolved is not None:
+            if resolved.config.data == config.data:
+                check_classes(resolved.classes, training.data.classes)
+            resolved.load_weights(training.model)
+            kind = resolved.weights[1]
+        averaged = "" if kind in ("", "raw") else f", averaged weights ({kind})"
+        where = f"{found.path}{averaged}" if found else "untrained"
+        report.header(f"{config.name}  seed {config.seed}  {where}", describe(plain, training)[:2])
+        report.warnings(found.warnings if found else [], training.warnings)
+        record: dict[str, Any] = {
+            "checkpoint": str(found.path) if found else None,
+            "global_step": found.contents["position"]["global_step"] if found else 0,
+            "weights_are": kind or None,
+            "overrides": mask_words(composition.overrides),
+        }
+        folder = functools.partial(_folder, config, found, composition)
+        if config.features:
+            record |= _written_features(config, training, folder, report)
+        if not config.features or config.what is not None:
+            record |= _inspected(config, training, found, folder(), report)
+        if said := training.data.bad_samples.summary():
+            report.warn(said)
+    if not report.json(record) and "folder" in record:
+        report.folder(record["folder"])
+    return float(sum(parameter.numel() for parameter in training.model.parameters()))
+
+
+def _without_data(resolved: ResolvedCheckpoint[Inspect]) -> Inspect | None:
+    """The config with blank images and a plain loss, if the parts that it asks for need no more; None otherwise."""
+    config, images = resolved.config, resolved.found.contents["metrics"]["images"]
+    if not (config.what and set(config.what) <= _WITHOUT_DATA and not config.features and resolved.classes):
+        return None
+    blank = {"_target_": "torchvision.datasets.FakeData", "size": 64, "image_size": images}
+    data = dataclasses.replace(
+        config.data, dataset=blank | {"num_classes": len(resolved.classes)}, batch_size=8, num_workers=0
+    )
+    loss = {"_target_": "torch.nn.CrossEntropyLoss"}
+    return dataclasses.replace(config, data=data, transform=Transform(eval=config.transform.eval), loss=loss)
+
+
+def _inspected(
+    config: Inspect, training: Run, found: find.LoadedCheckpoint | None, folder: Path, report: Report
+) -> dict[str, Any]:
+    """Inspect the parts that the config names; returns the content of `inspect.json`."""
+    seen = Inspection(config, training, folder)
+    unless_asked = [] if found is not None else ["errors"]
+    what = [name for name in PARTS if (name in config.what if config.what else name not in unless_asked)]
+    with report.counting("inspect", len(what)) as begin:
+        for name in what:
+            begin(name)
+            PARTS[name](seen)
+    report.lines(*seen.lines)
+    for part in seen.parts:
+        if isinstance(part, Table):
+            _show(report, part)
+    report.lines(*seen.skipped)
+    files = [part[0] for part in seen.parts if not isinstance(part, Table)]
+    record = {"folder": str(folder), "what": what, **seen.record, "files": [path.name for path in files]}
+    write_json(folder / "inspect.json", record)
+    report.lines(*files, folder / "inspect.json")
+    return record
+
+
+def _show(report: Console, table: Table) -> None:
+    """Show a table; of a long one the beginning, and the last row, which is the sum where there is one."""
+    for note in table.notes:
+        report.line(note)
+    rows = [list(row) for row in table.rows]
+    shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
+    report.table(table.title, list(table.columns), shown)
+    if len(shown) < len(rows):
+        report.line(f"{len(rows) - len(shown):,} more rows are in inspect.json")
+
+
+def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: Composition) -> Path:
+    """The folder of the results; a new one inside the checkpoint's run unless something else is asked for."""
+    chosen = config.output if not config.features else None
+    run = run_directory_of(found.path) if found is not None else None
+    given = composition.job_dir or composition.run_dir
+    if chosen is None and given is None and run is not None:
+        return claim(run / "inspect", timestamp())
+    return output_folder(chosen, given, config.output_root, "inspections")
+
+
+def _written_features(config: Inspect, training: Run, new_folder: Callable[[], Path], report: Report) -> dict[str, Any]:
+    """Write features of a split, with the targets and the place of each sample in its data set."""
+    split = split_of(training.data, config.split)
+    features = Extractor(training.model, config.features).rows
+    output = Path(config.output) if config.output is not None else None
+    if output is not None and output.suffix in FEATURE_FILES:
+        path = output_folder(str(output.parent), None, "", "") / output.name
+    else:
+        folder = new_folder() if output is None else output_folder(config.output, None, "", "")
+        path = folder / f"features_{config.split}.npz"
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        with evaluating(training.model):
+            for batch in batches_of(split, config.limit.eval_batches):
+                with training.precision.autocast():
+                    here = features(batch.images)
+                yield {**here, "targets": batch.targets, "indices": batch.indices}
+
+    shapes = write_features(batches(), path)
+    rows = [[name, shape_text(shape), compact(math.prod(shape))] for name, shape in shapes.items()]
+    report.table(f"features of {config.data.name} {config.split}", ["array", "shape", "elements"], rows)
+    report.line(str(path))
+    return {"features": {"file": str(path), "split": config.split, "shapes": {n: list(s) for n, s in shapes.items()}}}

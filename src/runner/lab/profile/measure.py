@@ -1,0 +1,164 @@
+"""Steps of the real loop, measured in phases: warm-up, timing, tracing, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.base.errors import UserError
+from runner.config.schema.verbs import Profile
+from runner.data.workers import loader_in_ranges
+from runner.engine.callbacks import Log
+from runner.engine.errors import Diverged
+from runner.engine.loop import Loop
+from runner.engine.plan import Limits
+from runner.engine.step import backward, forward, update_weights
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
+from runner.instrument.saved_tensors import SavedTensors
+from runner.run.metrics import build_callbacks
+from runner.run.run import Run
+from runner.runtime.memory import Peak, memory_history, peak_memory, reset_peak_memory
+from runner.runtime.stopwatch import Step, Stopwatch
+from runner.tracking.formats import amount
+
+_UNUSUAL = 10  # times the median
+
+
+@dataclass
+class Measured:
+    """The measurements of all phases."""
+
+    steps: list[Step] = field(default_factory=list)  # those of the timed phase, but for `unusual` ones
+    samples: int = 0  # trained on in these
+    # Seconds of timed steps whose computing took many times longer than that of the others, as when a batch of another size
+    # is compiled or tuned for; waiting for data makes no step unusual.
+    unusual: list[float] = field(default_factory=list)
+    peak: Peak = field(default_factory=lambda: Peak(0, ""))  # memory at most in that phase
+    saved: SavedTensors | None = None  # of one step; None for a compiled model, whose graph cannot be observed
+    traced: int = 0  # steps in the trace
+    profiler: Any = None  # holds the trace; None if none was wanted
+    snapshot: Path | None = None  # file with the memory history of one step, on CUDA
+    counts: dict[str, int] = field(default_factory=dict)  # steps of each phase
+    cut: list[str] = field(default_factory=list)  # phases that were ended early, as the time was up
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each of `steps`."""
+        return [sum(step.seconds.values()) for step in self.steps]
+
+    def take(self, steps: Sequence[Step], samples: Sequence[int]) -> None:
+        """Add the steps of the timed phase, unusual ones separately."""
+        computing = [sum(step.seconds.get(name, 0.0) for name in (FORWARD, BACKWARD, OPTIMIZER)) for step in steps]
+        limit = _UNUSUAL * statistics.median(computing)
+        for step, count, seconds in zip(steps, samples, computing, strict=True):
+            if seconds > limit:
+                self.unusual.append(sum(step.seconds.values()))
+            else:
+                self.steps.append(step)
+                self.samples += count
+
+
+class Phases:
+    """A callback that leads a loop through the phases and ends it; must be the last in the list."""
+
+    def __init__(
+        self, config: Profile, training: Run, stopwatch: Stopwatch, folder: Path, tell: Callable[[str], None]
+    ) -> None:
+        self.found = Measured()
+        self._config, self._training, self._watch, self._folder, self._tell = config, training, stopwatch, folder, tell
+        self.script = self._script()
+        self._done = 0
+        self._samples: list[int] = []
+
+    def _script(self) -> Generator[tuple[str, int, float]]:
+        """The phases: before each yield what it needs, after it what it found.
+
+        Yields name, steps, and when the phase ends at the latest, as a share of the time there is.
+        """
+        config, training, watch, found = self._config, self._training, self._watch, self.found
+        cuda = training.device.type == "cuda"
+        yield "warm-up", config.warmup_steps, 0.3
+        # Timed without the profiler, whose overhead is largest in small steps.
+        reset_peak_memory(training.device)
+        yield "timing", config.steps, 0.7
+        found.take(watch.steps(), [after - before for before, after in itertools.pairwise(self._samples)])
+        found.peak = peak_memory(training.device)
+        if config.trace_steps:
+            kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+            with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as found.profiler:
+                watch.annotate = True
+                yield "tracing", config.trace_steps, 0.9
+                watch.annotate = False
+                watch.reset()
+                if cuda:
+                    torch.cuda.synchronize(training.device)
+            found.traced = self._done
+        # Observing saved tensors slows a step down, so that memory has a step of its own.
+        path = self._folder / "memory.pickle"
+        history = memory_history(path) if cuda else contextlib.nullcontext()
+        saved = contextlib.nullcontext() if config.compile else SavedTensors(training.model)
+        with history, saved as found.saved:
+            yield "memory", 1, 1.0
+        found.snapshot = path if cuda else None
+
+    def on_start(self, loop: Loop) -> None:
+        """Begin the first phase."""
+        self._began = time.perf_counter()
+        self._next(loop)
+
+    def on_boundary(self, loop: Loop) -> None:
+        """Count a step; go on to the next phase when this one has had its steps or its time."""
+        self._done += 1
+        self._samples.append(loop.samples_seen)
+        late = time.perf_counter() - self._began > self._deadline * self._config.budget_s
+        over = late or self._done == self._steps
+        self._watch.boundary(last=over)
+        if over:
+            self.found.counts[self._phase] = self._done
+            if self._done < self._steps:
+                self.found.cut.append(self._phase)
+            self._next(loop)
+
+    def _next(self, loop: Loop) -> None:
+        for phase in self.script:
+            self._phase, self._steps, self._deadline = phase
+            if self._steps:
+                self._tell(f"{self._phase}: {amount(self._steps, 'step')}")
+                self._done, self._samples = 0, [loop.samples_seen]
+                self._watch.reset()
+                self._watch.boundary()
+                return
+        loop.request_stop("everything is measured")
+
+
+def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measured:
+    """Train a few steps as `train` does, without checkpoints and evaluations, and measure them."""
+    stopwatch = Stopwatch(training.device)
+    phases = Phases(config, training, stopwatch, folder, tell)
+    extra = build_callbacks(config, training.task, training.monitor)
+    at_once = max(1, config.steps * config.accumulate // 5)
+    loop = Loop(
+        training.state,
+        loader_in_ranges(training.data.train.loader, stopwatch, at_once),
+        training.plan,
+        training.parts,
+        Limits(None, training.total_steps),
+        evaluate=None,
+        callbacks=[*extra.values(), Log(config.log.every_steps, []), phases],
+        monitor=training.monitor,
+        step=step_in_ranges(stopwatch, forward, backward, update_weights),
+    )
+    try:
+        with contextlib.closing(phases.script):  # stops what is still recording, after an error
+            loop.run()
+    except Diverged as error:
+        raise UserError(f"{error}; a run that does not train cannot be profiled: lower optimizer.lr") from error
+    return phases.found

@@ -1,0 +1,332 @@
+"""The comparison of runs with a baseline: statistics over repetitions, with a tolerance for each measure.
+
+A measure is worse if its mean changed for the worse by more than the tolerance, and Welch's t-test finds the change significant:
+its one-sided p-value is below `ALPHA`, divided by the number of comparisons (Bonferroni). Times are only worse if the fastest
+repetition, too, is slower by more than the tolerance: other programs and virtual machines slow all runs of some minutes, which
+are therefore not independent. docs/reference/verbs/report.md explains the rule.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import UserError, nearest
+from runner.base.files import finite
+from runner.base.reading import is_number, read_regular
+from runner.config.changes import changes_result
+from runner.config.keys import within
+from runner.lab.report.difference import differing
+from runner.lab.report.reading import Run, find_runs
+from runner.lab.report.table import differing_keys, less_is_better, repetitions, text_of
+from runner.sweeps.rows import FAILED
+from runner.sweeps.table import REPEATS, mean_and_deviation
+from runner.tracking.formats import plus_minus
+
+FORMAT = 1
+ALPHA = 0.01
+TOLERANCE = {"metric": 0.005, "loss": 0.05, "step": 0.2, "memory": 0.05, "startup": 0.5}
+"""Allowed changes: of a metric absolute (relative above 1), of the others relative to the baseline's mean."""
+_UNITS = {"step": "ms", "memory": "MiB", "startup": "s"}
+_LABELS = {"loss": "training loss", "step": "time of a step", "startup": "start-up"}
+_LARGEST = 2**26  # bytes
+_POINTS = 100
+_BUSY = 0.5  # share of the time that a run waited for a core
+_LONGEST = 60  # characters of a value
+_NOT_SETTINGS = ("ckpt_path", "data.root", *REPEATS)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One comparison, as texts for a table."""
+
+    setting: str
+    measure: str
+    before: str
+    now: str
+    change: str
+    allowed: str
+    verdict: str  # `worse`, `better`, `same`, or `not compared`
+    p: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs compared with a baseline.
+
+    Attributes:
+        worse: whether anything got worse.
+        measures: every comparison.
+        reasons: what got worse, with what differs in settings and environment.
+        notes: what was not compared, and why.
+    """
+
+    worse: bool
+    measures: list[Measure]
+    reasons: list[str]
+    notes: list[str]
+
+
+def measure(runs: Sequence[Run]) -> dict[str, Any]:
+    """The content of a baseline file: the measures of each setting's repetitions, its config, and the environment."""
+    varied = [key for key in differing_keys(runs) if key not in _NOT_SETTINGS]
+    settings = []
+    for text, same in repetitions(runs, varied).items():
+        config = next((run.config for run in same if run.config), {})
+        settings_of_result = {
+            key: value for key, value in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)
+        }
+        measured = [_of_run(run) for run in same if run.status == "finished"]
+        ended_badly = [run for run in same if run.status in FAILED]
+        settings.append(
+            {"varied": json.loads(text), "config": settings_of_result, "runs": measured, "failed": len(ended_badly)}
+        )
+    environment = next((run.environment for run in runs if run.environment), {})
+    torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
+    machine = {
+        "cpu": (environment.get("cpu") or {}).get("model"),
+        "cores": (environment.get("cpu") or {}).get("usable"),
+        "devices": [device.get("name") for device in environment.get("devices") or []],
+        "threads": torch.get("threads"),
+    }
+    code = {"runner": environment.get("runner"), "python": environment.get("python"), **packages}
+    code["commit"] = (environment.get("git") or {}).get("commit")
+    return {"format": FORMAT, "machine": machine, "code": code, "settings": settings}
+
+
+def _of_run(run: Run) -> dict[str, Any]:
+    """The measures of a run: final metrics, the mean of the training loss's curve, time of a step, memory and start-up."""
+    monitor = run.monitor or ""
+    metrics = {
+        name: run.metrics[name] for name in (monitor, f"test/{monitor.partition('/')[2]}") if name in run.metrics
+    }
+    modes = dict.fromkeys(metrics, run.mode)
+    train = [record for record in run.records if record.get("split") == "train"]
+    curve = [[each["global_step"], each["loss"]] for each in train if is_number(each.get("loss"))]
+    # The first record contains start-up, unless there is no other.
+    rates = [each["samples_per_s"] for each in train[1:] or train if is_number(each.get("samples_per_s"))]
+    found: dict[str, Any] = {"seed": run.config.get("seed"), "metric": metrics, "mode": modes}
+    found["curve"] = curve[:: max(1, math.ceil(len(curve) / _POINTS))]
+    if rates and min(rates) > 0:
+        # Without the time in which other programs had the core.
+        waited = run.summary.get("cpu_wait")
+        alone = 1.0 - waited if is_number(waited) else 1.0
+        found["step"] = 1000 * run.samples_per_step * alone * statistics.fmean(1 / rate for rate in rates)
+        found["waited"] = 1 - alone
+        found["fastest"] = 1000 * run.samples_per_step / max(rates)
+    memory = [each["peak_memory_mib"] for each in train if is_number(each.get("peak_memory_mib"))]
+    return found | {"memory": max(memory, default=None), "startup": run.metrics.get("startup_s")}
+
+
+def baseline_text(measured: dict[str, Any]) -> str:
+    """The content of a baseline file."""
+    if not any(setting["runs"] for setting in measured["settings"]):
+        raise UserError("save_baseline", "needs a run that has finished", "other runs")
+    return json.dumps(finite(measured), indent=2, ensure_ascii=False) + "\n"
+
+
+def read_baseline(place: str | Path) -> dict[str, Any]:
+    """The baseline in a file, or made from a run, a sweep or a folder."""
+    path = Path(place)
+    if not path.is_file():
+        return measure(find_runs([path], "against")[0])
+    try:
+        found = json.loads(read_regular(path, _LARGEST))
+        if found["format"] != FORMAT:
+            raise ValueError
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        raise UserError("against", f"cannot be {path}: it is not a baseline", "a file from save_baseline=") from None
+    return dict(found)
+
+
+def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str, float]) -> Comparison:
+    """Decide what got worse.
+
+    Args:
+        before: the baseline.
+        now: what `measure` found.
+        tolerance: changes to allow instead of those in `TOLERANCE`.
+
+    Raises:
+        UserError: for a tolerance of something else, or if no setting is in the baseline.
+    """
+    for name, value in tolerance.items():
+        if name not in TOLERANCE:
+            raise UserError(f"tolerance.{name}", "is not a measure", ", ".join(TOLERANCE), nearest(name, TOLERANCE))
+        if not isinstance(value, int | float) or not value >= 0:
+            raise UserError(f"tolerance.{name}", f"cannot be {value}", "0 or more; inf to allow any change")
+    allowed = TOLERANCE | dict(tolerance)
+    pairs, notes = _pairs(before["settings"], now["settings"])
+    skipped = _not_comparable(before, now, notes)
+    samples = [(_samples(old, new), _samples(new, old)) for _, old, new in pairs]
+    shared = [[name for name in was if name in is_now and name not in skipped] for was, is_now in samples]
+    # The more comparisons, the more of them look significant by chance.
+    alpha = ALPHA / max(1, sum(map(len, shared)))
+    measures, reasons = [], []
+    for (setting, old, new), (was, is_now), names in zip(pairs, samples, shared, strict=True):
+        own: list[Measure] = []
+        for name in names:
+            judged = _judge(setting, name, (was[name], is_now[name]), old=old, new=new, allowed=allowed, alpha=alpha)
+            # Metrics come first. A lower loss alone means that the training has become easier, or overfits.
+            if name == "loss" and judged.verdict == "better" and all(each.verdict != "better" for each in own):
+                why = "lower without a better metric: is augmentation or regularisation missing?"
+                judged = replace(judged, change=f"{judged.change}, {why}", verdict="worse")
+            own.append(judged)
+        measures += own
+        bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
+        if new["failed"] > old["failed"]:
+            bad.append(f"{new['failed']} runs failed")
+        if bad:
+            where = f"{setting}: " if setting else ""
+            reasons.append(f"{where}{'; '.join(bad)}. {_cause(before, now, old, new)}")
+    if not measures and not reasons:
+        allowed_runs = "runs of the same settings that have finished"
+        raise UserError("against", "has nothing in common with these runs", allowed_runs)
+    return Comparison(bool(reasons), measures, reasons, notes)
+
+
+def _not_comparable(before: dict[str, Any], now: dict[str, Any], notes: list[str]) -> tuple[str, ...]:
+    """The measures that another machine, or other programs on it, would change; the reason is added to the notes."""
+    if before["machine"] != now["machine"]:
+        changed = _changes(before["machine"], now["machine"])
+        notes.append(f"time, memory and start-up are not compared, because the machine is another: {changed}")
+        return tuple(_UNITS)
+    runs = [run for each in (before, now) for setting in each["settings"] for run in setting["runs"]]
+    if any(run.get("waited", 0.0) > _BUSY for run in runs):
+        notes.append(
+            "time and start-up are not compared, because other programs used the machine during one of these runs"
+        )
+        return ("step", "startup")
+    return ()
+
+
+def _pairs(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
+    """(name, setting of the baseline, setting of now), and notes of those that have no counterpart."""
+    # One setting on each side is the same one, changed: what changed is the question.
+    if len(before) == len(now) == 1:
+        return [("", before[0], now[0])], []
+    found: list[tuple[str, Any, Any]] = []
+    notes: list[str] = []
+    for new in now:
+        name = " ".join(f"{key}={text_of(value)}" for key, value in new["varied"].items()) or "all"
+        # Fewer settings vary in fewer runs, so that the whole config decides too.
+        same = [old for old in before if old["varied"] == new["varied"] or old["config"] == new["config"]]
+        found += [(name, old, new) for old in same[:1]]
+        notes += [] if same else [f"{name} is not in the baseline"]
+    return found, notes
+
+
+def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[float]]:
+    """The values of each measure, one for each run; the loss up to the step that both sides reach."""
+    runs = setting["runs"]
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for name, value in run["metric"].items():
+            found.setdefault(name, []).append(value)
+    ends = [run["curve"][-1][0] for run in [*runs, *other["runs"]] if run["curve"]]
+    # A longer run has a lower mean loss, so that only the steps that all reach count.
+    curves = [[loss for step, loss in run["curve"] if step <= min(ends)] for run in runs if run["curve"]]
+    found["loss"] = [statistics.fmean(curve) for curve in curves if curve]
+    for name in _UNITS:
+        found[name] = [run[name] for run in runs if is_number(run.get(name))]
+    return {name: values for name, values in found.items() if values}
+
+
+def _judge(
+    setting: str,
+    name: str,
+    samples: tuple[list[float], list[float]],
+    *,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    allowed: dict[str, float],
+    alpha: float,
+) -> Measure:
+    """Compare the values of a measure, those of the baseline and those of now."""
+    before, now = samples
+    modes = old["runs"][0]["mode"]
+    is_metric = name in modes
+    up_is_worse = not is_metric or modes[name] == "min" or (name != next(iter(modes)) and less_is_better(name))
+    was, is_now = statistics.fmean(before), statistics.fmean(now)
+    limit = allowed["metric" if is_metric else name]
+    absolute = is_metric and abs(was) <= 1
+    worse_by = is_now - was if up_is_worse else was - is_now
+    p_worse, p_better = _p(before, now, up_is_worse), _p(before, now, not up_is_worse)
+    # One run on each side has no spread, so that only a large change counts.
+    factor = 2 if p_worse is None else 1
+    room = factor * (limit if absolute else limit * abs(was))
+    verdict, p = "same", p_worse
+    if worse_by > room and (p_worse is None or p_worse < alpha) and _fastest_is_slower(name, old, new, limit):
+        verdict = "worse"
+    elif -worse_by > room and (p_better is None or p_better < alpha):
+        verdict, p = "better", p_better
+    change = f"{is_now - was:+.3g}" if absolute or was == 0 else f"{(is_now - was) / abs(was):+.1%}"
+    unit = f" {_UNITS[name]}" if name in _UNITS else ""
+    return Measure(
+        setting=setting,
+        measure=_LABELS.get(name, name),
+        before=_spread(before) + unit,
+        now=_spread(now) + unit,
+        change=change if p is None else f"{change}, p {p:.1g}",
+        allowed=f"{factor * limit:g}" if absolute else f"{factor * limit:.0%}" if limit < 1e6 else "any",
+        verdict=verdict,
+        p=p,
+    )
+
+
+def _fastest_is_slower(name: str, old: dict[str, Any], new: dict[str, Any], limit: float) -> bool:
+    """True if the fastest repetition, too, is slower than allowed, and for measures that are not times."""
+    if name not in ("step", "startup"):
+        return True
+    key = "fastest" if name == "step" else name
+    was, now = (min(run.get(key, run[name]) for run in each["runs"] if is_number(run.get(name))) for each in (old, new))
+    return bool(now - was > limit * was)
+
+
+def _p(before: list[float], now: list[float], greater: bool) -> float | None:
+    """One-sided p-value of Welch's t-test that `now` is greater (or smaller); None with one run on each side."""
+    if len(before) == len(now) == 1:
+        return None
+    from scipy.special import stdtr  # scipy.stats takes a second to import
+
+    difference = statistics.fmean(now) - statistics.fmean(before)
+    difference = difference if greater else -difference
+    # A side with one run has the variance of the other one, and brings no degree of freedom.
+    variances = [
+        statistics.variance(each if len(each) > 1 else other) for each, other in ((before, now), (now, before))
+    ]
+    errors = [variance / len(each) for variance, each in zip(variances, (before, now), strict=True)]
+    if (error := sum(errors)) == 0:
+        return 0.0 if difference > 0 else 1.0
+    if 1 in (len(before), len(now)):
+        freedom = max(len(before), len(now)) - 1.0
+    else:
+        parts = zip(errors, (before, now), strict=True)
+        freedom = error**2 / sum(own**2 / (len(each) - 1) for own, each in parts)
+    return float(stdtr(freedom, -difference / math.sqrt(error)))
+
+
+def _spread(values: list[float]) -> str:
+    return plus_minus(*mean_and_deviation(values))
+
+
+def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The settings and versions that differ."""
+    settings, code = _changes(old["config"], new["config"]), _changes(before["code"], now["code"])
+    parts = [f"settings that differ: {settings}"] if settings else []
+    parts += [f"environment: {code}"] if code else []
+    return "; ".join(parts) or "The settings and versions are the same: the code or the load of the machine changed"
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    return ", ".join(f"{key} was {_short(was)}, now {_short(now)}" for key, was, now in differing(old, new))
+
+
+def _short(value: Any) -> str:
+    text = text_of(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

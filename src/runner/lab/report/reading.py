@@ -1,0 +1,290 @@
+"""Runs as their files describe them, also while they run; nothing is written, and torch is not imported."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import html
+import io
+import json
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import UserError, nearest_path
+from runner.base.reading import is_number, open_regular, read_json, read_regular
+from runner.config.keys import flatten, key_of
+from runner.config.output_folders import holds_run
+from runner.config.targets import called
+from runner.sweeps.rows import JobRow, Scan, comparable
+from runner.tracking.formats import label
+from runner.tracking.jsonl import parse, read_records
+
+_TAIL = 2**16  # bytes of a metrics file that the speed is taken from
+_LARGEST = 2**28  # bytes of a metrics file
+_OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
+_DEEPEST = 64  # levels of a config
+_NESTING = ("[", "{", "- ", "-\n", "? ", "?\n")  # what begins another level on the same line or the next
+_SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
+SPECIAL = ("run", "status", "error", "time_s", "started")
+"""Names beside keys and metrics that `where`, `columns` and `sort` know."""
+MEASURED = ("samples_per_s", "step_ms", "peak_memory_mib", "startup_s", "global_step")
+"""Metrics of every run, in samples/s, ms, MiB, s and steps."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its files describe it.
+
+    Attributes:
+        path: the run directory.
+        status: `finished`, `failed`, `pruned`, `preempted`, `running`, or `died` if it was killed.
+        error: the sentence of a run that failed or died.
+        config: the resolved config by dotted key; empty if the run failed before it was written.
+        overrides: of the command line.
+        summary: the content of `summary.json`.
+        repeat: the command that runs it again.
+    """
+
+    path: Path
+    status: str
+    error: str | None = None
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    overrides: tuple[str, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict, repr=False)
+    repeat: str = field(default="", repr=False)
+
+    @property
+    def name(self) -> str:
+        """The last two parts of its path."""
+        return "/".join(self.path.absolute().parts[-2:])
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that the best checkpoint was chosen by."""
+        best = self.summary.get("best")
+        found = best.get("metric") if isinstance(best, dict) else self.summary.get("monitor")
+        return None if found is None else comparable(str(found))
+
+    @property
+    def mode(self) -> str:
+        """`max` or `min`: which values of the monitored metric are better."""
+        best = self.summary.get("best")
+        return "min" if isinstance(best, dict) and best.get("mode") == "min" else "max"
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The option of each group; those of the run that it resumed, too."""
+        return found if isinstance(found := self.summary.get("choices"), dict) else {}
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, float]:
+        """Final metrics by name.
+
+        `val/...` are those of the best step (of averaged weights, if they decide which is best), `last/...` of the last evaluation,
+        `test/...` of the test. See `MEASURED` for the others.
+        """
+        found: dict[str, Any] = {}
+        best, summary = self.summary.get("best"), self.summary
+        if isinstance(best, dict) and isinstance(best.get("metric"), str):
+            found = {
+                f"{best['metric'].partition('/')[0]}/loss": best.get("loss"),
+                best["metric"]: best.get("value"),
+                str(self.monitor): best.get("value"),
+            }
+        for split in ("last", "test"):
+            values = summary.get(split)
+            found |= {f"{split}/{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
+        found |= {name: summary.get(name) for name in ("global_step", "startup_s")}
+        return {name: value for name, value in found.items() if is_number(value)}
+
+    @functools.cached_property
+    def speed(self) -> dict[str, float]:
+        """`samples_per_s` and `step_ms` (medians of the last records of training), `peak_memory_mib` (the largest)."""
+        last = map(parse, lines_of(self.path / "metrics.jsonl", _TAIL))
+        records = [record for record in last if record is not None and record.get("split") == "train"]
+        rates = [record["samples_per_s"] for record in records if is_number(record.get("samples_per_s"))]
+        memory = [record["peak_memory_mib"] for record in records if is_number(record.get("peak_memory_mib"))]
+        found = {"peak_memory_mib": max(memory)} if memory else {}
+        if rates and (rate := statistics.median(rates)) > 0:
+            found |= {"samples_per_s": rate, "step_ms": 1000 * self.samples_per_step / rate}
+        return found
+
+    @property
+    def samples_per_step(self) -> float:
+        """Samples of one optimizer step, over all processes."""
+        devices = self.config.get("devices")
+        parts = (self.config.get("data.batch_size"), self.config.get("accumulate"), devices)
+        return math.prod(float(part) for part in parts if part is not None and is_number(part))
+
+    @functools.cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """Everything in `metrics.jsonl`: dicts with `global_step`, `epoch`, `split` and the metrics."""
+        return read_records(self.path / "metrics.jsonl")
+
+    @functools.cached_property
+    def environment(self) -> dict[str, Any]:
+        """The content of `environment.json`."""
+        return read_json(self.path / "environment.json")
+
+    def value(self, name: str) -> Any:
+        """The value of a config key, a group of options, a metric or one of `SPECIAL`; None if the run has none.
+
+        A group has the name of its component, such as `SmallCNN` or `resnet18 (timm)` for `model`.
+        """
+        if name in SPECIAL:
+            time = self.summary.get("wall_s")
+            own = {"run": str(self.path), "status": self.status, "error": self.error}
+            return (own | {"time_s": time if is_number(time) else None, "started": self.summary.get("started")})[name]
+        if name in self.config:
+            return self.config[name]
+        if name in self.metrics:
+            return self.metrics[name]
+        if name in MEASURED:
+            return self.speed.get(name)
+        if (target := self.config.get(f"{name}._target_")) is not None:
+            return called(str(target), self.config.get(f"{name}.name"))
+        if name in self.choices:
+            return self.choices[name]
+        given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
+        if not given:
+            return self.config.get(f"{name}.name")
+        try:
+            return json.loads(given[-1])
+        except (ValueError, RecursionError):
+            return given[-1]
+
+    def _repr_html_(self) -> str:
+        rows = {"status": self.status, "error": self.error, "time_s": self.summary.get("wall_s"), **self.metrics}
+        rows |= {"overrides": " ".join(self.overrides)}
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(label(name))}</th>"
+            f"<td style='text-align:left'>{html.escape(f'{value:.4g}' if isinstance(value, float) else str(value))}</td></tr>"
+            for name, value in rows.items()
+            if value not in (None, "")
+        )
+        return f"<table><caption>{html.escape(str(self.path))}</caption>{cells}</table>"
+
+
+def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[Run], list[str]]:
+    """The runs in folders and patterns, in order, each once; and what was noticed.
+
+    Args:
+        places: run directories, folders that hold some at any depth, files in run directories, or glob patterns.
+        key: what an error is about.
+
+    Raises:
+        UserError: if a place does not exist, or none holds a run.
+    """
+    # One scan for all places, so that a run that several of them hold counts once.
+    scan = Scan()
+    given = [str(place) for place in places]
+    for place in given:
+        names = [place] if Path(place).exists() else sorted(glob.glob(place, recursive=True))  # noqa: PTH207  pathlib's takes no absolute patterns
+        if not names:
+            allowed = "run directories, folders that hold some, or patterns"
+            raise UserError(key, f"there is no {place}", allowed, nearest_path(Path(place)))
+        for path in map(Path, names):
+            if path.is_dir() or holds_run(path.parent):
+                scan.add(path if path.is_dir() else path.parent)
+    runs = [_run(row) for row in scan.rows if row.status != "pending"]
+    if not runs:
+        raise UserError(key, f"{', '.join(given)} holds no run", "such as outputs/digits, or 'outputs/**'")
+    pending = Counter(row.folder for row in scan.rows if row.status == "pending")
+    for sweep, count in pending.items():
+        scan.notes.append(f"{sweep}: {count} of {len(scan.sweeps[sweep].planned)} jobs have not started")
+    for run in runs:
+        if run.status == "finished":
+            lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
+            lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
+            scan.notes += [
+                f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost
+            ]
+    return runs, scan.notes
+
+
+def _run(row: JobRow) -> Run:
+    best = {"metric": row.metric, "mode": row.mode, "value": row.value}
+    return Run(
+        path=row.folder,
+        status=row.status,
+        error=row.error,
+        config=read_config(row.folder / "config.yaml"),
+        overrides=row.overrides,
+        summary=row.summary or ({"best": best} if row.metric else {}),
+        repeat=row.repeat or "",
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of a run by dotted key; empty if it cannot be read."""
+    try:
+        text = read_regular(path).decode()
+        found: dict[str, Any] = {}
+        # Runs share most of their sections, and reading YAML is what takes the time.
+        for section in _SECTION.split(text):
+            found |= _section(section)
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+@functools.lru_cache(maxsize=10_000)
+def _section(text: str) -> dict[str, Any]:
+    """One top-level key of a config file."""
+    import yaml
+
+    if not text.strip():
+        return {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        if "*" in text or sum(map(text.count, _NESTING)) > _DEEPEST:
+            depth = 0
+            for event in yaml.parse(text, Loader=loader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                # A few lines of aliases can stand for gigabytes, and the reader of deep nesting runs out of stack.
+                if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                    raise ValueError("it has aliases, or is nested too deeply")
+        content = yaml.load(text, Loader=loader)
+        return flatten(content) if isinstance(content, dict) else {}
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError("it is not plain YAML") from error
+
+
+def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:
+    """The complete lines in the last bytes of a metrics file; none if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(max(0, size - last))
+            return file.read(last).split(b"\n")[int(size > last) : -1]
+    except OSError:
+        return []
+
+
+def damaged_lines(run: Run) -> int:
+    """The number of lines of `metrics.jsonl` that are not objects, such as zeros after a power cut; nothing is taken from them."""
+    lines = lines_of(run.path / "metrics.jsonl")
+    return sum(not (line.startswith(b"{") and line.endswith(b"}")) for line in lines)
+
+
+def continued_by(runs: Iterable[Run]) -> dict[Path, Path]:
+    """For each run that another one in a different directory resumed from: that other one."""
+    runs = list(runs)
+    by_path = {run.path.absolute(): run.path for run in runs}
+    found: dict[Path, Path] = {}
+    for run in runs:
+        before = run.summary.get("resumed_from")
+        if not isinstance(before, str):
+            continue
+        place = Path(before).absolute()
+        for parent in place.parents:
+            if parent in by_path and by_path[parent] != run.path:
+                found[by_path[parent]] = run.path
+                break
+    return found

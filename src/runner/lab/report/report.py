@@ -1,0 +1,242 @@
+"""A report of a set of runs, in Python: what `from runner import runs, report` gives."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections import UserList
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from runner.base.errors import UserError
+from runner.base.files import finite, write_atomically
+from runner.base.secrets import mask_text, mask_values
+from runner.lab.report.baseline import Comparison, baseline_text, compare, measure, read_baseline
+from runner.lab.report.difference import Difference, difference
+from runner.lab.report.page import page
+from runner.lab.report.reading import Run, damaged_lines, find_runs
+from runner.lab.report.table import Spread, Table, differing_keys, make_table, selected
+from runner.tracking.formats import amount, clean, csv_text, markdown_table, markdown_text
+
+OUTPUTS = "outputs"
+Place = str | Path | Run | Iterable[str | Path | Run]
+
+
+class Runs(UserList[Run]):
+    """Runs in the order of their folders, with a table for a notebook and for pandas."""
+
+    def __init__(self, found: Iterable[Run], notes: Iterable[str] = ()) -> None:
+        super().__init__(found)
+        self.notes = tuple(notes)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} runs>"
+
+    def table(
+        self, columns: Iterable[str] = (), sort: str | None = None, seeds: Literal["folded", "each"] = "folded"
+    ) -> Table:
+        """The table of the runs, see `runner.report`."""
+        return make_table(self.data, columns, sort, seeds == "each")
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time.
+
+        Raises:
+            UserError: if pandas is not installed.
+        """
+        keys = differing_keys(self.data) if self.data else []
+        rows = []
+        for run in self.data:
+            row = {"run": str(run.path), "status": run.status, **{key: run.value(key) for key in keys}}
+            rows.append(row | run.metrics | run.speed | {"time_s": run.value("time_s"), "error": run.error})
+        return _frame(rows)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_() if self.data else "no runs"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report of runs.
+
+    Attributes:
+        runs: those that were meant.
+        table: the table of them.
+        notes: what was noticed while reading them.
+        difference: what differs, if there are exactly two runs.
+        comparison: with the baseline, if there is one.
+    """
+
+    runs: Runs
+    table: Table
+    notes: tuple[str, ...] = ()
+    difference: Difference | None = None
+    comparison: Comparison | None = None
+
+    def to_pandas(self) -> Any:
+        """The table as a pandas DataFrame: a row for each setting, with mean and deviation.
+
+        Raises:
+            UserError: if pandas is not installed.
+        """
+        head, lines = self.table.plain()
+        return _frame([dict(zip(head, line, strict=True)) for line in lines])
+
+    def to_json(self) -> dict[str, Any]:
+        """The table and the runs, ready for JSON."""
+        keys = differing_keys(self.runs)
+        content: dict[str, Any] = {
+            "metric": self.table.metric,
+            "rows": [
+                {"runs": [str(run.path) for run in row.runs], "status": row.status}
+                | {name: asdict(value) if isinstance(value, Spread) else value for name, value in row.values.items()}
+                for row in self.table.rows
+            ],
+            "runs": [
+                {"run": str(run.path), "status": run.status, "error": run.error, "again": run.repeat or None}
+                | {"keys": {key: run.value(key) for key in keys}, "metrics": run.metrics, "time_s": run.value("time_s")}
+                for run in self.runs
+            ],
+            "notes": list(self.notes),
+        }
+        for name in ("difference", "comparison"):
+            if found := getattr(self, name):
+                content[name] = asdict(found)
+        return dict(finite(mask_values(content)))
+
+    def to_csv(self) -> str:
+        """The table as CSV, with full numbers."""
+        return mask_text(csv_text(*self.table.plain()))
+
+    def to_markdown(self) -> str:
+        """The table as Markdown, and the failed runs with the command that repeats each."""
+        text = markdown_table(self.table.head, self.table.cells())
+        for run in self.runs:
+            if run.repeat:
+                failure = markdown_text(f"{run.path} {run.status}: {run.error or 'no reason given'}")
+                text += ["", failure, "", f"    {' '.join(clean(run.repeat).splitlines())}"]
+        return mask_text("\n".join(text) + "\n")
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def runs(*places: Place, where: str | None = None) -> Runs:
+    """Read runs from their folders, also while they run; nothing is written and torch is not imported.
+
+    Args:
+        places: run directories, sweeps, folders that hold some at any depth, or glob patterns, runs that were read before,
+            or lists of them; `outputs` if there is none.
+        where: a condition, such as `amp=true and test/accuracy>0.99`.
+
+    Raises:
+        UserError: if a place does not exist or holds no run, or the condition is wrong or holds for none.
+    """
+    found, notes = find_runs(_paths(places) or [OUTPUTS])
+    return Runs(selected(found, where), notes)
+
+
+def report(
+    *places: Place,
+    where: str | None = None,
+    columns: str | Iterable[str] = (),
+    sort: str | None = None,
+    seeds: Literal["folded", "each"] = "folded",
+    diff: bool | None = None,
+    csv: str | Path | None = None,
+    md: str | Path | None = None,
+    json: str | Path | None = None,
+    html: str | Path | None = None,
+    against: str | Path | None = None,
+    save_baseline: str | Path | None = None,
+    tolerance: Mapping[str, float] | None = None,
+) -> Report:
+    """Report on runs, as `python -m runner report` does.
+
+    Args:
+        places, where: see `runs`.
+        columns: keys and metrics to show, in a list or separated by commas; empty for the keys that differ and the
+            monitored metric.
+        sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
+        seeds: `each` for a row for every repetition.
+        diff: whether to compare two runs with each other; None if there are exactly two.
+        csv, md, json, html: files to write; one of them may be `-`, standard output.
+        against: a baseline file, a run or a sweep to compare with.
+        save_baseline: file to write a baseline into; `-` is standard output.
+        tolerance: allowed changes by measure, see docs/reference/verbs/report.md.
+
+    Raises:
+        UserError: with what is wrong; or a file cannot be written.
+    """
+    if seeds not in ("folded", "each"):
+        raise UserError("seeds", f"cannot be {seeds}", "folded or each")
+    _check_files({"csv": csv, "md": md, "json": json, "html": html, "save_baseline": save_baseline})
+    if against == "":
+        raise UserError("against", "is empty", "a file from save_baseline=, a run, a sweep or a folder")
+    if tolerance and against is None:
+        raise UserError("tolerance", "needs a baseline to compare with", "against=PLACE too")
+    found = runs(*places, where=where)
+    two = len(found) == 2 and len(places) == 2
+    if diff and len(found) != 2:
+        raise UserError("diff", f"needs two runs, and there are {len(found)}", "two run directories, or where=")
+    comparison = None
+    if against is not None:
+        comparison = compare(read_baseline(against), measure(found), tolerance or {})
+    notes = list(found.notes)
+    # The table needs no curves, so that reading them all is left to what does.
+    for run in found if html or save_baseline or comparison else ():
+        if lines := damaged_lines(run):
+            notes.append(f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, skipped")
+    result = Report(
+        found,
+        make_table(found, columns, sort, seeds == "each"),
+        tuple(notes),
+        difference(found[0], found[1]) if diff or (diff is None and two) else None,
+        comparison,
+    )
+    texts: list[tuple[str | Path | None, Callable[[], str]]] = [
+        (csv, result.to_csv),
+        (md, result.to_markdown),
+        (json, lambda: json_format.dumps(result.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"),
+        (html, lambda: page(found)),
+        (save_baseline, lambda: baseline_text(measure(found))),
+    ]
+    for file, text in texts:
+        if file == "-":
+            sys.stdout.write(text())
+        elif file is not None:
+            write_atomically(Path(file), text().encode(errors="backslashreplace"))
+    return result
+
+
+def _paths(places: Iterable[Any]) -> list[str | Path]:
+    """The paths that are meant by paths, runs and lists of them."""
+    found: list[str | Path] = []
+    for place in places:
+        if isinstance(place, Run):
+            found.append(place.path)
+        elif isinstance(place, str | Path):
+            found.append(place)
+        else:
+            found += _paths(place)
+    return found
+
+
+def _check_files(files: Mapping[str, str | Path | None]) -> None:
+    """Refuse files that cannot be written, before anything is computed."""
+    for name, file in files.items():
+        path = Path("-" if file is None else file)
+        if path.is_dir():
+            raise UserError(name, f"cannot be '{file}': it is a folder", "a file")
+        if not path.absolute().parent.is_dir():
+            raise UserError(name, f"cannot be {file}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
+
+
+def _frame(rows: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise UserError("to_pandas needs the package pandas", "", "pip install pandas") from error
+    return pandas.DataFrame(rows)

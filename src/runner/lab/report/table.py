@@ -1,0 +1,280 @@
+"""The table of a report: the keys that differ, repetitions folded into mean and spread, the best first."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.base.errors import UserError
+from runner.base.reading import is_number
+from runner.config.changes import changes_result
+from runner.config.keys import OF_THE_SWEEP, key_of, within
+from runner.lab.report.reading import MEASURED, SPECIAL, Run, continued_by
+from runner.lab.report.where import condition, meant
+from runner.sweeps.rows import WITHOUT_RESULT
+from runner.sweeps.table import REPEATS, mean_and_deviation
+from runner.tracking.formats import duration, number, plus_minus
+
+_NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", *OF_THE_SWEEP)
+_LESS_IS_BETTER = (
+    "loss",
+    "error",
+    "mae",
+    "mse",
+    "perplexity",
+    "step_ms",
+    "peak_memory_mib",
+    "startup_s",
+    "time_s",
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over repetitions: their mean, sample standard deviation (None for one) and number."""
+
+    mean: float
+    std: float | None
+    count: int
+
+    def __str__(self) -> str:
+        return plus_minus(self.mean, self.std)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: runs that differ only in seed or fold, and their values by column."""
+
+    runs: tuple[Run, ...]
+    values: dict[str, Any]
+
+    @property
+    def status(self) -> str:
+        """`finished`, or how many have which status."""
+        counts = Counter(run.status for run in self.runs)
+        if len(counts) == 1:
+            return self.runs[0].status
+        return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+    def is_lost(self) -> bool:
+        """True if all of its runs failed, died or were pruned, so that what they reached is no result."""
+        return all(run.status in WITHOUT_RESULT for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of runs.
+
+    Attributes:
+        keys: config keys that differ, or those that were asked for.
+        metrics: names of metrics.
+        rows: the best first.
+        folded: whether repetitions are folded.
+        metric: what the rows are sorted by; None if no run has a monitored metric.
+    """
+
+    keys: tuple[str, ...]
+    metrics: tuple[str, ...]
+    rows: tuple[Row, ...]
+    folded: bool
+    metric: str | None
+
+    @property
+    def head(self) -> list[str]:
+        """Names of the columns of `cells`."""
+        return ["runs" if self.folded else "run", *self.keys, *self.metrics, "status", "time"]
+
+    def cells(self) -> list[list[str]]:
+        """The table as texts."""
+        return [
+            [
+                str(len(row.runs)) if self.folded else row.runs[0].name,
+                *(text_of(row.values.get(key)) for key in (*self.keys, *self.metrics)),
+                row.status,
+                "-" if row.values["time_s"] is None else duration(row.values["time_s"].mean),
+            ]
+            for row in self.rows
+        ]
+
+    def plain(self) -> tuple[list[str], list[list[Any]]]:
+        """Head and lines for CSV: full numbers, mean and deviation in separate columns."""
+        head = ["runs" if self.folded else "run", *self.keys]
+        numbers = tuple(dict.fromkeys((*self.metrics, "time_s")))
+        for name in numbers:
+            head += [name, f"{name} std"] if self.folded else [name]
+        lines = []
+        for row in self.rows:
+            line: list[Any] = [len(row.runs) if self.folded else str(row.runs[0].path)]
+            cells = [row.values.get(key) for key in self.keys]
+            line += [json.dumps(cell, default=str) if isinstance(cell, list | dict) else cell for cell in cells]
+            for name in numbers:
+                value = row.values.get(name)
+                both = [value.mean, value.std] if isinstance(value, Spread) else [value, None]
+                line += both if self.folded else both[:1]
+            lines.append([*line, row.status])
+        return [*head, "status"], lines
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.head)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in self.cells()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def make_table(
+    runs: Sequence[Run],
+    columns: str | Iterable[str] = (),
+    sort: str | None = None,
+    each: bool = False,
+) -> Table:
+    """The table of runs.
+
+    Args:
+        runs: the runs.
+        columns: keys and metrics to show, in a list or separated by commas; empty for the keys that differ and the
+            monitored metric.
+        sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
+        each: whether repetitions have a line each.
+    """
+    listed = [name.strip() for name in columns.strip("[]").split(",")] if isinstance(columns, str) else columns
+    names, given = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
+    for key, name in [("columns", name) for name in given] + [("sort", (sort or "run").lstrip("-"))]:
+        if name not in names:
+            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", meant(name, names))
+    metric, mode = monitored(runs)
+    differing = differing_keys(runs)
+    known = {name for run in runs for name in run.metrics} | set(MEASURED) | {"time_s"}
+    metrics = tuple(name for name in given if name in known)
+    if not given and metric is not None:
+        tested = f"test/{metric.partition('/')[2]}"
+        metrics = (metric, *([tested] if tested in known else []))
+    # The first column and the last ones are always there.
+    own = {"status", *(["run"] if each else [])}
+    keys = tuple(name for name in given if name not in known | own) or (() if given else tuple(differing))
+    settings = [key for key in differing if key not in REPEATS]
+    if not each and not given:
+        keys = tuple(key for key in keys if key not in REPEATS)
+    by = sort.lstrip("-") if sort else metric or ""
+    wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
+    groups = [[run] for run in runs] if each else list(repetitions(runs, settings).values())
+    rows = [_row(group, wanted, known) for group in groups]
+    # Two stable sorts: by value, and then what has no result to the end, whichever direction is asked for.
+    rows.sort(key=lambda row: _order(row.values.get(by)), reverse=sort.startswith("-") if sort else mode == "max")
+    rows.sort(key=lambda row: (row.values.get(by) is None, by == metric and row.is_lost()))
+    return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by or None)
+
+
+def monitored(runs: Iterable[Run]) -> tuple[str | None, str]:
+    """The metric that most of the runs monitor, None if none has one, and whether the `max` or the `min` of it is best."""
+    found = Counter((run.monitor, run.mode) for run in runs if run.monitor in run.metrics)
+    return found.most_common(1)[0][0] if found else (None, "max")
+
+
+def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
+    """The runs that a condition such as `amp=true and test/accuracy>0.99` holds for."""
+    if not where:
+        return list(runs)
+    test = condition(where, names_of(runs))
+    found = [run for run in runs if test(run.value)]
+    if not found:
+        columns = "columns=NAME shows the values that there are"
+        raise UserError("where", f"matches none of the {len(runs)} runs", f"a less strict condition; {columns}")
+    return found
+
+
+def names_of(runs: Iterable[Run]) -> set[str]:
+    """The names that `where`, `columns` and `sort` know."""
+    names = {*SPECIAL, *MEASURED}
+    for run in runs:
+        names |= run.config.keys() | run.metrics.keys() | run.choices.keys() | {key_of(word) for word in run.overrides}
+        names |= {key.removesuffix("._target_") for key in run.config if key.endswith("._target_")}
+    return names
+
+
+def differing_keys(runs: Sequence[Run]) -> list[str]:
+    """The keys in which runs differ: those of the command lines, then others that do not follow from one of them.
+
+    A key that a preset sets along with others, such as `model.width` of `model=small_cnn`, is not listed beside the preset.
+    """
+    shown: dict[str, list[str | None]] = {}
+    presets: list[list[str | None]] = []
+    every = dict.fromkeys(key for run in runs for key in run.config)
+    words = [{key_of(word) for word in run.overrides} for run in runs]
+    given = dict.fromkeys(key_of(word) for run in runs for word in run.overrides)
+    # Words of the command lines come first: other keys that follow from one of them are not listed beside it.
+    for name in [*given, *sorted(every, key=lambda key: not key.endswith("._target_"))]:
+        key = name.removesuffix("._target_")
+        if key in shown or within(key, _NEVER) or not (name in given or changes_result(name)):
+            continue
+        # Of a run without a config, nothing is known but its overrides.
+        values = [
+            _text(run.value(key)) if run.config or key in own else None for run, own in zip(runs, words, strict=True)
+        ]
+        if len({*values} - {None}) < 2 or (name not in given and any(_follows(values, preset) for preset in presets)):
+            continue
+        shown[key] = values
+        if key not in every:
+            presets.append(values)
+    return list(shown)
+
+
+def _follows(values: list[str | None], other: list[str | None]) -> bool:
+    pairs = {pair for pair in zip(other, values, strict=True) if None not in pair}
+    return len(pairs) == len({one for one, _ in pairs})
+
+
+def repetitions(runs: Sequence[Run], settings: Sequence[str]) -> dict[str, list[Run]]:
+    """Runs by their settings as JSON; one that was continued in another directory counts there."""
+    continued = continued_by(runs)
+    together: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.path not in continued:
+            together.setdefault(_text({key: run.value(key) for key in settings}), []).append(run)
+    return together
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _row(runs: list[Run], wanted: Iterable[str], metrics: set[str]) -> Row:
+    values: dict[str, Any] = {}
+    for name in wanted:
+        if name in metrics:
+            # What a run reached before it failed is no result, unless there is no other.
+            finished = [run for run in runs if run.status == "finished"] or runs
+            numbers = [value for run in finished if is_number(value := run.value(name))]
+            values[name] = Spread(*mean_and_deviation(numbers), len(numbers)) if numbers else None
+        else:
+            different = list({_text(value): value for value in (run.value(name) for run in runs)}.values())
+            values[name] = different[0] if len(different) == 1 else different
+    return Row(tuple(runs), values)
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Numbers in front of texts, from the smallest to the largest."""
+    value = value.mean if isinstance(value, Spread) else value
+    return (False, value, "") if is_number(value) else (True, 0.0, str(value))
+
+
+def text_of(value: Any) -> str:
+    """A value as a cell."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(text_of, value))}]"
+    return str(value)
+
+
+def less_is_better(name: str) -> bool:
+    """True if smaller values of a metric are better, as far as its name says."""
+    return any(part in name.rpartition("/")[2].lower() for part in _LESS_IS_BETTER)

@@ -1,0 +1,142 @@
+"""The learning-rate range test: what `find-lr` shows, and what `lr=auto` uses."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import UserError
+from runner.base.files import write_json
+from runner.config.frozen import with_changes
+from runner.config.schema.train import Train
+from runner.config.schema.verbs import FindLr
+from runner.config.targets import names_argument
+from runner.data.build import DataModule
+from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest
+from runner.run.batch_size import memory_for_training
+from runner.run.run import Run
+from runner.run.validate import validate_limits
+from runner.tracking.plots import rate_curve
+
+REASON = "a fifth of the rate at which the loss begins to rise"
+
+
+@dataclass(frozen=True)
+class FoundRate:
+    """What a range test found."""
+
+    curve: Curve
+    suggestions: Suggestions
+    settings: dict[str, float]  # what is recommended for the optimizer's arguments that are rates; `lr` is the first
+    warning: str  # why the recommendation may be wrong, or an empty string
+
+    @property
+    def words(self) -> str:
+        """The overrides to use."""
+        return " ".join(f"optimizer.{name}={rate:g}" for name, rate in self.settings.items())
+
+    def record(self) -> dict[str, Any]:
+        """All of it as plain containers."""
+        return {
+            "recommended": self.settings["lr"],
+            "reason": REASON,
+            "overrides": self.words,
+            "suggestions": asdict(self.suggestions),
+            "warning": self.warning or None,
+            "curve": asdict(self.curve),
+        }
+
+    def draw(self, target: Path, title: str) -> None:
+        """Draw the curve with the suggestions."""
+        marks = {
+            "steepest fall": self.suggestions.steepest,
+            "a fifth of the edge (recommended)": self.suggestions.fifth,
+            "edge: the loss begins to rise": self.suggestions.edge,
+        }
+        rates, losses, smoothed = self.curve.rates, self.curve.losses, self.curve.smoothed
+        rate_curve(rates, losses, smoothed, marks=marks, target=target, title=title)
+
+
+def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Callable[[], str] = lambda: "") -> FoundRate:
+    """Make a range test of so many optimizer steps from the rate `start` to `end`; the run is of no use afterwards.
+
+    `interrupted` returns the name of the signal that asks to stop, or an empty string.
+
+    Raises:
+        UserError: if the optimizer has no rate to scale, there is not enough memory, or the loss hardly falls at any rate.
+    """
+    node = run.config.optimizer
+    reference = node.get("lr") or run.state.optimizer.defaults.get("lr")
+    if not isinstance(reference, int | float) or reference <= 0:
+        raise UserError("optimizer.lr", f"is {node.get('lr')}, and the range test scales it", "a number above 0")
+    with memory_for_training(run.config):
+        curve = range_test(
+            run.state,
+            source=run.data.train.loader,
+            plan=run.plan,
+            parts=run.parts,
+            rates=exponential(start, end, steps),
+            reference=reference,
+            step=run.step,
+            interrupted=interrupted,
+        )
+    try:
+        suggestions = suggest(curve)
+    except ValueError as error:
+        allowed = "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"
+        raise UserError("lr", f"no rate was found: {error}", allowed) from error
+    further = {
+        name: _rounded(value * suggestions.fifth / reference)
+        for name, value in node.items()
+        if name.endswith("_lr") and isinstance(value, int | float) and names_argument(node, name)
+    }
+    warning = ""
+    if not curve.stopped and suggestions.edge == curve.rates[-1]:
+        warning = f"the loss had not risen by the last rate, {end:g}: a larger end may suggest a larger rate"
+    return FoundRate(curve, suggestions, {"lr": _rounded(suggestions.fifth), **further}, warning)
+
+
+def _rounded(rate: float) -> float:
+    """Two digits: a range test is no more precise, and typing the rate gives exactly this number."""
+    return float(f"{rate:.1e}")
+
+
+def auto_lr(
+    config: Train,
+    build: Callable[[Train], Run],
+    *,
+    folder: Path,
+    tell: Callable[[str], None],
+    interrupted: Callable[[], str],
+) -> tuple[Train, DataModule]:
+    """The config with the learning rate that a range test finds, and the data, to be trained on.
+
+    What the test trained is discarded: `build` builds the run again from its seed, so it equals a run with this rate.
+    `folder` is the run directory, which gets `lr_range.json` and a picture.
+    """
+    run = build(config)
+    try:
+        validate_limits(run)  # before the time is spent
+        tell(f"lr=auto: a range test of {FindLr.num_steps} steps, from {FindLr.start:g} to {FindLr.end:g}")
+        found = find_rate(run, FindLr.num_steps, FindLr.start, FindLr.end, interrupted)
+        write_json(folder / "lr_range.json", found.record())
+    except BaseException:
+        run.data.close()
+        raise
+    picture = folder / "plots" / "lr_range.png"
+    try:
+        picture.parent.mkdir(exist_ok=True)
+        found.draw(picture, f"{config.name}: learning-rate range test")
+    except Exception as error:  # a picture must not cost a run
+        tell(f"warning: {picture} was not drawn: {error}")
+    if found.warning:
+        tell(f"warning: {found.warning}")
+    tell(f"lr=auto: {found.words} ({REASON}; {folder / 'lr_range.json'})")
+    rates = {f"optimizer.{name}": rate for name, rate in found.settings.items()}
+    config, data = with_changes(run.config, {"lr": None} | rates), run.data
+    del run
+    gc.collect()  # a model may be held by a cycle, and the next one needs the memory
+    return config, data

@@ -1,0 +1,126 @@
+"""The batch size that fits into memory, for `data.batch_size=auto`, and errors for batches that do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+from torch import Tensor
+
+from runner.base.errors import UserError, first_line
+from runner.config.frozen import with_changes
+from runner.config.schema.train import Train
+from runner.engine.oom_retry import is_out_of_memory
+from runner.instrument.saved_tensors import SavedTensors
+from runner.run.model import example_input, example_targets
+from runner.run.run import Run
+from runner.runtime.memory import readable
+
+T = TypeVar("T", bound=Train)
+
+_SHARE = 0.8  # of the memory that is free
+_BESIDE = 3  # times the weights: gradients, and two averages as Adam keeps them
+_FOR_BACKWARD = 2.0  # times what the graph keeps: gradients of activations, and what operations need meanwhile
+_MEASURED = 4  # samples that are measured
+_LESS_A_SAMPLE = "a smaller model or smaller images, amp=true, or activation_checkpointing=true"
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple[str, str, str]]]:
+    """The config with the batch size that fits, so that a resumed run does not search again, and a row that says why.
+
+    Without `data.batch_size=auto` the config is as it was, and there is no row. The size is the largest power of two that is no
+    more than the training samples. The memory of a sample is estimated from what the graph of a few keeps for backward. On a GPU,
+    the batch is then tried.
+
+    Raises:
+        UserError: if not even one sample fits.
+    """
+    if config.data.batch_size != "auto":
+        return config, []
+    run = build(with_changes(config, {"data.batch_size": 1}))
+    with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
+        samples = run.data.train.samples
+        with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
+            each = _bytes_of_sample(run)
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
+        room = int(_SHARE * free_memory(run.device)) - _BESIDE * weights
+        if room < each:
+            problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
+            raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
+        size = largest_power(min(samples, room // each))
+        while run.device.type == "cuda" and size > 1 and not _fits(run, size):
+            size //= 2
+    limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"
+    row = "batch", f"{size:,} samples", f"auto: about {readable(each)} a sample, {limit}"
+    return with_changes(config, {"data.batch_size": size}), [row]
+
+
+def largest_power(number: int) -> int:
+    """The largest power of two up to a number of at least 1."""
+    return 1 << (number.bit_length() - 1)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a device; on the CPU those of the machine, or of the control group that the process is in."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    for limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or no limit, which says `max`
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free
+
+
+@contextlib.contextmanager
+def explaining_memory(key: str, size: int, fix: str) -> Iterator[None]:
+    """Turn an out-of-memory error in batches of `size` samples, as set by `key`, into a `UserError` that says what helps."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(key, f"there is not enough memory for batches of {size}: {first_line(error)}", fix) from error
+
+
+def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None]:
+    """See `explaining_memory`: for training."""
+    split = ", or on_oom=split" if config.on_oom == "raise" else ""
+    fix = "a smaller data.batch_size with a larger accumulate, amp=true, activation_checkpointing=true" + split
+    return explaining_memory("data.batch_size", config.data.samples_a_batch, fix)
+
+
+def _bytes_of_sample(run: Run) -> int:
+    with SavedTensors(run.model) as saved:
+        images = _forward(run, _MEASURED)[0]
+        kept = saved.activations
+    return max(1, int(_FOR_BACKWARD * (kept + images.numel() * images.element_size()) / _MEASURED))
+
+
+def _fits(run: Run, size: int) -> bool:
+    """Whether forward and backward of a batch go well."""
+    try:
+        _forward(run, size)[1].backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        for _, parameter in run.state.named_parameters():
+            parameter.grad = None
+    torch.cuda.empty_cache()
+    return True
+
+
+def _forward(run: Run, size: int) -> tuple[Tensor, Tensor]:
+    """Images of a batch, and its loss with a graph."""
+    images, targets = example_input(run.data, size), run.task.targets(example_targets(run.data, size))
+    with run.precision.autocast():
+        return images, run.loss(run.model(images), targets)

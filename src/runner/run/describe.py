@@ -1,0 +1,167 @@
+"""What is shown of a run before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config.changes import changes_result
+from runner.config.schema.sections import Data
+from runner.config.schema.train import Train
+from runner.config.targets import called, preferred_data
+from runner.distributed.world import world
+from runner.engine.weight_average import AveragedModel
+from runner.run.metrics import Monitor
+from runner.run.optimizer import table_of_groups
+from runner.run.run import Run
+from runner.run.run_record import RunRecord
+from runner.runtime.memory import reset_peak_memory
+from runner.tracking.formats import amount
+
+Row = tuple[str, str, str]  # label, value and reason
+
+
+def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) -> None:
+    """Show what runs, the warnings, what was not loaded from `init_from`, and what the command line changed on resuming."""
+    config, console, initial = run.config, record.console, run.initial
+    found, differences = record.setup.found, record.setup.differences
+    title = f"{config.name}  seed {config.seed}  {record.directory.path}"
+    console.header(title, [*describe(config, run), *more])
+    if groups := table_of_groups(run.state.optimizer):
+        console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
+    for warning in warnings:
+        console.warn(warning)
+    if initial.path is not None:
+        record.summary["init_from"] = initial.record()
+    if initial.misfits:
+        columns = ["tensor", "what", "in the file", "in the model"]
+        console.table("skipped tensors of init_from", columns, initial.table())
+    if found is not None:
+        console.line(f"resumed from {found.path} at step {run.state.position.global_step}")
+    if found is not None and differences:
+        rows = [[*change, "yes" if changes_result(change[0]) else "no"] for change in differences]
+        console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
+
+
+def start_progress(run: Run, record: RunRecord) -> None:
+    """Start the clocks of training and the display of its progress."""
+    state, monitor, best = run.state, run.monitor, run.state.best
+    if (step := state.position.global_step) >= run.total_steps:
+        record.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
+    record.note_startup()
+    record.console.start(
+        run.total_steps,
+        run.config.epochs or 0,
+        step,
+        monitor=(monitor.metric, monitor.mode),
+        best=(best.value, best.global_step) if best else None,
+        device=str(run.device),
+        file=record.directory.progress_file,
+    )
+    reset_peak_memory(run.device)
+
+
+def describe(config: Train, run: Run) -> list[Row]:
+    """What runs, and every choice that was made for the user, with its reason."""
+    data, plan, device, optimizer = run.data, run.plan, run.device, run.state.optimizer
+    counts = [f"{split.samples:,} {name}" for name in ("train", "val", "test") if (split := getattr(data, name))]
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    trainable = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
+    shape = f"{data.channels}x{data.image_size[0]}x{data.image_size[1]}"
+    classes = f"{len(data.classes)} classes, " if data.classes else ""
+    settings = ", ".join(f"{key} {value}" for key, value in config.optimizer.items() if key in ("lr", "weight_decay"))
+    where = f"{device}, {amount(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else str(device)
+    return [
+        (
+            "model",
+            f"{_class(config.model)}, {parameters:,} parameters",
+            f"{trainable:,} trainable" * (trainable < parameters),
+        ),
+        ("data", f"{_data(config.data)}, {shape}, {classes}{', '.join(counts)}", ""),
+        *data.choices,
+        ("device", where, run.hardware.reason),
+        *_ranks(config, plan.batch_size),
+        ("precision", run.precision.name, run.precision.reason),
+        *_preferred(config, data.channels),
+        *run.initial.rows(),
+        *[("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts],
+        *run.toggled.rows(plan.batch_size),
+        ("optimizer", f"{type(optimizer).__name__}, {settings}", f"schedule {_class(config.scheduler)}"),
+        *_groups(optimizer),
+        *([("update", run.kernels.name, run.kernels.reason)] if run.kernels.name else []),
+        *_averaging(run.state.averaged),
+        (
+            "steps",
+            f"{run.total_steps:,}",
+            f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
+        ),
+        *_monitored(config.checkpoint.monitor, run.monitor),
+        *(_repeating(config, device) if config.deterministic else []),
+    ]
+
+
+def _ranks(config: Train, batch_size: int) -> list[Row]:
+    """How many processes train."""
+    strategy, size = "ddp" if config.strategy == "auto" else config.strategy, world().size
+    return [("ranks", str(size), f"{strategy}, batches of {batch_size} divided among them")] if size > 1 else []
+
+
+def _class(node: dict[str, Any]) -> str:
+    return called(str(node["_target_"]), node.get("name"))
+
+
+def _data(data: Data) -> str:
+    """The name of the data set; where only the kind of its files has one, the name of its folder too."""
+    where = Path(str(data.dataset.get("path") or data.dataset.get("root") or data.root)).absolute().name
+    return f"{where} ({data.name})" if data.name in ("image_folder", "csv", "huggingface") else data.name
+
+
+def _preferred(config: Train, channels: int) -> list[Row]:
+    """The image size and normalisation of the pretrained weights, if the model has any."""
+    wanted = preferred_data(config.model, grey=channels == 1)
+    if not wanted:
+        return []
+    normalize = config.data.normalize
+    given = {"image_size": config.data.image_size, "normalize": {"mean": normalize.mean, "std": normalize.std}}
+    own = [f"data.{name}" for name in wanted if given[name] != wanted[name]]
+    statistics = wanted.get("normalize", {}).items()
+    parts = [f"{wanted['image_size']} pixels"] if "image_size" in wanted else []
+    parts += [f"{name} {', '.join(f'{value:.4g}' for value in values)}" for name, values in statistics]
+    reason = "from the pretrained weights"
+    return [("images", ", ".join(parts), f"{reason}, except {' and '.join(own)}" if own else reason)]
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[Row]:
+    """How many parameter groups there are, and their rates; the table has each."""
+    rows = table_of_groups(optimizer)
+    rates = [float(row[3]) for row in rows]
+    return [("groups", str(len(rows)), f"lr {min(rates):.4g} to {max(rates):.4g}")] if rows else []
+
+
+def _averaging(averaged: AveragedModel | None) -> list[Row]:
+    """What is averaged, from when."""
+    if averaged is None:
+        return []
+    if averaged.kind == "ema":
+        return [("averaging", f"EMA, decay {averaged.decay}", "after every step" + ", rising" * averaged.warmup)]
+    return [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
+
+
+def _monitored(given: str | None, monitor: Monitor) -> list[Row]:
+    """What decides which evaluation is best, where the config gives a part of its name."""
+    if given in (None, monitor.metric):
+        return []
+    return [("best by", f"{monitor.metric}, {monitor.mode}", f"checkpoint.monitor={given} means that of val")]
+
+
+def _repeating(config: Train, device: torch.device) -> list[Row]:
+    """What a deterministic run repeats, and what it cannot promise."""
+    where = "another CPU, number of threads or version" if device.type == "cpu" else "another GPU or version"
+    some = " where available" if config.deterministic == "warn" else ""
+    return [
+        ("algorithms", f"deterministic{some}", f"deterministic={str(config.deterministic).lower()}"),
+        ("seeded", "Python, NumPy, torch, each sample", "not: generators created by other code; see env"),
+        ("same bits", "on this machine", f"{where} may round differently"),
+    ]

@@ -1,0 +1,257 @@
+"""The directory of one run, used by one process only, and its files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.base.errors import UserError
+from runner.base.files import write_atomically, write_json, writing
+from runner.base.reading import modified, open_regular, read_regular, read_summary, start_time
+from runner.base.secrets import mask_text, mask_words
+from runner.tracking import progress_file
+from runner.tracking.jsonl import copy_until
+
+if sys.platform != "win32":
+    import fcntl
+
+_OWNER, _SEEN = 0, 1  # bytes of a lock file that its owner locks: `works` looks only at the second, and hinders nobody
+_descriptors: set[int] = set()  # of locks of this process; whoever has one closes it
+
+
+class Occupied(UserError):
+    """Another process writes into a folder."""
+
+
+def timestamp() -> str:
+    """The local time in names of directories, such as `2026-11-20_10-31-07`."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def claim(parent: Path, stamp: str) -> Path:
+    """Create and return a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if the name is taken.
+
+    Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one.
+
+    Raises:
+        UserError: the directory cannot be created.
+    """
+    path, count = parent / stamp, 0
+    try:
+        with writing(parent):
+            parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    count += 1
+                    path = parent / f"{stamp}_{count}"
+                else:
+                    return path
+    except UserError as error:
+        raise UserError("output_root", str(error)) from error
+
+
+def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple[RunDirectory | None, list[str]]:
+    """The newest run in `runs` that is the `same` and has not finished, unless a newer one has, and warnings.
+
+    `most` limits how many are looked at, by their names; 0 means no limit. Directories that cannot be read or used are skipped
+    with a warning, because they may belong to someone else.
+    """
+    skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
+
+    def opened(folder: Path) -> RunDirectory | None:
+        try:
+            if same(folder):
+                if os.path.lexists(folder / "summary.json") and read_summary(folder) is None:
+                    raise ValueError("summary.json cannot be read")
+                return RunDirectory(folder)
+        except (ValueError, UserError) as error:
+            skipped.append(f"resume=auto skips {folder}: {error}")
+        return None
+
+    folders = sorted(path.parent for path in runs.glob("*/overrides.yaml"))[-most:]
+    for folder in sorted(folders, key=_recency, reverse=True):
+        if (read_summary(folder) or {}).get("status") == "finished":
+            finished.append(folder)
+        elif found := opened(folder):
+            return (None if any(map(opened, finished)) else found), skipped
+    return None, skipped
+
+
+def slurm_job(folder: Path) -> str:
+    """The number of the SLURM job that a run began in; an empty string if there was none."""
+    try:
+        environment = json.loads(read_regular(folder / "environment.json"))
+        return str(environment["variables"].get("SLURM_JOB_ID", ""))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return ""
+
+
+def _recency(folder: Path) -> tuple[datetime, list[int]]:
+    """Larger for a run that started later; with equal times, for the one with larger numbers in its name."""
+    numbers = [int(part) for part in re.findall(r"\d{1,18}", folder.name)]
+    return start_time(folder) or modified(folder / "overrides.yaml") or datetime.min.replace(tzinfo=UTC), numbers
+
+
+def hold(folder: Path) -> int | None:
+    """Prevent other processes from writing into a folder until the descriptor is closed; None where there are no locks.
+
+    Raises:
+        Occupied: if another process has the folder.
+        UserError: if the lock cannot be written.
+    """
+    if sys.platform == "win32":
+        return None
+    path = folder / ".lock"
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    try:
+        # Unlike flock, lockf is not inherited by loader workers, which may outlive a killed run.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, _SEEN)  # waits for a process that is just looking, see `works`
+    except (BlockingIOError, PermissionError):
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise Occupied(f"{folder} is being written by {owner}; wait for it, or stop it first") from None
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return None
+    _descriptors.add(descriptor)
+    try:
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except UserError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def works(folder: Path, elsewhere: bool = True) -> bool:
+    """True if another process `hold`s a folder; `elsewhere` is the answer for a process of another machine."""
+    path = folder / ".lock"
+    try:
+        if _is_own(path):
+            return False
+        with open_regular(path) as file:
+            owner = re.fullmatch(r"process \d+ on (.*)", file.read(200).decode().strip())
+            if owner is None or owner[1] != socket.gethostname() or sys.platform == "win32":
+                return owner is not None and elsewhere
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _SEEN)
+                return False
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _is_own(path: Path) -> bool:
+    """True if this process holds a lock file: to open and close it once more would give up the lock."""
+    for descriptor in _descriptors:
+        with contextlib.suppress(OSError):  # it is closed
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return True
+    return False
+
+
+class RunDirectory:
+    """The files of one run; creates the folders of checkpoints and plots.
+
+    Raises:
+        UserError: the directory cannot be written, or contains links or special files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
+        self.tensorboard = path / "tensorboard"
+        self.config_file = path / "config.yaml"  # resolved
+        self.overrides_file = path / "overrides.yaml"  # of the command line
+        self.environment_file = path / "environment.json"
+        self.log_file = path / "run.log"  # what the console showed, with times
+        self.metrics_file = path / "metrics.jsonl"
+        self.summary_file = path / "summary.json"  # status and final metrics
+        self.progress_file = path / progress_file.NAME  # while it trains
+        self.text_file = path / "summary.txt"  # the same for a person, with the commands that continue from it
+        self._lock: int | None = None
+        self._refuse_special_files()
+        for folder in (self.checkpoints, self.plots):
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def _refuse_special_files(self) -> None:
+        """Refuse links, named pipes, sockets and devices, because a directory may come from someone else."""
+        own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
+        own |= {self.path / name for name in (".lock", "nonfinite", "skipped.jsonl", "trackers", "wandb")}
+        for path in sorted({*own, *self.path.glob("metrics_*.csv")}):
+            if path.is_symlink():
+                problem = f"{path} is a link, and a run writes only into its own directory"
+                allowed = "another directory, or output_root=... to keep runs on another disk"
+                raise UserError(str(path), problem, allowed)
+            if path.exists() and not path.is_file() and not path.is_dir():
+                allowed = "another directory, or this one after you have removed the file"
+                raise UserError("", f"{path} is not a regular file", allowed)
+
+    def write_config(self, yaml_text: str) -> None:
+        """Store the resolved config."""
+        write_atomically(self.config_file, yaml_text.encode())
+
+    def write_overrides(self, overrides: list[str]) -> None:
+        """Store the overrides of the command line as a YAML list, secrets masked."""
+        text = yaml.safe_dump(mask_words(overrides), allow_unicode=True, width=1_000_000)
+        write_atomically(self.overrides_file, text.encode())
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Store status and final metrics."""
+        error = summary.get("error")
+        write_json(self.summary_file, summary | ({"error": mask_text(error)} if error else {}))
+
+    def forget(self) -> None:
+        """Remove metrics and log, which a run that starts again here will write again."""
+        for path in (self.metrics_file, self.log_file, *self.path.glob("metrics_*.csv"), *self.tensorboard.glob("*")):
+            with writing(path):
+                path.unlink(missing_ok=True)
+
+    def truncate_metrics(self, global_step: int, repeated: Collection[str] = ()) -> None:
+        """Remove the metrics after `global_step`, and those of `repeated` splits at it, which a resumed run writes again."""
+        copy_until(self.metrics_file, self.metrics_file, global_step, repeated)
+
+    def lock(self) -> None:
+        """Prevent other processes from writing here until this one ends, however it ends.
+
+        Raises:
+            UserError: if another process has the directory.
+        """
+        if sys.platform == "win32" or self._lock is not None:
+            return
+        self._lock = hold(self.path)
+        if self._lock is None:
+            return
+        # Temporary files of a killed process; the lock excludes that another one uses them.
+        for folder in (self.path, self.plots, self.checkpoints):
+            for leftover in folder.glob(".*.tmp"):
+                with contextlib.suppress(OSError):
+                    leftover.unlink()
+
+    def unlock(self) -> None:
+        """Let others write here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def copy_metrics(self, source: Path, global_step: int) -> None:
+        """Copy the metrics of the run in `source`, if any, up to a step."""
+        copy_until(source / self.metrics_file.name, self.metrics_file, global_step)

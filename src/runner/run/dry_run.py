@@ -1,0 +1,150 @@
+"""What a layout of ranks would cost: `runner.distributed.layout` applied to a step that is measured on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from runner.base.errors import UserError
+from runner.config.frozen import with_changes
+from runner.config.schema.train import Train
+from runner.data.loaders import Batch
+from runner.distributed import layout
+from runner.distributed.layout import Memory, Traffic, Weight
+from runner.instrument.nested import tensors_in
+from runner.instrument.saved_tensors import SavedTensors
+from runner.run.finetune import explaining
+from runner.run.model import example_input, example_targets, indices_for
+from runner.run.ranks import gathered_apart
+from runner.run.run import Run
+from runner.run.validate import validate_limits
+from runner.runtime.memory import readable
+from runner.tracking.console import Console
+
+_ALONE = {"devices": 1, "strategy": "auto", "compile": False, "sync_batchnorm": False}  # how the step is measured
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank is predicted to hold and send."""
+
+    ranks: int
+    strategy: str  # single, ddp or fsdp
+    batch: int  # samples of a batch of all ranks
+    samples: tuple[int, int]  # of a batch, that a rank gets at least and at most
+    memory: Memory
+    traffic: Traffic
+    warnings: list[str]
+
+    def rows(self) -> list[list[str]]:
+        """What, how much of it, and where the number is from."""
+        least, most = self.samples
+        sizes = {name: size for name, size in vars(self.memory).items() if size or name in _ALWAYS}
+        sent = ", ".join(
+            f"{name.replace('_', '-')} {readable(size)}" for name, size in vars(self.traffic).items() if size
+        )
+        return [
+            ["samples", f"{least:,} to {most:,}", f"of each batch of {self.batch:,}"],
+            *[[_NAMES.get(name, name), readable(size), _REASONS.get(name, "")] for name, size in sizes.items()],
+            ["total", readable(self.memory.total), "without memory reserved by libraries"],
+            ["sent per step", readable(self.traffic.total), sent],
+        ]
+
+
+_ALWAYS = ("parameters", "gradients", "optimizer", "activations")
+_NAMES = {"optimizer": "optimizer state", "average": "average of the weights", "gathered": "gathered blocks"}
+_REASONS = {
+    "optimizer": "measured after a step",
+    "activations": "measured: kept for backward, with copies of weights made by amp",
+    "gathered": "the largest one with its gradients, and parameters outside of blocks",
+}
+
+
+def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> None:
+    """Print what the layout of `config` would cost; nothing is trained and nothing is written.
+
+    Raises:
+        UserError: if the config cannot be run.
+    """
+    found = predict(config, build)
+    for warning in found.warnings:
+        console.warn(warning)
+    title = f"{config.name} on {found.ranks} rank{'s' * (found.ranks > 1)}, strategy {found.strategy}: a dry run"
+    console.table(title, ["per rank", "predicted", "from"], found.rows())
+
+
+def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
+    """The layout that `devices` and `strategy` ask for, from a step of a single process; see `dry_run`."""
+    ranks, strategy = _asked(config)
+    here = config.device if config.device in ("auto", "cpu") or torch.cuda.is_available() else "cpu"
+    run = build(with_changes(config, _ALONE | {"device": here}))
+    with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
+        batch = run.plan.size(0)
+        samples = layout.samples_of_ranks(batch, ranks)
+        samples = samples[0], max(1 + config.sync_batchnorm, samples[1])  # a rank without samples computes with one
+        problem = f"{batch} is {samples[1]} for each of {ranks} ranks, and a step with these fails: "
+        with explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices"):
+            activations = _activations(run, samples[1])
+        weights = _weights(run)
+    buffers, averaged = sum(buffer.nbytes for buffer in run.model.buffers()), run.state.averaged is not None
+    held = functools.partial(layout.ddp_memory, weights)
+    warnings = [*run.warnings, *validate_limits(run)]
+    if config.compile:
+        warnings.append("compile has no effect on the measured step, and may make real ones smaller")
+    if config.sync_batchnorm:
+        warnings.append("sync_batchnorm=true has no effect on the measured step, but sends more data")
+    if config.devices == "auto":
+        warnings.append(f"devices=auto is {ranks} on this machine; set a number to predict for others")
+    if samples[0] == 0:
+        warnings.append(f"data.batch_size={batch} is smaller than {ranks} ranks, so some ranks are idle")
+    if strategy == "fsdp":
+        settings, batches = config.fsdp, config.accumulate
+        if ranks % settings.replicas:
+            allowed = f"a divisor of {ranks}, the number of processes"
+            raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
+        divided, reshard = ranks // settings.replicas, settings.reshard_after_forward
+        held = functools.partial(layout.fsdp_memory, weights, divided, reshard=reshard, batches=batches)
+        traffic = layout.fsdp_traffic(weights, divided, reshard=reshard, batches=batches, replicas=settings.replicas)
+    else:
+        traffic = layout.ddp_traffic(weights, ranks, buffers=buffers)
+    memory = held(buffers=buffers, averaged=averaged, activations=activations)
+    return Layout(ranks, strategy, batch, samples, memory, traffic, warnings)
+
+
+def _asked(config: Train) -> tuple[int, str]:
+    """How many ranks there would be, on any number of machines, and their strategy."""
+    if config.devices == "auto":
+        ranks = max(1, torch.cuda.device_count())
+    else:
+        ranks = max(1, len(config.devices)) if isinstance(config.devices, list) else config.devices
+    if config.strategy == "auto":
+        return ranks, "ddp" if ranks > 1 else "single"
+    return (1 if config.strategy == "single" else ranks), config.strategy
+
+
+def _activations(run: Run, samples: int) -> int:
+    """Bytes that autograd keeps of a batch, in an optimizer step, which also makes the optimizer's state."""
+    images, targets = example_input(run.data, samples), example_targets(run.data, samples)
+    batch, last = Batch(images, targets, indices_for(images)), run.config.accumulate - 1
+    with SavedTensors(run.model, [images, targets]) as saved:
+        for number in range(last + 1):
+            run.step(run.state, run.parts, batch, 1 / (last + 1), samples, number == last)
+    return saved.activations
+
+
+def _weights(run: Run) -> list[Weight]:
+    """The sizes of the parameters, of the optimizer state after a step, and the blocks they are in."""
+    blocks, _ = gathered_apart(run.model, run.config.fsdp.blocks)
+    units = {id(parameter): name for name, block in blocks for parameter in block.parameters()}
+    found = []
+    for parameter in run.model.parameters():
+        unit, trained = units.get(id(parameter), ""), parameter.requires_grad
+        state = tensors_in(dict(run.state.optimizer.state.get(parameter, {})))
+        divided = sum(tensor.nbytes for tensor in state if tensor.shape == parameter.shape)
+        whole = sum(tensor.nbytes for tensor in state) - divided
+        found.append(Weight(tuple(parameter.shape), parameter.element_size(), trained, divided, whole, unit))
+    return found

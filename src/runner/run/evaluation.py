@@ -1,0 +1,163 @@
+"""Evaluations of a run: of its weights, of their average, and of the best checkpoint on the test split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from runner.checkpoint import file
+from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.weights import loss_of, part_with, weights_of
+from runner.data.build import DataModule
+from runner.data.consistency import not_finite
+from runner.distributed.sharding import is_sharded, reshard
+from runner.distributed.world import world
+from runner.engine.errors import Interrupted
+from runner.engine.evaluation import evaluate
+from runner.engine.state import load_weights
+from runner.engine.weight_average import prefix
+from runner.instrument.no_trace import preserved_rng
+from runner.run.batch_size import explaining_memory
+from runner.run.metrics import fresh_metrics
+from runner.run.run import Run
+
+_LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
+
+
+class Evaluator:
+    """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`.
+
+    Several ranks raise it together, once one is asked to stop; `agree` then lets all of them know why.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        warn: Callable[[str], None],
+        interrupted: Callable[[], bool],
+        agree: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run, self._warn, self._interrupted, self._agree = run, warn, interrupted, agree
+        self._metrics = fresh_metrics(run.config, run.task, run.device)
+
+    def weights(self, name: str) -> dict[str, float]:
+        """Loss and metrics of the weights on a split, as {"val/loss": 0.1, ...}."""
+        run, split, size = self._run, self._run.data.eval_split(name), self._run.config.evaluate.batch_size
+        world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))  # each rank's are of its own rows
+        assert split is not None, f"there is no split {name}"
+        with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
+            found = evaluate(
+                run.model,
+                split.loader,
+                targets_of=run.task.targets,
+                loss=run.loss,
+                metrics=self._metrics(),
+                autocast=run.precision.autocast,
+                limit=run.config.limit.eval_batches,
+                interrupted=self._interrupted,
+            )
+        warn_of_nonfinite(found["loss"], run.data, name, self._warn)
+        return {f"{name}/{metric}": number for metric, number in found.items()}
+
+    def weights_and_average(self, name: str) -> dict[str, float]:
+        """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
+        try:
+            return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
+        except Interrupted:
+            self._agree()
+            raise
+
+    def test(self, manager: CheckpointManager) -> dict[str, Any]:
+        """Test the best checkpoint, or without one the weights as they are.
+
+        Returns:
+            `test`, the metrics; `test_step`, the step of the weights; and `test_weights`, their kind, where there are several.
+        """
+        try:
+            return self._tested(manager)
+        except Interrupted:
+            self._agree()
+            raise
+
+    def _tested(self, manager: CheckpointManager) -> dict[str, Any]:
+        state = self._run.state
+        summary: dict[str, Any] = {"test_step": state.position.global_step}
+        if state.best is not None and world().decide(manager.best.is_file):
+            contents = file.read(manager.best, part_with(), later=True)
+            kind = load_best(self._run, contents)
+            summary["test_step"] = contents["position"]["global_step"]
+            if state.averaged is not None or kind != "raw":
+                summary["test_weights"] = kind
+            results = self.weights("test")
+        else:
+            results = evaluate_both(self._run, lambda: self.weights("test"), self._interrupted)
+        return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
+
+
+def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
+    """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
+    split = splits.eval_split(name)
+    if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
+        return
+    splits.searched_for_nonfinite.add(name)
+    batches = math.ceil(split.samples / split.loader.batch_size)
+    if found := not_finite(split.loader.batches(0, 0, batches), name):
+        tell(f"the loss on '{name}' is {loss}: {found}")
+
+
+def evaluate_both(
+    run: Run, evaluate: Callable[[], dict[str, float]], interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Evaluate the weights, and their average if there is one: `val/loss` and `val/ema_loss`, and so on.
+
+    Before SWA begins, its average is the weights themselves, so their metrics stand for both. `interrupted` is asked before
+    every batch that BatchNorm's statistics are computed from, and True raises `Interrupted`.
+    """
+    found, averaged = evaluate(), run.state.averaged
+    if averaged is None:
+        return found
+    others = found
+    if averaged.begun:
+        with averaged.applied():
+            if averaged.kind == "swa":
+                with explaining_memory("data.batch_size", run.plan.batch_size, _LESS):
+                    averaged.recalibrate(lambda: _feed(run, interrupted))
+            others = evaluate()
+    start = f"/{prefix(averaged.kind)}"
+    return found | {name.replace("/", start, 1): value for name, value in others.items()}
+
+
+def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Send the training split, without augmentation, through the model, in batches of the size that it is trained with.
+
+    BatchNorm's statistics depend on that size, and must not depend on the batch size of evaluations.
+    """
+    loader, size, limit = run.data.train_for_eval.loader, run.plan.batch_size, run.config.averaging.recalibrate_batches
+    batches = math.ceil(loader.samples / size)
+    if batches > 1 and loader.samples % size == 1:
+        batches -= 1  # a single sample has no variance
+    of_evaluations, loader.batch_size = loader.batch_size, size
+    stopped, sharded = False, is_sharded(run.model)
+    try:
+        with preserved_rng(), torch.no_grad():
+            for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+                if stopped := any(world().gather(interrupted())) if sharded else interrupted():
+                    break
+                with run.precision.autocast():
+                    run.model(batch.images)
+        reshard(run.model)
+    finally:
+        loader.batch_size = of_evaluations
+    if any(world().gather(stopped)):
+        raise Interrupted
+
+
+def load_best(run: Run, contents: dict[str, Any]) -> str:
+    """Load the weights of a checkpoint that its best evaluation used, and its loss; returns what they are, see `weights_of`."""
+    weights, kind = weights_of(contents)
+    load_weights(run.model, weights)
+    load_weights(run.loss, loss_of(contents, kind, run.config, run.loss), "loss")
+    return kind

@@ -1,0 +1,143 @@
+"""What happens to a model between its constructor and its training: a new head, initial weights, frozen parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from runner.base.errors import UserError, first_line
+from runner.base.patterns import matching
+from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
+from runner.config.schema.train import Train
+from runner.engine.freezing import Freezing, Frozen
+from runner.instrument.no_trace import evaluating
+from runner.instrument.observer import Observer
+from runner.models import heads
+from runner.models.heads import Head, HeadNotFound, replace_head
+from runner.models.initial import draw_weights, set_prior, zero_last_norms
+from runner.runtime.determinism import refusal
+
+
+def try_forward(model: nn.Module, images: Tensor) -> Tensor:
+    """The output of a model in evaluation mode for images (B, C, H, W); the model and random generators are left as they are."""
+    with evaluating(model), explaining("model", f"cannot take images of shape {tuple(images.shape)}: "):
+        outputs: Tensor = model(images)
+    return outputs
+
+
+@contextlib.contextmanager
+def explaining(key: str, problem: str, allowed: str = "") -> Iterator[None]:
+    """Turn what custom components raise into a `UserError`: `problem` followed by the first line of the error."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise refusal(error) or UserError(key, f"{problem}{first_line(error)}", allowed) from error
+    except Exception as error:  # a bug, which another setting does not cure
+        error.add_note(f"while {key} was tried on one sample")
+        raise
+
+
+def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: Tensor) -> None:
+    """Replace the head of a model: `linear`, hidden layers of the widths given, or `none`.
+
+    Raises:
+        UserError: if it has no head that could be replaced.
+    """
+    head = head_of(model, image, "model.head")
+    hidden = None if setting == "none" else [] if isinstance(setting, str) else setting
+    replace_head(model, head, hidden, outputs)
+    ran: list[str] = []
+    with Observer(model, after=lambda name, *_: ran.append(name), names=[head.path]):
+        try_forward(model, image)
+    if not ran:
+        problem = f"{type(model).__name__} does not use the layer that replaces {head.path}"
+        raise UserError("model.head", problem, "null, or a model that calls its last layer by its name")
+
+
+def find_head(model: nn.Module, image: Tensor) -> Head | None:
+    """The head of a model, or None if it cannot be told from the rest."""
+    try:
+        return heads.find_head(model, lambda: try_forward(model, image))
+    except HeadNotFound:
+        return None
+
+
+def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
+    """The head of a model, which `key` needs; `UserError` if it cannot be told from the rest."""
+    try:
+        return heads.find_head(model, lambda: try_forward(model, image))
+    except HeadNotFound as error:
+        allowed = "a model that ends in a Linear or a 1x1 convolution, called once"
+        raise UserError(key, f"no head was found: {error}", allowed) from error
+
+
+def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None) -> Sequence[str]:
+    """Set initial weights as `init` says; returns the names of the schemes.
+
+    Raises:
+        UserError: if a scheme does not apply to the model.
+    """
+    schemes = [config.init] if isinstance(config.init, str) else config.init or []
+    for scheme in sorted(schemes, key=("zero_gamma", "prior_bias").count):  # after what would undo them
+        try:
+            if scheme == "zero_gamma":
+                zero_last_norms(model, lambda: try_forward(model, image))
+            elif scheme == "prior_bias":
+                _set_prior(model, image, class_counts)
+            else:
+                draw_weights(model, scheme)
+        except ValueError as error:
+            raise UserError("init", f"{scheme} does not apply: {error}", "init without it") from error
+    return schemes
+
+
+def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> None:
+    if class_counts is None:
+        raise ValueError("the classes of the training samples are not known")
+    head = head_of(model, image, "init")
+    if head.last is None:
+        raise ValueError("model.head=none leaves no head")
+    set_prior(model.get_submodule(head.last), class_counts)
+
+
+def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
+    """Decide what is frozen when, as `freeze` and `unfreeze_at` say; what is never trained requires no gradient from now on.
+
+    Raises:
+        UserError: if a pattern matches nothing with weights, or nothing is left to train.
+    """
+    parts = [_frozen(model, image, entry) for entry in entries(config.freeze, config.unfreeze_at)]
+    waiting = {parameter for part in parts for parameter in part.parameters}
+    if parts and all(parameter in waiting for parameter in model.parameters() if parameter.requires_grad):
+        raise UserError("freeze", "leaves nothing to train in the first step", "all-but-head, or fewer patterns")
+    for part in parts:
+        if part.permanent:
+            for parameter in part.parameters:
+                parameter.requires_grad_(False)
+    return Freezing(model, parts)
+
+
+def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
+    """The weights and modules that a pattern matches, with everything inside matched modules."""
+    own = [name for name, _ in model.named_modules() if name]
+    own += [name for name, _ in model.named_parameters()]
+    if entry.pattern == ALL_BUT_HEAD:
+        head = head_of(model, image, "freeze")
+        # Not what is around the head, and only modules with weights: a dropout beside the head goes on.
+        apart = [name for name in own if not head.covers(name) and not head.path.startswith(f"{name}.")]
+        weightless = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
+        names = set(apart) - weightless
+    else:
+        names = matching("freeze", entry.pattern, own, "module or parameter", others=[ALL_BUT_HEAD])
+    modules = [module for name, module in model.named_modules() if name in names]
+    inside = dict.fromkeys(inner for module in modules for inner in module.modules())
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    parameters |= dict.fromkeys(parameter for name, parameter in model.named_parameters() if name in names)
+    trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
+    if not trained:
+        raise UserError("freeze", f"'{entry.pattern}' has no trainable weights", "names of layers with weights")
+    weights = [(module, set(module.parameters(recurse=False))) for module in model.modules()]
+    whole = [module for module, own_weights in weights if own_weights and own_weights <= set(trained)]
+    return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)

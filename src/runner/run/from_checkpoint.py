@@ -1,0 +1,288 @@
+"""The checkpoint of a verb: its config with the command line on top, its model and its data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import UserError
+from runner.checkpoint import find
+from runner.checkpoint.weights import loss_of, part_with, weights_of
+from runner.config import stored
+from runner.config.app import Composition
+from runner.config.resolve import resolve_config, resolve_with_checkpoint
+from runner.config.schema.train import Train
+from runner.config.schema.verbs import Weights
+from runner.data.build import DataModule, SplitData, callables, read_data
+from runner.data.transforms.augment import Pipeline
+from runner.engine.state import load_weights
+from runner.engine.tasks import Task
+from runner.engine.tta import TTAModel, views_named
+from runner.run.directory import claim, timestamp
+from runner.run.hardware import choose_hardware
+from runner.run.model import KnownData, build_model, build_task, num_classes_of, prepared
+from runner.runtime.precision import Precision
+from runner.tracking.verb_report import Report
+
+T = TypeVar("T", bound=Train)
+
+SPLITS = ("train", "val", "test")
+MODEL = ("model", "task", "transform.eval", "transform.sample_eval")
+"""Sections of the config that have the components of a model and of its input."""
+EVALUATED = ("data", "transform", "model", "task", "loss", "metrics")
+"""Those that have the components to evaluate a model on the data of the config."""
+
+_CPU = torch.device("cpu")
+_TRAINING_ONLY = {
+    "activation_checkpointing": "which computes no gradients",
+    "compile": "which runs the model without compiling it",
+}
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The properties of its data that a checkpoint stores."""
+
+    classes: tuple[str, ...]  # their names; empty for regression
+    channels: int  # colour channels of an image
+    image_size: tuple[int, int]  # height, width
+    target_shape: tuple[int, ...] | None = None  # is not stored; the config has what follows from it
+
+
+@dataclass(frozen=True)
+class ResolvedCheckpoint(Generic[T]):
+    """A checkpoint and the config that it is used with."""
+
+    found: find.LoadedCheckpoint
+    config: T  # its config with the command line on top, validated
+    words: list[str]  # the overrides of the command line
+    which: Weights  # the weights to use, the key `weights` of the verb
+    with_data: Callable[[], object]  # checks the components of the data, if those were skipped
+
+    @property
+    def weights(self) -> tuple[dict[str, Any], str]:
+        """The weights that `which` selects, and their kind: see `runner.checkpoint.weights.weights_of`."""
+        return weights_of(self.found.contents, self.which)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes that the model was trained on."""
+        return tuple(self.found.contents["classes"])
+
+    def record(self) -> dict[str, Any]:
+        """Path, step and kind of weights, for JSON."""
+        step = self.found.contents["position"]["global_step"]
+        return {"checkpoint": str(self.found.path), "global_step": step, "weights": self.weights[1]}
+
+    def set_up_device(self, verb: str, report: Report) -> tuple[torch.device, Precision]:
+        """Choose device and precision, set torch's switches, and warn of what has no effect."""
+        hardware = choose_hardware(dataclasses.replace(self.config, detect_anomaly=False))
+        given = {word.split("=")[0] for word in self.words}
+        unused = [f"{key} has no effect on {verb}, {why}" for key, why in _TRAINING_ONLY.items() if key in given]
+        report.warnings(self.found.warnings, hardware.warnings, hardware.precision.warnings, unused)
+        return hardware.device, hardware.precision
+
+    def data(self, device: torch.device) -> DataModule:
+        """The data that the config names."""
+        self.with_data()
+        config = self.config
+        splits = read_data(config, device, dtype=getattr(torch, config.dtype))
+        # Other classes would give metrics that look right and mean nothing.
+        try:
+            check_classes(self.classes, splits.classes)
+        except UserError:
+            splits.close()
+            raise
+        return splits
+
+    def data_facts(self) -> DataFacts:
+        """The data that the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
+        channels, height, width = self.found.contents["metrics"]["images"]
+        if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
+            height = width = self.config.data.image_size
+        return DataFacts(self.classes, channels, (height, width))
+
+    def input_pipeline(self, device: torch.device) -> Pipeline:
+        """Turns decoded images into the model's input: `transform.eval`, then normalisation."""
+        config = self.config
+        mean, std = config.data.normalize.mean, config.data.normalize.std
+        if mean is None or std is None:
+            raise UserError(
+                "data.normalize",
+                "the checkpoint does not store how images were normalised",
+                "data.normalize.mean and data.normalize.std on the command line, one number per channel",
+            )
+        steps = callables("transform.eval", config.transform.eval)
+        return Pipeline(steps, mean, std, config.seed, device, channels_last=config.channels_last)
+
+    def blank_input(self, data: KnownData) -> Tensor:
+        """A blank image after `transform.eval`, which may change its size, and normalisation: (1, C, H, W) on the CPU."""
+        pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
+        return prepared(self.input_pipeline(_CPU), pixels)
+
+    def load_weights(self, model: nn.Module, loss: nn.Module | None = None) -> None:
+        """Load the selected weights into a model, and what belongs to them into a loss."""
+        weights, kind = self.weights
+        load_weights_of(self.found, model, weights)
+        if loss is not None:
+            load_weights_of(self.found, loss, loss_of(self.found.contents, kind, self.config, loss), "loss")
+
+    def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
+        """The task, and the model with the selected weights on the device, in evaluation mode."""
+        task = build_task(self.config, data)
+        model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
+        self.load_weights(model)
+        model.to(device)
+        if self.config.channels_last:
+            model.to(memory_format=torch.channels_last)
+        return task, model.eval()
+
+
+def resolve_checkpoint(
+    composition: Composition, schema: type[T], builds: Sequence[str] = EVALUATED
+) -> ResolvedCheckpoint[T]:
+    """Find the checkpoint that `ckpt_path` names, of a run directory the best one, and apply the command line to its config.
+
+    Keys of the verb's schema that `train` does not have come from the command line alone. The components in sections other
+    than `builds` are not imported: a model is used where the packages that trained it are not installed.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    if composition.values.get("ckpt_path") is None:
+        raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
+    # Of the checkpoint's tensors, only the selected weights are read.
+    read = part_with(composition.values["weights"])
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=read)
+    # Other data has to look to the model like the data that it was trained on.
+    statistics = stored_data(found).get("normalize") or {}
+    text, where = found.contents["config"], str(found.path)
+    resolve = functools.partial(resolve_with_checkpoint, text, where, composition, schema, normalize=statistics)
+    config, _ = resolve(builds=builds)
+    with_data = functools.partial(resolve, builds=EVALUATED)
+    which: Weights = getattr(config, "weights", "auto")
+    return ResolvedCheckpoint(found, config, words=composition.overrides, which=which, with_data=with_data)
+
+
+def config_and_checkpoint(
+    composition: Composition, schema: type[T], prefer: str = "last"
+) -> tuple[T, find.LoadedCheckpoint | None]:
+    """The config of a verb that works with and without `ckpt_path`, and the checkpoint, if there is one.
+
+    `prefer` is `last` or `best`: the checkpoint to use of a run directory.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    if composition.values.get("ckpt_path") is None:
+        return resolve_config(composition, schema), None
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer)
+    config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema)
+    return config, found
+
+
+def load_weights_of(
+    found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any], what: str = "model"
+) -> None:
+    """Load weights of a checkpoint into a model, or a loss; raises `UserError` if they do not fit."""
+    try:
+        load_weights(model, weights, what)
+    except ValueError as error:
+        allowed = f"no {what}=... and no {what}.* here: a checkpoint brings its {what}"
+        raise UserError(str(found.path), str(error), allowed) from None
+
+
+def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
+    """The section `data` of the stored config; empty if it has none."""
+    data = stored.load(found.contents["config"], str(found.path)).get("data")
+    return data if isinstance(data, dict) else {}
+
+
+def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
+    """Raise a `UserError` for data whose classes, or their order, are not those that a model was trained on."""
+    names = ", ".join(trained[:20])
+    if len(trained) != len(given):
+        problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
+        raise UserError("data", problem, f"data with the classes {names}")
+    if list(trained) != list(given) and sorted(trained) == sorted(given):
+        problem = "has the checkpoint's classes in another order, so class numbers mean something else"
+        raise UserError("data", problem, f"the order {names}")
+
+
+def split_of(data: DataModule, name: str, key: str = "split") -> SplitData:
+    """A split as it is evaluated; raises a `UserError` about `key` if the data has none."""
+    split = data.eval_split(name)
+    if split is None:
+        names = [other for other in SPLITS if data.eval_split(other) is not None]
+        raise UserError(key, f"this data has no '{name}' split", ", ".join(names))
+    return split
+
+
+def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
+    """The model with test-time augmentation.
+
+    Args:
+        image: an example input, (1, C, H, W).
+        names: of the views.
+        mean: `logits` or `probabilities`.
+    """
+    activation = activation_of(task) if mean == "probabilities" else None
+    if mean == "probabilities" and activation is None:
+        raise UserError("tta_mean", "this task has no classes, and so no probabilities", "logits")
+    views = views_named(as_list(names))
+    try:
+        for view in views:
+            view(image)
+    except ValueError as error:
+        raise UserError("tta", str(error), "other views") from error
+    return TTAModel(model, views, activation)
+
+
+def activation_of(task: Task) -> str | None:
+    """The activation that makes probabilities of the outputs: `softmax`, `sigmoid`, or None for a task without classes."""
+    found: str | None = getattr(task, "activation", None if num_classes_of(task) is None else "softmax")
+    return found
+
+
+def class_names(resolved: ResolvedCheckpoint[Any], task: Task) -> tuple[str, ...]:
+    """Names of the classes or labels, numbers if the data has no names; empty for a task without."""
+    count, classes = num_classes_of(task), unique_names(resolved.classes)
+    if count is None:
+        return ()
+    return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
+
+
+def as_list(value: str | Sequence[str] | None) -> list[str]:
+    """One name, several or none as a list."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def unique_names(classes: Sequence[str]) -> list[str]:
+    """Names of classes; a name that several classes share gets the number of the class."""
+    count = Counter(classes)
+    return [f"{name} ({index})" if count[name] > 1 else name for index, name in enumerate(classes)]
+
+
+def run_directory_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint lies in, if it does."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def output_folder(output: str | None, default: Path | None, root: str, kind: str) -> Path:
+    """The folder to write into, created if needed: `output`, else `default`, else a new dated one in `root`/`kind`."""
+    folder = Path(output) if output is not None else default
+    if folder is None:
+        return claim(Path(root) / kind, timestamp())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("output", f"cannot make the folder {folder}: {error.strerror}") from error
+    return folder

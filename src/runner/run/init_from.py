@@ -1,0 +1,169 @@
+"""Initial weights: drawn, or loaded from a file as far as they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import UserError
+from runner.checkpoint.weights import Weights, read_weights, weights_sha256
+from runner.config import stored
+from runner.config.schema.train import Train
+from runner.data.build import DataModule
+from runner.engine.state import list_problems
+from runner.instrument.nested import kind_of
+from runner.models.heads import Head
+from runner.run.finetune import find_head, initialize
+
+_SHOWN = 40
+
+
+class Misfit(NamedTuple):
+    """A tensor of a model or of a file that does not fit the other."""
+
+    name: str
+    lack: str  # what is wrong
+    given: str  # its shape in the file
+    wanted: str  # its shape in the model
+    in_head: bool
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights of a new run come from; empty where a checkpoint brings them."""
+
+    schemes: Sequence[str] = ()  # what `init` names
+    path: Path | None = None  # the file of `init_from`
+    sha256: str = ""  # of all its tensors, see `weights_sha256`
+    kind: str = "raw"  # what they are: `raw`, or an average, `ema` or `swa`
+    loaded: int = 0  # number of tensors that were loaded
+    misfits: Sequence[Misfit] = ()  # tensors that were not loaded
+    warnings: Sequence[str] = ()  # files that were skipped while searching
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Labels, values and reasons for people."""
+        rows = [("initial", ", ".join(self.schemes), "init")] if self.schemes else []
+        if self.path is not None:
+            average = "" if self.kind == "raw" else f" of the average ({self.kind})"
+            left = f", {len(self.misfits)} skipped because they do not fit" if self.misfits else ""
+            rows.append(("weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"))
+        return rows
+
+    def table(self) -> list[list[str]]:
+        """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one that counts those not shown."""
+        rows = [list(each[:4]) for each in self.misfits[:_SHOWN]]
+        more = len(self.misfits) - _SHOWN
+        return [*rows, [f"and {more} more", "", "", ""]] if more > 0 else rows
+
+    def record(self) -> dict[str, Any]:
+        """What `init_from` loaded, for the summary."""
+        assert self.path is not None
+        path = str(self.path.resolve())
+        return {"path": path, "weights_sha256": self.sha256, "kind": self.kind, "tensors": self.loaded}
+
+
+def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
+    """Set weights as `init` says, then load those of `init_from`.
+
+    Raises:
+        UserError: if a scheme does not apply to the model, or the file does not fit it.
+    """
+    schemes = initialize(config, model, image, data.class_counts)
+    if config.init_from is None:
+        return InitialWeights(schemes)
+    return replace(start_from(config, model, find_head(model, image), data.classes), schemes=schemes)
+
+
+def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequence[str]) -> InitialWeights:
+    """Load the weights of `init_from` that fit; nothing else of a checkpoint is used.
+
+    Raises:
+        UserError: if the file cannot be read, more does not fit than `init_mismatch` allows, or a tensor holds another kind
+            of values than the model's.
+    """
+    assert config.init_from is not None
+    given = read_weights(config.init_from, Path(config.output_root) / config.name)
+    own, policy = model.state_dict(), config.init_mismatch
+    tensors = _without_prefix(given.tensors, own)
+    other_classes = bool(given.classes and classes) and given.classes != tuple(classes)
+    misfits = _misfits(tensors, own, head, other_classes)
+    left = {each.name for each in misfits}
+    fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
+    refused = [each for each in misfits if policy == "raise" or (policy == "head" and not each.in_head)]
+    if refused or not fitting:
+        lacks: dict[str, list[str]] = {}
+        for each in refused or misfits:
+            shapes = f" {each.given} for {each.wanted}" if each.lack == "of another shape" else ""
+            lacks.setdefault(each.lack, []).append(each.name + shapes)
+        told = _other_model(given, config.model)
+        problem = f"the tensors of {given.path} are not those of this model{told}: {list_problems(lacks)}"
+        others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
+        raise UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")
+    for name, tensor in fitting.items():
+        wanted = kind_of(own[name])
+        # In a state dict converted to half precision, counters are floats too.
+        is_counter = name.endswith("num_batches_tracked") and tensor.is_floating_point()
+        if kind_of(tensor) != wanted and not is_counter:
+            problem = f"the tensor {name} of {given.path} is {tensor.dtype}, and the model's is {own[name].dtype}"
+            raise UserError("init_from", problem, f"{wanted} values of any precision")
+    with torch.no_grad():
+        for name, tensor in fitting.items():
+            own[name].copy_(tensor)
+    return InitialWeights(
+        path=given.path,
+        sha256=weights_sha256(given.tensors),
+        kind=given.kind,
+        loaded=len(fitting),
+        misfits=misfits,
+        warnings=given.warnings,
+    )
+
+
+def _other_model(given: Weights, own: dict[str, Any]) -> str:
+    """Which model a checkpoint holds if it is another one, with the arguments that differ."""
+    theirs = stored.load(given.config, str(given.path)).get("model")
+    if not isinstance(theirs, dict) or "_target_" not in theirs:
+        return ""
+    both = [str(node["_target_"]).rpartition(".")[2] for node in (theirs, own)]
+    keys = [key for key in own if None not in (theirs.get(key), own[key]) and theirs[key] != own[key]]
+    if keys and both[0] == both[1]:
+        both = [f"{both[0]}({', '.join(f'{key}={node[key]}' for key in keys)})" for node in (theirs, own)]
+    return f", as the file holds {both[0]} and the config builds {both[1]}" if keys else ""
+
+
+def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
+    """Remove prefixes that all names have and the model's do not, such as `module.` and `_orig_mod.`."""
+    while tensors and not any(name in own for name in tensors):
+        first = {name.partition(".")[0] for name in tensors}
+        if len(first) > 1 or not all("." in name for name in tensors):
+            break
+        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _misfits(tensors: dict[str, Tensor], own: dict[str, Any], head: Head | None, other_classes: bool) -> list[Misfit]:
+    found = []
+    for name in dict.fromkeys([*own, *tensors]):
+        given, wanted = tensors.get(name), own.get(name)
+        in_head, lack = head is not None and head.covers(name), ""
+        if isinstance(given, Tensor) and isinstance(wanted, Tensor):
+            if given.shape != wanted.shape:
+                lack = "of another shape"
+            elif in_head and other_classes:
+                lack = "of other classes"
+        elif given is not None:
+            lack = "unexpected"
+        elif isinstance(wanted, Tensor) and not name.endswith(".num_batches_tracked"):  # which older files do not have
+            lack = "missing"
+        if lack:
+            found.append(Misfit(name, lack, _shape(given), _shape(wanted), in_head))
+    return found
+
+
+def _shape(value: Any) -> str:
+    return "x".join(map(str, value.shape)) or "scalar" if isinstance(value, Tensor) else "-"

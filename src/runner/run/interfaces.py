@@ -1,0 +1,58 @@
+"""What objects of the config must be able to do, found out before they are used."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from runner.base.errors import UserError, nearest
+
+Calls = Mapping[str, tuple[str, ...]]
+"""Names of methods, each with the names of the arguments that it is called with."""
+
+
+def calls_of(protocol: type) -> Calls:
+    """The methods of a protocol."""
+    methods = {name: each for name, each in vars(protocol).items() if inspect.isfunction(each) and name[0] != "_"}
+    return {name: tuple(inspect.signature(each).parameters)[1:] for name, each in methods.items()}
+
+
+def require_methods(key: str, target: str, found: Any, calls: Calls, *attributes: str, some: str = "") -> None:
+    """Refuse an object that lacks methods or attributes, or whose methods take other arguments.
+
+    Args:
+        key: dotted key of the component.
+        target: its `_target_`.
+        found: what it built.
+        calls: the methods.
+        *attributes: the attributes.
+        some: if not empty, one of the methods that begin so is enough.
+
+    Raises:
+        UserError: with what is wrong and what is needed.
+    """
+    given = [name for name in calls if callable(getattr(found, name, None))]
+    missing = [name for name in calls if name not in given]
+    missing += [name for name in attributes if not hasattr(found, name)]
+    listed = ", ".join([*(f"{name}({', '.join(names)})" for name, names in calls.items()), *attributes])
+    what = f"{target} gives a {type(found).__name__}"
+    if some and not any(name.startswith(some) for name in given):
+        own = [name for name in dir(found) if not name.startswith("_")]
+        close = next((match for name in own if (match := nearest(name, calls, 0.8))), "")
+        raise UserError(f"{key}._target_", f"{what} without any method of a callback", f"some of {listed}", close)
+    for name in dir(found) if some else ():
+        if name.startswith(some) and name not in calls and (close := nearest(name, calls, 0.8)):
+            raise UserError(f"{key}._target_", f"{what} whose {name} is never called", f"some of {listed}", close)
+    if missing and not some:
+        raise UserError(f"{key}._target_", f"{what} without {', '.join(missing)}", f"an object with {listed}")
+    for name in given:
+        try:
+            signature = inspect.signature(getattr(found, name))
+        except (ValueError, TypeError):  # of some methods that are not written in Python
+            continue
+        try:
+            signature.bind(*calls[name])
+        except TypeError as error:
+            problem = f"{what} whose {name}{signature} does not take {' and '.join(calls[name]) or 'no arguments'}"
+            raise UserError(f"{key}._target_", problem, f"{name}({', '.join(('self', *calls[name]))})") from error

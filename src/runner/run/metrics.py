@@ -1,0 +1,185 @@
+"""Metrics, the one that decides which evaluation is best, and the callbacks that watch them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from runner.base.errors import UserError, nearest
+from runner.config.schema.train import Train
+from runner.config.targets import build, names_argument, resolve
+from runner.engine.callbacks import METHODS as CALLBACK
+from runner.engine.protocols import Metric
+from runner.engine.tasks import Task, converting
+from runner.engine.weight_average import Kind, prefix
+from runner.run.interfaces import calls_of, require_methods
+
+_SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric itself does not say
+
+
+class Monitor(NamedTuple):
+    """The metric that decides which evaluation is best."""
+
+    metric: str  # its full name, such as `val/loss`
+    mode: str  # whether the `min` or the `max` of it is best
+
+
+def choose_monitor(config: Train, task: Task) -> Monitor:
+    """The metric that decides which evaluation is best.
+
+    Raises:
+        UserError: if there is no such metric, or neither it nor the config says which of its values are better.
+    """
+    named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
+    metric = _full_name("checkpoint.monitor", named, config, task)
+    return Monitor(metric, config.checkpoint.mode or better("checkpoint.mode", metric, config, task))
+
+
+def expected_monitor(config: Train) -> Monitor:
+    """What `choose_monitor` will say, from the class of the task alone.
+
+    Raises:
+        UserError: if that does not tell it.
+    """
+    task = resolve(config.task["_target_"])
+    named, start = config.checkpoint.monitor, f"val/{prefix(averaging(config))}"
+    if named is None and (named := getattr(task, "monitor", None)) is not None:
+        named = str(named).replace("val/", start, 1)
+    if named is None:
+        raise UserError("checkpoint.monitor", "is null, and the task's class names no metric", "such as val/loss")
+    name = named if "/" in named else f"val/{named}"
+    plain = name.replace(start, "val/", 1)
+    mode = config.checkpoint.mode or (getattr(task, "mode", None) if plain == getattr(task, "monitor", None) else None)
+    if mode is None and plain.removeprefix("val/") in _SMALLER_IS_BETTER:
+        mode = "min"
+    if mode is None:
+        raise UserError("checkpoint.mode", f"is null, and a search has to know it of {name}", "min or max")
+    return Monitor(name, mode)
+
+
+def averaging(config: Train) -> Kind | None:
+    """The average of the weights that is evaluated as well."""
+    return "ema" if config.ema is not None else "swa" if config.swa is not None else None
+
+
+def _full_name(key: str, name: str, config: Train, task: Task) -> str:
+    """The full name of a metric of the validation split."""
+    own = [f"val/{metric}" for metric in ("loss", *metric_names(config, task))]
+    start = f"val/{prefix(averaging(config))}"
+    allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
+    name = name if "/" in name else f"val/{name}"
+    if name not in allowed:
+        raise UserError(key, f"there is no metric '{name}'", ", ".join(allowed), nearest(name, allowed))
+    return name
+
+
+def metric_names(config: Train, task: Task) -> list[str]:
+    """The names of all metrics: those of the task, and those that the config adds or puts in their place."""
+    return list(dict.fromkeys([*task.metric_names(), *(config.metrics or {})]))
+
+
+def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "max"]:
+    """Whether the `min` or the `max` of a metric, by its full name, is best; `key` is what to set if it is not known."""
+    names = {"loss", *metric_names(config, task)}
+    plain = name.removeprefix("val/")
+    plain = plain if plain in names else plain.removeprefix(prefix(averaging(config)))
+    if f"val/{plain}" == task.monitor and plain not in (config.metrics or {}):
+        return task.mode
+    # Building a metric may import torchmetrics, which takes two seconds: only where nothing else says it.
+    metric = build_metrics(config, task, torch.device("cpu"))[plain] if plain != "loss" else None
+    higher = getattr(metric, "higher_is_better", None)
+    if isinstance(higher, bool):
+        return "max" if higher else "min"
+    if plain in _SMALLER_IS_BETTER:
+        return "min"
+    if f"val/{plain}" == task.monitor:
+        return task.mode
+    problem = f"whether small or large values of '{name}' are better is not known"
+    raise UserError(key, problem, "min or max, or a metric with the attribute higher_is_better")
+
+
+def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:
+    """Build the callbacks of the config by name; one that names no metric watches that of the best evaluation."""
+    built = {}
+    for name, node in config.callbacks.items():
+        facts = {"monitor": monitor.metric, "mode": monitor.mode}
+        if node.get("monitor") is not None and (stops_early(node) or names_argument(node, "mode")):
+            watched = _full_name(f"callbacks.{name}.monitor", str(node["monitor"]), config, task)
+            node = node | {"monitor": watched}
+            # Another metric may be better in the other direction.
+            if node.get("mode") is None and watched != monitor.metric:
+                facts["mode"] = better(f"callbacks.{name}.mode", watched, config, task)
+        built[name] = build(f"callbacks.{name}", node, facts=facts)
+        require_methods(f"callbacks.{name}", node["_target_"], built[name], CALLBACK, some="on_")
+    return built
+
+
+def stops_early(node: Mapping[str, Any]) -> bool:
+    """Whether a callback is early stopping."""
+    return str(node["_target_"]).endswith("EarlyStopping")
+
+
+def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, Any]:
+    """Fresh metrics: those of the task, and those that the config adds or puts in their place."""
+    if config.metrics is None:
+        return task.metrics(device)
+    classes, threshold = getattr(task, "num_classes", None), getattr(task, "threshold", None)
+    facts = {"num_classes": classes, "task": "multiclass"}
+    if threshold is not None:
+        facts = {"num_classes": classes, "num_labels": classes, "threshold": threshold, "task": "multilabel"}
+    metrics = {name: build(f"metrics.{name}", node, facts=facts) for name, node in config.metrics.items()}
+    for name, metric in metrics.items():
+        require_methods(f"metrics.{name}", config.metrics[name]["_target_"], metric, calls_of(Metric))
+    return task.metrics(device) | {
+        name: converting(metric.to(device) if hasattr(metric, "to") else metric, task)
+        for name, metric in metrics.items()
+    }
+
+
+def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor) -> None:
+    """Try the config's metrics of torchmetrics on two samples: those made for another number of classes refuse them.
+
+    Args:
+        config: the config of the run.
+        task: its task.
+        outputs: of the model, for each sample.
+        target: of one sample, as the data set has it, shape (1, ...).
+
+    Raises:
+        UserError: if a metric refuses them.
+    """
+    if config.metrics is None:
+        return
+    with torch.random.fork_rng(devices=[]):  # the run's own generators go on as without this
+        metrics = build_metrics(config, task, torch.device("cpu"))
+    for name, metric in metrics.items():
+        if name not in config.metrics or not type(metric).__module__.startswith("torchmetrics.classification"):
+            continue  # others may need more samples, or be expensive
+        targets = task.targets(torch.cat([target.cpu(), target.cpu()]))
+        try:
+            metric.update(torch.zeros(2, outputs), targets)
+        except (ValueError, RuntimeError) as error:
+            problem = (
+                f"cannot take outputs of shape (2, {outputs}) and targets of shape {tuple(targets.shape)}: {error}"
+            )
+            raise UserError(
+                f"metrics.{name}", problem, "arguments that fit the task; null for those it knows"
+            ) from error
+
+
+def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[], dict[str, Any]]:
+    """A function that returns fresh metrics: built at the first call, later reset, or built again if one cannot be reset."""
+    built: dict[str, Any] = {}
+
+    def metrics() -> dict[str, Any]:
+        nonlocal built
+        if built and all(hasattr(metric, "reset") for metric in built.values()):
+            for metric in built.values():
+                metric.reset()
+        else:
+            built = build_metrics(config, task, device)
+        return built
+
+    return metrics

@@ -1,0 +1,284 @@
+"""Task, model and loss, fitted to the data; `runner.run.probe` tries them on a sample."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import UserError
+from runner.config.frozen import with_changes
+from runner.config.schema.sections import Normalize
+from runner.config.schema.train import Train
+from runner.config.targets import build, extras_of, names_argument
+from runner.data.build import DataModule
+from runner.data.transforms.augment import Pipeline
+from runner.data.workers import WorkerLoader
+from runner.engine.tasks import MultiLabel, Regression, Task
+from runner.optim.losses import CrossEntropy, Focal
+from runner.run.finetune import explaining, give_head
+from runner.run.interfaces import calls_of, require_methods
+from runner.tracking.formats import is_number
+
+_SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
+_MOST_TENSORS = 2**15  # a checkpoint with two averages of each, as Adam keeps them, has a header of about 25 MB
+
+TAKES_BATCHES = (
+    "transforms of batches, called with images (B, C, H, W) and random numbers, as in runner.data.transforms.augment; "
+    "a transform of a single image belongs in transform.sample_train or transform.sample_eval"
+)
+
+
+class KnownData(Protocol):
+    """What a model has to know about the data."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+
+    @property
+    def channels(self) -> int:
+        """Colour channels."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width."""
+
+    @property
+    def target_shape(self) -> tuple[int, ...] | None:
+        """Shape of the target of a sample; None if it is not known."""
+
+
+def build_task_model_loss(
+    config: Train, data: DataModule, fetch_weights: bool = True
+) -> tuple[Task, nn.Module, nn.Module]:
+    """Build task, model and loss; for `fetch_weights` see `build_model`."""
+    if data.incompatibilities:
+        raise data.incompatibilities[0]
+    task = build_task(config, data)
+    model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
+    _check_targets(task, data)
+    return task, model, build_loss(config, task, data)
+
+
+def build_task(config: Train, data: KnownData) -> Task:
+    """Build the task, which must fit the data."""
+    facts, shape = _task_facts(data), data.target_shape or ()
+    shipped = str(config.task["_target_"]).startswith("runner.")
+    if shipped and len(shape) > 1 and math.prod(shape) > 1:
+        problem = (
+            f"the target of a sample has shape {shape}, as the mask of a segmentation: segmentation is not supported"
+        )
+        raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a custom task")
+    if facts["num_classes"] is None and config.task.get("num_classes", 0) is None:
+        allowed = "task=regression loss=mse for numbers, or the number of classes"
+        raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
+    _check_against_data("task", config.task, facts)
+    task: Task = build("task", _filled(config.task, facts), facts=facts)
+    require_methods("task", config.task["_target_"], task, calls_of(Task), "monitor", "mode")
+    if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
+        problem = f"predicts numbers, and the targets are class numbers with names such as '{named[0]}'"
+        raise UserError("task", problem, "task=classification with a loss such as loss=cross_entropy, or other targets")
+    return task
+
+
+def build_model(
+    config: Train,
+    task: Task,
+    data: KnownData,
+    image: Callable[[], Tensor],
+    fetch_weights: bool = True,
+) -> nn.Module:
+    """Build the model; of the data only their description has to be there.
+
+    Args:
+        config: the config.
+        task: gives the number of outputs.
+        data: a description of the data.
+        image: gives an image as the model takes it, (1, C, H, W) on the CPU.
+        fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
+    """
+    facts = _model_facts(task, data)
+    head = extras_of("model", config.model).head
+    # A head that is replaced may have been made for other classes.
+    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
+
+    with _of_bounded_size():
+        model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
+        if not isinstance(model, nn.Module):
+            problem = f"{config.model['_target_']} gives a {type(model).__name__}"
+            raise UserError("model._target_", problem, "a torch.nn.Module, or a function that returns one")
+        if head is not None:
+            give_head(model, head, facts["num_classes"], image())
+    return model
+
+
+@contextlib.contextmanager
+def _of_bounded_size() -> Iterator[None]:
+    """Refuse a model of more tensors than a checkpoint can hold, or of more bytes than are free, before its weights are drawn."""
+    seen, free = set[int](), psutil.virtual_memory().available
+
+    def count(_: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal free
+        if tensor is None or id(tensor) in seen:
+            return
+        seen.add(id(tensor))
+        free -= 0 if tensor.device.type == "meta" else tensor.nbytes
+        if len(seen) > _MOST_TENSORS or free < 0:
+            problem = "needs more memory than is free" if free < 0 else f"has over {_MOST_TENSORS:,} tensors"
+            raise UserError("model", problem, "a smaller one, of fewer or narrower layers")
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(nn.modules.module.register_module_parameter_registration_hook(count).remove)
+        hooks.callback(nn.modules.module.register_module_buffer_registration_hook(count).remove)
+        yield
+
+
+def _check_targets(task: Task, splits: DataModule) -> None:
+    """Check all targets that are known without reading samples; others are checked in each batch, before it is used."""
+    # One that a task inherits says nothing of targets of its own kind.
+    kind = next(kind for kind in type(task).__mro__ if {"wrong_target", "targets"} & vars(kind).keys())
+    if "wrong_target" not in vars(kind):
+        return
+    wrong: Callable[[Tensor, bool], tuple[int, str] | None] = task.wrong_target  # type: ignore[attr-defined]
+    allowed = getattr(task, "expected", "finite numbers")
+
+    def check(split: str, targets: Tensor, samples: Tensor) -> None:
+        if found := wrong(targets, split == "train"):
+            problem = f"the target of sample {int(samples[found[0]])} of '{split}' {found[1]}"
+            raise UserError("data.dataset", problem, f"{allowed}, or another task")
+
+    for name, (_, indices) in splits.parts.items():
+        if name in splits.targets:
+            samples = indices[:]
+            check(name, splits.targets[name][samples], samples)
+            continue
+        check(name, splits.examples[name][1][None], indices[:1])
+        for split in (splits.eval_split(name), splits.train if name == "train" else None):
+            if split is not None and isinstance(split.loader, WorkerLoader):
+                split.loader.check = functools.partial(check, name)
+
+
+def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
+    """Build the loss, which must be a module."""
+    facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
+    loss = build("loss", config.loss, facts=facts | {"label_counts": _label_counts(task, data)})
+    if isinstance(loss, CrossEntropy | Focal) and isinstance(task, MultiLabel | Regression):
+        what, fit = ("sigmoid", "loss=bce") if isinstance(task, MultiLabel) else ("number", "loss=mse")
+        problem = (
+            f"{type(loss).__name__} is for one class per sample, and each output of this task is a {what} of its own"
+        )
+        raise UserError("loss", problem, f"{fit}, or task=classification")
+    if isinstance(loss, nn.Module):
+        return loss
+    raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
+
+
+def with_facts(config: Train, task: Task, data: DataModule) -> Train:
+    """The config with facts from the data instead of null, so that a checkpoint stores them: statistics, classes, image shape."""
+    return with_changes(
+        config,
+        {
+            "data.normalize": Normalize(mean=list(data.mean), std=list(data.std)),
+            "task": _filled(config.task, _task_facts(data)),
+            "model": _filled(config.model, _model_facts(task, data)),
+        },
+    )
+
+
+def _label_counts(task: Task, data: DataModule) -> Tensor | None:
+    """Training samples without and with each class or label, int64 (2, C); None if they are not known without reading them."""
+    if "train" not in data.targets or num_classes_of(task) is None:
+        return None
+    targets = data.targets["train"][data.parts["train"][1][:]]
+    if targets.ndim == 1 and data.class_counts is not None:
+        having = data.class_counts
+    elif targets.ndim == 2:
+        having = (targets > 0.5).sum(0)
+    else:
+        return None
+    return torch.stack([len(targets) - having, having])
+
+
+def num_classes_of(task: Task) -> int | None:
+    """The number of classes or labels; None for a task that has none."""
+    count = getattr(task, "num_classes", None)
+    return count if isinstance(count, int) else None
+
+
+def _task_facts(data: KnownData) -> dict[str, Any]:
+    """The number of classes, or else of values of a target vector, and the number of values of a target."""
+    shape = data.target_shape
+    values = None if shape is None else math.prod(shape)
+    vector = values if shape is not None and len(shape) == 1 else None
+    return {"num_classes": len(data.classes) or vector, "num_outputs": values}
+
+
+def _model_facts(task: Task, data: KnownData) -> dict[str, Any]:
+    return {"in_channels": data.channels, "image_size": data.image_size, "num_classes": task.outputs(data.classes)}
+
+
+def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """A component with facts instead of the arguments that it lists as null."""
+    open_ = [name for name in facts if name in node and node[name] is None and names_argument(node, name)]
+    return node | {name: _plain(facts[name]) for name in open_}
+
+
+def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
+    for name, fact in facts.items():
+        given = node.get(name)
+        if given is not None and fact is not None and _plain(given) != _plain(fact):
+            problem = f"is {given}, but the data says {fact}"
+            raise UserError(f"{key}.{name}", problem, f"{key}.{name}=null to take it from the data, or other data")
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def example_input(data: DataModule, copies: int = 1) -> Tensor:
+    """The first training sample as a model takes it, without augmentation: (copies, C, H, W)."""
+    image = data.example[0].expand(copies, *data.example[0].shape[1:])
+    if copies == 1:
+        return prepared(data.train_for_eval.prepare, image)
+    return data.train_for_eval.prepare(image, indices_for(image), 0)
+
+
+def example_targets(data: DataModule, copies: int = 1) -> Tensor:
+    """The target of the first training sample: (copies, ...)."""
+    return data.example[1].expand(copies, *data.example[1].shape[1:])
+
+
+def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
+    """Images after `transform.eval` and normalisation."""
+    with explaining("transform.eval", f"cannot take images of {tuple(images.shape)}: ", TAKES_BATCHES):
+        return pipeline(images, indices_for(images), 0)
+
+
+def indices_for(images: Tensor) -> Tensor:
+    """Sample numbers to draw random numbers by, for images of which nobody knows the number: zeros, int64 (B,)."""
+    return torch.zeros(len(images), dtype=torch.int64, device=images.device)
+
+
+def place(
+    model: nn.Module,
+    loss: nn.Module,
+    device: torch.device,
+    channels_last: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Move model and loss to the device, weights in the memory layout that the images come in.
+
+    In float64 all their floating-point tensors are converted; in float32 each keeps its type.
+    """
+    kept = dtype if dtype == torch.float64 else None
+    loss.to(device, kept)
+    model.to(device, kept)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)

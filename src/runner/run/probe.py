@@ -1,0 +1,149 @@
+"""A trial of one sample before training: what does not fit is reported before any time is spent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import UserError
+from runner.data.build import DataModule
+from runner.engine.plan import EpochPlan
+from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating, no_trace
+from runner.instrument.observer import Observer
+from runner.run.finetune import explaining, try_forward
+from runner.run.model import TAKES_BATCHES, example_input, example_targets, indices_for
+
+
+def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
+    """Send one sample through model and loss. Weights, buffers, modes and random generators are left as they are.
+
+    Returns:
+        Names of the BatchNorm layers that get a single value per channel, which has no variance.
+    """
+    target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
+
+    def note(name: str, module: nn.Module, inputs: list[Any]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1 and inputs[0].numel() == inputs[0].shape[1]:
+            single.append(name)
+
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [name for name, module in model.named_modules() if isinstance(module, kind)]
+    with Observer(model, before=note, names=norms):
+        logits = try_forward(model, example_input(data))
+    _probe_other_sizes(model, data)
+    with evaluating(model, loss):
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            allowed = f"a tensor of shape (1, {outputs}), one output per class or number"
+            raise UserError("model", f"gives {got} for one image", allowed)
+        _loss_of(task, loss, logits, target)
+        evaluated = data.train_for_eval
+        if min(evaluated.loader.batch_size, evaluated.samples) > 1:
+            _loss_of(task, loss, torch.cat([logits, logits]), torch.cat([target, target]))
+        _probe_augmentation(task, loss, data, logits)
+    _probe_gradient(task, model, loss, data, bool(single))
+    return single
+
+
+def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan, ranks: int = 1) -> None:
+    """Refuse batches of one sample if BatchNorm layers, which `probe` found, would get a single value per channel.
+
+    `ranks` is how many processes share a batch, of which each computes statistics of its own.
+    """
+    if not single or plan.size(plan.batches - 1) // ranks > 1:
+        return
+    model.train()  # as training does; a custom model may keep some layers in evaluation mode
+    for name in single:
+        norm = model.get_submodule(name)
+        trained = [parameter.requires_grad for parameter in norm.parameters()]
+        if norm.training and (any(trained) or not trained):
+            which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
+            which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
+            needs = f"{type(norm).__name__} '{name}' needs at least two values a channel in training"
+            allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
+            raise UserError("data.batch_size", f"{which}, and {needs}", allowed)
+
+
+def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor:
+    """The loss of a batch, which must be a tensor without dimensions."""
+    with explaining("loss", "", "a loss that fits the task and its targets"):
+        value = loss(logits, task.targets(target))
+    if not isinstance(value, Tensor) or value.ndim > 0:
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{kind}, not a tensor"
+        count = f"{len(target)} sample{'s' if len(target) > 1 else ''}"
+        raise UserError("loss", f"gives {got}, for {count}", "a tensor of shape (), the mean over the samples")
+    return value
+
+
+def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, single: bool) -> None:
+    """Compute the loss of two samples (one, if batches have one) as in training, which must have a gradient."""
+    copies = min(2, data.train.loader.batch_size, data.train.samples)
+    if copies == 1 and single:
+        return  # see `check_batches_of_one`
+    images, target = example_input(data, copies), example_targets(data, copies)
+    with _training(model, loss):
+        try:
+            if data.train.mix is not None:
+                images, target = data.train.mix(images, target, indices_for(images), 0)
+            logits = model(images)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return  # some models take only larger batches
+        if isinstance(logits, Tensor) and (logits.ndim == 0 or len(logits) != copies):
+            problem = f"gives {tuple(logits.shape)} in training for a batch of {copies}"
+            raise UserError("model", problem, f"one row for each image, ({copies}, {task.outputs(data.classes)})")
+        value = _loss_of(task, loss, logits, target)
+        if value.requires_grad or not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+    detached = isinstance(logits, Tensor) and not logits.requires_grad
+    key, what = ("model", "its outputs have") if detached else ("loss", "its value has")
+    allowed = f"a {key} without detach(), no_grad() or item() between the weights and the loss"
+    raise UserError(key, f"{what} no gradient, so nothing can be trained", allowed)
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
+    """Training mode with gradients; afterwards model, loss and random generators are as before."""
+    # Some models keep their last outputs as attributes, and a tensor with a graph cannot be copied for an average.
+    kept = [(module, dict(vars(module))) for module in (*model.modules(), *loss.modules())]
+    try:
+        with no_trace(model, loss), torch.enable_grad():
+            model.train()
+            yield
+    finally:
+        for module, attributes in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _probe_other_sizes(model: nn.Module, data: DataModule) -> None:
+    """Send an image of each split whose images have another size than those of the training split through the model."""
+    sample = data.example[0]
+    for name, (image, _) in data.examples.items():
+        split = data.eval_split(name)
+        if split is None or image.shape[-2:] == sample.shape[-2:]:
+            continue
+        images = image[None].to(sample.device)
+        try:
+            try_forward(model, split.prepare(images, indices_for(images), 0))
+        except UserError as error:
+            own, wanted = ("x".join(map(str, each.shape[-2:])) for each in (image, sample))
+            problem = f"images of '{name}' are {own}, and those of 'train' {wanted}: {error}"
+            allowed = "images of one size in every split; set data.image_size or a sample transform"
+            raise UserError("data.dataset", problem, allowed) from error
+
+
+def _probe_augmentation(task: Task, loss: nn.Module, data: DataModule, logits: Tensor) -> None:
+    """Send the sample through what only training does to it: augmentation and mixing."""
+    image, target = data.example
+    with explaining("transform.train", f"cannot take images of {tuple(image.shape)}: ", TAKES_BATCHES):
+        images = data.train.prepare(image, indices_for(image), 0)
+    if data.train.mix is not None:
+        allowed = "transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
+        with explaining("transform.mix", "gives targets that task and loss cannot take: ", allowed):
+            loss(logits, task.targets(data.train.mix(images, target, indices_for(image), 0)[1]))

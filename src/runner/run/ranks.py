@@ -1,0 +1,268 @@
+"""A run on several processes: what the first one decides for all, and what is checked to be the same on each."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from runner.base.cores import cores
+from runner.base.errors import ConfigError, Problem, UserError
+from runner.checkpoint import file, find
+from runner.checkpoint.weights import weights_sha256
+from runner.config import stored
+from runner.config.composition import Composition
+from runner.config.frozen import to_plain
+from runner.config.rules import needing_one_process
+from runner.config.schema.train import Train
+from runner.config.validate import typed
+from runner.data.build import DataModule
+from runner.distributed.batchnorm import synchronize
+from runner.distributed.sharding import is_sharded, shard
+from runner.distributed.world import World, restarted, started_by_launcher, world
+from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
+from runner.run.hardware import Hardware
+from runner.run.run import Run
+from runner.run.setup import Setup
+from runner.runtime.blocks import Block, named_blocks, repeated_blocks
+
+T = TypeVar("T", bound=Train)
+
+_TRIED = 32  # targets
+_WEIGHTS = "different initial weights"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank gets: nothing is composed or looked for again."""
+
+    composition: Composition
+    config: Train
+    directory: Path  # of the run
+    checkpoint: Path | None  # to resume from
+    differences: list[tuple[str, str, str]]
+    warnings: list[str]
+
+    @classmethod
+    def of(cls, composition: Composition, setup: Setup, directory: Path) -> Job:
+        """The job of a run whose directory is open."""
+        found = setup.found
+        warnings = [*(found.warnings if found else ()), *setup.warnings]
+        checkpoint = found.path if found else None
+        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The job as what JSON can contain, for ranks that another program started."""
+        return {
+            "composition": self.composition.to_plain(),
+            "config": to_plain(self.config),
+            "directory": str(self.directory),
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "differences": self.differences,
+            "warnings": self.warnings,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Job:
+        """What `to_plain` was called on."""
+        return cls(
+            composition=Composition.from_plain(plain["composition"]),
+            config=config_from_plain(plain["config"], Train),
+            directory=Path(plain["directory"]),
+            checkpoint=Path(plain["checkpoint"]) if plain["checkpoint"] else None,
+            differences=[(key, before, after) for key, before, after in plain["differences"]],
+            warnings=plain["warnings"],
+        )
+
+    def setup(self) -> Setup:
+        """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
+        found = None
+        if restarted() and find.named(self.directory / "checkpoints", "last"):
+            found = find.load(str(self.directory), self.directory.parent, prefer="last", later=True)
+        elif self.checkpoint is not None:
+            found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint, later=True), [])
+        return Setup(self.config, found, self.differences, warnings=self.warnings)
+
+
+def config_from_plain(values: dict[str, Any], schema: type[T]) -> T:
+    """The config that `runner.config.frozen.to_plain` was called on.
+
+    Raises:
+        ConfigError: if the values have other types, as those of another version of this package may.
+    """
+    config, problems = typed(schema, values)
+    if config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def count_ranks(config: Train) -> int:
+    """How many processes `devices` asks for on this machine.
+
+    Raises:
+        UserError: if there are not so many GPUs, or far fewer cores.
+    """
+    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+    devices = config.devices
+    if devices == "auto":
+        return max(1, gpus)
+    numbers = devices if isinstance(devices, list) else range(devices)
+    if not gpus and len(numbers) > (most := max(8, cores())):  # a few can try a layout on any machine
+        raise UserError("devices", f"asks for {len(numbers):,} processes on the CPU", f"at most {most}")
+    if gpus and len(numbers) > 1 and max(numbers) >= gpus:
+        raise UserError(
+            "devices", f"asks for device {max(numbers)}, and torch sees {gpus}", f"0 to {gpus - 1}, or device=cpu"
+        )
+    return len(numbers)
+
+
+def check_one_process(config: Train) -> None:
+    """Check a config once the number of processes is known, which `devices=auto`, torchrun and SLURM decide.
+
+    Raises:
+        ConfigError: if there are several, and the config asks for what needs a single one.
+    """
+    if config.dry_run:
+        return
+    size = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else count_ranks(config)
+    if size > 1:
+        several = f"there are {size} processes"
+        if problems := [Problem(*each) for each in needing_one_process(config, several)]:
+            raise ConfigError(problems)
+
+
+def device_of_rank(config: Train) -> torch.device:
+    """The device of this rank."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = config.devices[local] if isinstance(config.devices, list) else local
+    return torch.device("cuda", number % torch.cuda.device_count())
+
+
+def synchronize_norms(config: Train, model: nn.Module) -> list[str]:
+    """Do what `sync_batchnorm` asks for; returns a warning if it has no effect."""
+    if not config.sync_batchnorm:
+        return []
+    if world().size == 1:
+        return ["sync_batchnorm=true has no effect: one process trains, and has the whole batch"]
+    return [] if synchronize(model) else ["sync_batchnorm=true has no effect: the model has no BatchNorm"]
+
+
+def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
+    """A warning if the loss of a batch is not the mean of its samples' losses, found out on some targets; or nothing."""
+    targets = torch.stack([target for _, target in data.examples.values()])
+    if "train" in data.targets:
+        targets = data.targets["train"][data.parts["train"][1][:_TRIED]]
+    targets = task.targets(targets.to(data.example[0].device))
+    size = (len(targets), task.outputs(data.classes))
+    logits = torch.arange(size[0] * size[1], device=targets.device).view(size).sin()
+    with evaluating(loss):
+        try:
+            each = [float(loss(logits[row : row + 1], targets[row : row + 1])) for row in range(len(logits))]
+            whole = float(loss(logits, targets))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return []  # some losses take only larger batches
+    if math.isclose(whole, sum(each) / len(each), rel_tol=1e-3, abs_tol=1e-6):
+        return []
+    return [
+        "the loss of a batch is not the mean over its samples: the processes average what each computes of its own rows, "
+        "so their number changes the result, as accumulate does"
+    ]
+
+
+def check_same(run: Run, world: World) -> None:
+    """Check that all ranks have the same config, data and initial weights.
+
+    Raises:
+        UserError: naming the first rank that differs from rank 0.
+    """
+    if world.size == 1:
+        return
+    own = {"a different version of torch": torch.__version__, "different data": _digest(repr(run.data.fingerprint()))}
+    own |= {"a different config": _digest(stored.dump(run.config))}
+    loss = {f"loss/{name}": tensor for name, tensor in run.state.loss.state_dict().items()}
+    own |= {_WEIGHTS: weights_sha256(loss | ({} if is_sharded(run.model) else run.model.state_dict()))}
+    _require_same(own, world)
+
+
+def _require_same(own: dict[str, str], world: World) -> None:
+    """Check what may differ, causes first: the config has facts that come from the data."""
+    for rank, other in enumerate(ranks := world.gather(own)):
+        if wrong := [name for name in own if other[name] != ranks[0][name]]:
+            problem = f"rank {rank} of {world.size} has {wrong[0]} from rank 0"
+            raise UserError("devices", problem, "the same files, packages and environment for every rank")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def gathered_apart(model: nn.Module, patterns: Sequence[str] | None) -> tuple[list[Block], list[str]]:
+    """The blocks of `fsdp.blocks` whose weights FSDP gathers one block at a time, and the names of those where it cannot.
+
+    Torch divides a weight once in each unit, so a weight of two units would become two.
+    """
+    blocks = repeated_blocks(model)
+    if patterns is not None:
+        blocks = named_blocks(model, patterns, "fsdp.blocks", "null")
+    places = _places(model)
+    shared = [name for name, block in blocks if any(places[weight] > n for weight, n in _places(block).items())]
+    return [(name, block) for name, block in blocks if name not in shared], shared
+
+
+def _places(model: nn.Module) -> Counter[nn.Parameter]:
+    """In how many modules each weight is."""
+    return Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
+
+
+def shard_model(
+    config: Train, model: nn.Module, hardware: Hardware, warnings: list[str]
+) -> Mapping[nn.Parameter, nn.Parameter]:
+    """Divide the weights of a model among the ranks if `strategy` says so; see `runner.distributed.sharding.shard`.
+
+    Returns:
+        The parameters now, by those that they replace.
+
+    Raises:
+        UserError: if the ranks have different weights, or the settings do not fit model, device or number of ranks.
+    """
+    if config.strategy != "fsdp":
+        return {}
+    if world().size == 1:
+        warnings.append("strategy=fsdp has no effect: one process trains, and has the whole model")
+        return {}
+    settings, ranks = config.fsdp, world()
+    _require_same({_WEIGHTS: weights_sha256(model.state_dict())}, ranks)
+    if ranks.size % settings.replicas:
+        allowed = f"a divisor of {ranks.size}, the number of processes"
+        raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
+    if hardware.precision.scaler is not None:
+        problem = "chose fp16 on this device, whose scaled loss strategy=fsdp does not support"
+        raise UserError("amp", problem, "bf16 or false, or strategy=ddp")
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        problem = f"has weights without dimensions, which strategy=fsdp cannot shard: {', '.join(scalars[:3])}"
+        raise UserError("model", problem, "weights of shape (1,), or strategy=ddp")
+    blocks, shared = gathered_apart(model, settings.blocks)
+    if shared:
+        warnings.append(
+            f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with the parameters outside "
+            "the blocks: they share weights with other modules"
+        )
+    return shard(
+        model,
+        [module for _, module in blocks],
+        ranks,
+        hardware.device,
+        reshard_after_forward=settings.reshard_after_forward,
+        replicas=settings.replicas,
+    )

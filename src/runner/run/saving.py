@@ -1,0 +1,288 @@
+"""Saves a run, at once or in the background, and restores it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+from runner.base.errors import UserError, first_line
+from runner.base.user_frames import own_frames
+from runner.checkpoint import file, resume
+from runner.checkpoint.async_writer import AsyncWriter, Snapshot
+from runner.checkpoint.find import LoadedCheckpoint
+from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
+from runner.checkpoint.weights import loss_of
+from runner.config import stored
+from runner.config.targets import build
+from runner.distributed.world import world
+from runner.engine.callbacks import Checkpointing
+from runner.engine.errors import Diverged, Interrupted, Preempted
+from runner.engine.loop import Loop
+from runner.engine.state import TrainState, not_finite
+from runner.run.data_check import compare_data, source_digests
+from runner.run.interfaces import calls_of, require_methods
+from runner.run.model import example_input
+from runner.run.run import Run
+from runner.run.run_record import RunRecord
+from runner.tracking.environment import versions
+from runner.tracking.loggers import JsonLines, Logger
+from runner.tracking.metrics_buffer import MetricsBuffer
+from runner.tracking.tensorboard_extras import Watched
+
+_MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
+
+
+class Saving:
+    """Writes checkpoints of a run, and with each one the metrics and the summary up to it.
+
+    When the run ends, `__exit__` waits for the background, and keeps the best state if a failure came before it was written.
+
+    Args:
+        run: the run.
+        record: its directory and summary.
+        callbacks: of the user, by name; those with a state are saved.
+        loggers: where metrics are stored.
+        buffer: metrics on their way there.
+        clock: see `runner.engine.callbacks.Checkpointing`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        record: RunRecord,
+        *,
+        callbacks: dict[str, Any],
+        loggers: Sequence[Logger],
+        buffer: MetricsBuffer,
+        clock: Callable[[], float],
+    ) -> None:
+        settings = run.config.checkpoint
+        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first)
+        self.callback = Checkpointing(  # decides when to save
+            every_steps=settings.every_steps,
+            every_epochs=settings.every_epochs,
+            save=self._save,
+            copy=lambda loop: resume.copied(self._contents(loop)),
+            min_seconds=settings.min_seconds,
+            check=self._check,
+            clock=clock,
+        )
+        self._run, self._record, self._callbacks = run, record, callbacks
+        self._loggers, self._buffer = loggers, buffer
+        self._facts: dict[str, Any] = {
+            "config": stored.dump(run.config),
+            "classes": list(run.data.classes),
+            "versions": versions(),
+            "data": run.data.fingerprint(),
+            "images": list(run.data.image_shape),
+            "sources": source_digests(run.config),
+        }
+        self._background, self._snapshot = AsyncWriter(), Snapshot()
+        self._by_design: set[str] = set()
+        self._hook: Any = None
+
+    def begin(self, loop: Loop) -> None:
+        """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it."""
+        state, folder = loop.state, self._record.directory.checkpoints
+        trained = {name for name, _ in state.named_parameters()}
+        of_loss = {f"loss.{name}": tensor for name, tensor in state.loss.state_dict().items()}
+        self._by_design = {
+            name
+            for name, tensor in (state.model.state_dict() | of_loss).items()
+            if name not in trained and tensor.is_floating_point() and not bool(tensor.isfinite().all())
+        }
+        weights = size_of(state.model.state_dict())
+        require_space(folder, weights)
+        tensors = 1 + _MOMENTS + (state.averaged is not None)
+        if warning := scarce(folder, weights * tensors, self.manager.keep):
+            self._record.console.warn(warning)
+        if self._run.config.on_nonfinite == "rollback" and not world().decide(self.manager.last.is_file):
+            self._save(loop, False)  # something to go back to
+
+    def end(self, loop: Loop) -> None:
+        """Wait until everything is written, and write a checkpoint if there is none yet."""
+        self._background.wait()
+        if not world().decide(self.manager.last.is_file):
+            self._save(loop, False)
+            self._background.wait()
+        world().wait_for_all()  # so that all see the same best checkpoint
+
+    def resume(self, found: LoadedCheckpoint, continued: bool) -> list[str]:
+        """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it; returns warnings.
+
+        `continued` says whether the checkpoint lies in this run's own directory.
+
+        Raises:
+            UserError: if it was trained on other data, or is of another model or optimizer.
+        """
+        data, ignore = self._run.data, self._run.config.data.identity == "ignore"
+        warnings = compare_data(found.contents, data, self._facts["data"], self._facts["sources"], ignore)
+        state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
+        saved = loss_of(found.contents, "raw", self._run.config, state.loss)
+        resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
+        path, best, step = found.path.resolve(), state.best, state.position.global_step
+        if best is not None and (best.metric, best.mode) != monitor:
+            now = f"{monitor.metric} ({monitor.mode})"
+            warnings.append(
+                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is determined by {now}"
+            )
+            state.best = None
+        elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
+            warnings.append("the checkpoint of the best evaluation is missing: the best one is determined again")
+            state.best = None
+        if continued:
+            self.manager.make_last(path)  # later ones belong to a future that is computed again
+        elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
+            directory.copy_metrics(path.parents[1], step)
+        directory.truncate_metrics(step, _repeated(state))
+        return warnings
+
+    def _save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
+        """Write the state, and before it the best one if that was put off."""
+        contents = self._contents(loop)
+        self._buffer.empty()
+        for logger in self._loggers:
+            logger.flush()
+        if not self.manager.writes:
+            self._record.update(loop.state, self._run.monitor.metric)
+            return
+        if not self._run.config.checkpoint.async_:
+            self._write(contents, is_best, earlier_best, self._record.update(loop.state, self._run.monitor.metric))
+            return
+        self._background.wait()  # its buffers are used again
+        contents = self._copy_behind(contents, loop.state)
+        summary = copy.deepcopy(self._record.update(loop.state, self._run.monitor.metric))
+
+        def work() -> None:
+            self._snapshot.finish()
+            self._write(contents, is_best, earlier_best, summary)
+
+        self._background.start(work)
+
+    def _copy_behind(self, contents: dict[str, Any], state: TrainState) -> dict[str, Any]:
+        """A copy of which an optimizer's moments are copied by the thread: nothing changes them before the next update.
+
+        Weights are copied at once, as some models change theirs in forward. The update waits for the thread, by a hook that
+        is there for this one step.
+        """
+        self._remove_hook()
+        if "step" in vars(state.optimizer):  # replaced by a compiled one, which calls no hooks
+            return self._snapshot.take(contents)
+        copied = self._snapshot.take(contents, lambda place: place.startswith("/optimizer/state/"))
+
+        def wait(*_: Any) -> None:
+            self._snapshot.complete.wait()
+
+        self._hook = state.optimizer.register_step_pre_hook(wait)
+        return copied
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _check(self) -> None:
+        """Raise what went wrong in the background, if anything did."""
+        if self._snapshot.complete.is_set():
+            self._remove_hook()
+        self._background.check()
+
+    def _write_best(self, contents: dict[str, Any]) -> None:
+        """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
+        if self.manager.writes and not self._not_finite(contents):
+            self.manager.save(contents, contents["position"]["global_step"], is_best=True)
+
+    def roll_back(self, loop: Loop) -> None:
+        """Put the run back to its last checkpoint, and take back what was logged since."""
+        self._background.wait()
+        world().wait_for_all()
+        self._buffer.empty()
+        found = LoadedCheckpoint(self.manager.last, file.read(self.manager.last), [])
+        resume.restore(found, loop.state, self._callbacks)
+        self._record.directory.truncate_metrics(loop.state.position.global_step, _repeated(loop.state))
+        for logger in self._loggers:
+            logger.close()
+            logger.open(self._record.directory.path, loop.state.position.global_step)
+
+    def _contents(self, loop: Loop) -> dict[str, Any]:
+        loop.check_nonfinite()
+        return resume.contents(loop.state, self._callbacks, **self._facts)
+
+    def _write(
+        self, contents: dict[str, Any], is_best: bool, earlier_best: dict[str, Any] | None, summary: dict[str, Any]
+    ) -> None:
+        step = contents["position"]["global_step"]
+        if earlier_best is not None:
+            self._write_best(earlier_best)
+        if name := self._not_finite(contents):
+            raise Diverged(f"{name} is not finite after step {step}; it was not saved")
+        self.manager.save(contents, step, is_best)
+        self._record.directory.write_summary(summary)
+
+    def _not_finite(self, contents: dict[str, Any]) -> str:
+        return not_finite({key: contents.get(key) for key in ("model", "loss", "optimizer")}, self._by_design)
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failed: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        best = self.callback.leave()
+        try:
+            self._background.wait()
+            if failed is not None and best is not None:
+                self._write_best(best)
+        except (UserError, Diverged) as error:
+            if failed is None or isinstance(failed, Preempted | Interrupted):
+                raise
+            self._record.console.warn(f"and then: {error}")  # the failure before is the one to report
+
+
+def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
+    """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config on the first rank."""
+    samples = {split: image for split, (image, _) in run.data.examples.items()}
+    facts = {"warn": warn, "watched": Watched(run.model, lambda: example_input(run.data), samples)}
+    chosen = run.config.logger if world().first else {}
+    loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
+    for name, logger in loggers.items():
+        require_methods(f"logger.{name}", chosen[name]["_target_"], logger, calls_of(Logger))
+        if not type(logger).__module__.startswith("runner."):
+            loggers[name] = _sheltered(name, logger, warn)
+    return [JsonLines(), *loggers.values()]
+
+
+def open_loggers(loggers: Sequence[Logger], record: RunRecord, step: int | None, ending: ExitStack) -> None:
+    """Open loggers until `ending`, at the step that a run continues from."""
+    for logger in loggers:
+        ending.callback(logger.close)
+        logger.open(record.directory.path, step)
+        record.endings += [logger.finish] if hasattr(logger, "finish") else []
+
+
+def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
+    """The methods of a custom logger: one that raises causes a warning once, and the run continues."""
+    reported = set[str]()
+
+    def call(method: str, *arguments: Any) -> None:
+        try:
+            getattr(logger, method)(*arguments)
+        except Exception as error:
+            if method not in reported:
+                reported.add(method)
+                place = "".join(f" ({each.filename}, line {each.lineno})" for each in own_frames(error)[-1:])
+                warn(
+                    f"logger.{name}: {method} raised {type(error).__name__}: {first_line(error)}{place}; the run continues"
+                )
+
+    methods = [each for each in (*calls_of(Logger), "finish") if hasattr(logger, each)]
+    return SimpleNamespace(**{each: functools.partial(call, each) for each in methods})
+
+
+def _repeated(state: TrainState) -> tuple[str, ...]:
+    """Splits that a run evaluates at the step that it resumes from, where an earlier attempt may have done so already."""
+    return ("test", "val") if state.position.evaluation_due else ("test",)

@@ -1,0 +1,132 @@
+"""What a run is asked to do: by the command line, a checkpoint, or the same command given before."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.base import slurm
+from runner.base.errors import ConfigError, UserError
+from runner.base.reading import read_overrides, read_regular, read_summary
+from runner.base.secrets import mask_words
+from runner.checkpoint import find
+from runner.config import keys
+from runner.config.changes import changes_refused
+from runner.config.composition import Composition
+from runner.config.frozen import to_plain
+from runner.config.keys import key_of, within
+from runner.config.merge import settings_changed
+from runner.config.output_folders import holds_run
+from runner.config.resolve import resolve_config, resolve_with_checkpoint
+from runner.config.schema.train import Train
+from runner.distributed.world import restarted
+from runner.run.directory import RunDirectory, slurm_job, unfinished, works
+
+
+@dataclass
+class Setup:
+    """What a run is asked to do."""
+
+    config: Train
+    found: find.LoadedCheckpoint | None = None  # the checkpoint to resume from
+    differences: list[tuple[str, str, str]] = field(default_factory=list)  # (key, before, after) on the command line
+    again: RunDirectory | None = None  # the directory of the run that `resume=auto` resumes, or starts again
+    finished: RunDirectory | None = None  # the same if that run has finished
+    warnings: list[str] = field(default_factory=list)  # runs and checkpoints that were skipped
+
+
+def resolve(composition: Composition) -> Setup:
+    """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
+    ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
+    if composition.resumes or restarted():
+        # A job of a sweep begins with the checkpoint, and resumes from its own.
+        if ckpt_path is not None and composition.values.get("resume") == "auto" and composition.job_dir is None:
+            problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
+            raise UserError("resume", problem, "one of them")
+        again, warnings = to_continue(composition)
+        if again is not None and (read_summary(again.path) or {}).get("status") == "finished":
+            return Setup(resolve_config(composition, Train), finished=again)
+        if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
+            ckpt_path = again.path
+    if ckpt_path is None:
+        config = resolve_config(composition, Train)
+        if not (composition.resumes or restarted() or composition.job_dir):
+            warnings = _left_behind(composition)
+        return Setup(config, again=again, warnings=warnings)
+    found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
+    config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
+    if composition.values.get("lr") == "auto" and again is None:
+        rate = config.optimizer.get("lr")
+        found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
+    # Where a run sends to is for the command line to say.
+    gone = [key[:-9] for key, _, now in differences if now == "-" and re.fullmatch(r"logger\.[^.]+\._target_", key)]
+    if gone and "logger" not in map(key_of, composition.overrides):
+        differences = [each for each in differences if each[0] != "logger" and not within(each[0], gone)]
+        found.warnings.append(
+            f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it"
+        )
+    if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
+        raise ConfigError(refused)
+    return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])
+
+
+def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str]]:
+    """The run that `resume=auto` means, and warnings about others that were skipped.
+
+    It is the run in the folder that Hydra was given, or the newest unfinished one of this command.
+    """
+    fixed = composition.job_dir or composition.run_dir
+    if fixed is not None:
+        return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
+    # A requeued job continues what it began itself, as other jobs may have the same command.
+    of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
+    return unfinished(composition.runs, lambda run: of_job in (None, slurm_job(run)) and not _unlike(run, composition))
+
+
+def _left_behind(composition: Composition) -> list[str]:
+    """A warning if a run with the settings of one that starts ended early and has a checkpoint."""
+
+    def same(run: Path) -> bool:
+        return find.named(run / "checkpoints", "last") is not None and not (works(run) or _unlike(run, composition))
+
+    found, _ = unfinished(composition.runs, same, most=20)
+    command = f"python -m runner train {shlex.quote(f'ckpt_path={found.path}')}" if found else ""
+    return [f"a run with the same settings has not finished; to continue it: {command}"] if found else []
+
+
+def _unlike(folder: Path, composition: Composition) -> list[str]:
+    """Keys in which a run has other settings than a command; by its words if it wrote no config. ValueError: unreadable."""
+    path = folder / "config.yaml"
+    try:
+        if os.path.lexists(path):
+            values = to_plain(resolve_config(composition, Train))
+            return settings_changed(read_regular(path).decode(), str(path), values, composition)
+        path = folder / "overrides.yaml"
+        words = {*read_overrides(folder)} ^ {*mask_words(composition.overrides)}  # masked as they are stored
+    except (OSError, ValueError, UserError) as error:
+        raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return sorted({keys.key_of(word) for word in words} - {"resume"})
+
+
+def why_occupied(composition: Composition) -> UserError | None:
+    """The mistake of resuming in the folder of `hydra.run.dir` while it belongs to another run; None for no mistake."""
+    fixed = composition.run_dir
+    of_checkpoint = composition.values.get("ckpt_path") is not None  # whose settings are not those of the command
+    if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
+        return None
+    try:
+        if not (unlike := _unlike(fixed, composition)):
+            return None
+        reason = f"holds a run of other settings ({', '.join(unlike[:5])})"
+    except ValueError as error:
+        reason = f"holds a run whose {error}"
+    other = f"ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
+    return UserError("resume", f"is auto, and {fixed} {reason}", f"its command, another folder, or {other}")
+
+
+def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:
+    """Whether a checkpoint that was found lies in a run's directory."""
+    return found is not None and path.resolve() in found.path.resolve().parents

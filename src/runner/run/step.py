@@ -1,0 +1,74 @@
+"""How a training step is computed: its parts, its guard against gradients that are not finite, and the function itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from runner.config.schema.train import Train
+from runner.engine.clipping import AdaptiveClip
+from runner.engine.nonfinite import NonFiniteGuard
+from runner.engine.oom_retry import OOMRetryStep
+from runner.engine.state import TrainState
+from runner.engine.step import StepConfig, StepFunction, batch_loss, train_step
+from runner.engine.tasks import Task
+from runner.optim.kernels import plain_step
+from runner.run.hardware import Hardware
+from runner.runtime.determinism import caller_in_backward, operation, refusal
+from runner.runtime.toggles import Toggled
+
+
+def build_parts(
+    config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled
+) -> StepConfig:
+    """What a step consists of."""
+    grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
+    return StepConfig(
+        targets=task.targets,
+        loss=loss,
+        autocast=hardware.precision.autocast,
+        clip_norm=grad_clip.norm,
+        clip_value=grad_clip.value,
+        clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
+        compiled_loss=toggled.objective,
+        guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
+        optimizer_step=plain_step(state.optimizer),
+    )
+
+
+def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list[str]:
+    """A warning if the guard makes every step wait for the device."""
+    if parts.guard is None or not parts.guard.waits or hardware.device.type == "cpu":
+        return []
+    lack = f"{type(state.optimizer).__name__} has no fused kernel that skips steps whose gradients are not finite"
+    return [f"every step waits for the {hardware.device.type} device: {lack}"]
+
+
+def build_step(config: Train, batch_size: int) -> StepFunction:
+    """What trains on a batch: `train_step`, or one that retries with micro-batches or names nondeterministic operations."""
+    step: StepFunction = OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
+    if config.deterministic is not True:
+        return step
+
+    def naming_operations(
+        state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool
+    ) -> None:
+        """A step that names the module whose backward pass `deterministic=true` refuses, instead of torch's error."""
+        try:
+            step(state, parts, batch, weight, samples, update)
+        except RuntimeError as error:
+            # In a forward pass the stack names the module; the modules of a compiled graph cannot be told apart.
+            if not operation(str(error)) or parts.compiled_loss is not None:
+                raise
+            forward = functools.partial(batch_loss, state, parts, batch.images, parts.targets(batch.targets))
+            try:
+                caller = caller_in_backward(state.model, forward)
+            except RuntimeError:  # the operation is in the forward pass
+                caller = ""
+            named = refusal(error, caller)
+            assert named is not None, "the error is about such an operation"
+            raise named from error
+
+    return naming_operations

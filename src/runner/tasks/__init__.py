@@ -1,0 +1,1 @@
+"""Tasks: how targets, outputs and metrics relate, a file each."""

@@ -1,0 +1,123 @@
+import errno
+import json
+import os
+import resource
+
+import pytest
+
+from runner.base.errors import UserError
+from runner.base.files import append, write_atomically, write_json
+
+
+def test_a_written_file_holds_exactly_the_bytes_and_leaves_nothing_beside_it(tmp_path):
+    target = tmp_path / "a.bin"
+    write_atomically(target, b"one")
+    write_atomically(target, b"two")
+    assert target.read_bytes() == b"two"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_a_failed_rename_keeps_the_old_content_and_no_temporary_file(tmp_path, monkeypatch):
+    target = tmp_path / "a.bin"
+    write_atomically(target, b"old")
+
+    def refuse(source, destination):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(UserError, match=r"a\.bin: input/output error"):
+        write_atomically(target, b"new")
+    assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_an_interruption_while_writing_keeps_the_old_content_and_no_temporary_file(tmp_path, monkeypatch):
+    target = tmp_path / "a.bin"
+    write_atomically(target, b"old")
+
+    def interrupt(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(target, b"new")
+    assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_the_data_and_then_the_folder_are_flushed_around_the_rename(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(descriptor):
+        events.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "data")  # noqa: PTH112
+        fsync(descriptor)
+
+    def noted_replace(source, destination):
+        name = os.fspath(source).rpartition("/")[2]
+        assert name.startswith(".")
+        assert name.endswith(".tmp")
+        events.append("rename")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    write_atomically(tmp_path / "a", b"x")
+    assert events == ["data", "rename", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (errno.ENOSPC, "no space left on the disk that holds"),
+        (errno.EDQUOT, "the quota is used up on the disk that holds"),
+        (errno.EACCES, "cannot write .*permission denied"),
+        (errno.EROFS, "cannot write .*read-only"),
+    ],
+)
+def test_a_disk_error_is_a_sentence_with_the_path_and_the_reason(tmp_path, monkeypatch, number, sentence):
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match=sentence) as caught:
+        write_atomically(tmp_path / "a.bin", b"x")
+    assert str(tmp_path / "a.bin") in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_where_a_folder_is_needed_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="a file exists where a folder is needed"):
+        write_atomically(tmp_path / "file" / "a.bin", b"x")
+
+
+def test_what_fits_on_the_disk_is_appended_before_the_rest_is_a_sentence(tmp_path):
+    path = tmp_path / "log"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with path.open("ab", buffering=0) as file:
+        append(file, b"one\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6, limits[1]))
+        try:
+            with pytest.raises(UserError, match=f"cannot write {path}: it would exceed the largest file size"):
+                append(file, b"two\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == b"one\ntw"
+
+
+def test_json_keeps_order_and_writes_nan_and_infinity_as_null(tmp_path):
+    target = tmp_path / "a.json"
+    write_json(target, {"z": float("nan"), "a": [float("inf"), (1, 2.5)], "name": "Zürich", "path": tmp_path})
+    text = target.read_text(encoding="utf-8")
+    assert json.loads(text) == {"z": None, "a": [None, [1, 2.5]], "name": "Zürich", "path": str(tmp_path)}
+    assert text.index('"z"') < text.index('"a"')
+    assert text.startswith('{\n  "z"')
+
+
+def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path):
+    target = tmp_path / "a.json"
+    write_json(target, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(target, {"a": object()})
+    assert json.loads(target.read_text()) == {"a": 1}

@@ -1,0 +1,310 @@
+"""`sweep`, `watch` and `report` of the same files: the same states, the same best, the same command that repeats a job."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tiny_runs import TINY
+
+import runner
+from runner.lab.report.page import content_of
+from runner.sweeps.ledger import Ledger
+from runner.sweeps.rows import JobRow
+from runner.sweeps.table import print_table, summarise
+from runner.sweeps.view import live_lines, look
+from runner.tracking.console import Console
+
+RATES = ("optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=0.3")
+
+
+def make_run(folder: Path, words: list[str], status: str, value: float | None = None, **more: Any) -> Path:
+    """The files of a run: `metric` and `mode` of its best value may be given, and anything else of its summary."""
+    folder.mkdir(parents=True)
+    (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
+    given = {"metric": "val/accuracy", "mode": "max"} | {
+        name: more.pop(name) for name in ("metric", "mode") if name in more
+    }
+    best = None if value is None else {**given, "value": value, "loss": 0.1, "global_step": 5}
+    summary = {"status": status, "error": "it broke" if status == "failed" else None, "best": best, "wall_s": 61.0}
+    (folder / "summary.json").write_text(json.dumps(summary | {"monitor": given["metric"], "last": {}} | more))
+    values: dict[str, Any] = {"optimizer": {"lr": 0.5}, "seed": 0, "model": {"_target_": "a.Model"}}
+    for word in words:
+        *path, last = word.partition("=")[0].split(".")
+        section = values
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = yaml.safe_load(word.partition("=")[2])
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    (folder / "metrics.jsonl").write_text('{"global_step": 1, "split": "train", "loss": 0.5}\n')
+    return folder
+
+
+def make_ledger(folder: Path, planned: list[list[str]] | None, events: list[dict[str, Any]], **more: Any) -> None:
+    ledger = Ledger(folder)
+    jobs = None if planned is None else {str(number): words for number, words in enumerate(planned)}
+    launch = {
+        "swept": ["optimizer.lr", "seed"],
+        "base": {},
+        "jobs": jobs,
+        "flags": [],
+        "retry": "failed",
+        "fail_fast": False,
+    }
+    ledger.append("launch", **(launch | more))
+    for number, event in enumerate(events):
+        ledger.append(event.pop("event"), **({"job": str(number), "folder": str(number)} | event))
+
+
+def table_text(rows: list[JobRow]) -> str:
+    stream = io.StringIO()
+    print_table(rows, Console(None, stream=stream))
+    return stream.getvalue()
+
+
+def states(folder: Path) -> dict[str, str]:
+    """The state of each run in the table of the sweep, after it was seen to be the same in the other two."""
+    found = {row.job: row.status for row in summarise(folder, write=False)}
+    view = look(folder)
+    assert {row.job: row.status for row in view.rows} == found
+    text = "\n".join(part for line in live_lines(view, 80, 20) for part, _ in line)
+    assert all(status in text for status in found.values())
+    reported = {str(run.path.relative_to(folder)): run.status for run in runner.runs(folder)}
+    assert reported == {job: status for job, status in found.items() if status != "pending"}
+    return found
+
+
+def test_a_job_that_was_killed_before_it_wrote_anything_is_reported_with_its_reason(tmp_path: Path) -> None:
+    words = [[rate, f"seed={seed}"] for rate in RATES[:2] for seed in (0, 1)]
+    make_run(tmp_path / "0", words[0], "finished", 0.9)
+    (tmp_path / "1").mkdir()
+    make_run(tmp_path / "2", words[2], "running")
+    killed = {"event": "failed", "sentence": "killed by SIGKILL: perhaps out of memory"}
+    events = [{"event": "finished"}, killed, dict(killed)]
+    make_ledger(tmp_path, words, [event | {"overrides": own} for event, own in zip(events, words, strict=False)])
+    assert states(tmp_path) == {"0": "finished", "1": "died", "2": "died", "-": "pending"}
+    found = runner.runs(tmp_path)
+    assert [run.error for run in found][1:] == [killed["sentence"]] * 2
+    assert [run.repeat for run in found][1:] == [f"python -m runner train {' '.join(own)}" for own in words[1:3]]
+    assert found.notes == (f"{tmp_path}: 1 of 4 jobs have not started",)
+    alone, *others = runner.runs(tmp_path / "2", tmp_path)
+    assert (alone.error, len(others)) == (killed["sentence"], 2)
+
+
+def test_a_planned_job_whose_folder_was_removed_is_pending_in_both(tmp_path: Path) -> None:
+    words = [[rate] for rate in RATES[:2]]
+    make_run(tmp_path / "0", words[0], "finished", 0.9)
+    make_ledger(tmp_path, words, [{"event": "finished", "overrides": own} for own in words])
+    assert states(tmp_path) == {"0": "finished", "-": "pending"}
+    assert runner.runs(tmp_path).notes == (f"{tmp_path}: 1 of 2 jobs have not started",)
+
+
+def test_a_search_keeps_trials_without_a_folder_and_never_calls_a_pruned_one_the_best(tmp_path: Path) -> None:
+    words = [[rate, "sweep=optuna", "search.trials=4"] for rate in RATES]
+    make_run(tmp_path / "0", words[0], "finished", 0.9)
+    make_run(tmp_path / "1", words[1], "pruned", 0.99)
+    ended = {"status": "finished", "metric": "val/accuracy", "value": 0.97, "sentence": None}
+    events = [{"event": "finished"}, {"event": "pruned"}, {"event": "finished"} | ended]
+    make_ledger(tmp_path, None, [event | {"overrides": own} for event, own in zip(events, words, strict=True)])
+    assert states(tmp_path) == {"0": "finished", "1": "pruned", "2": "finished"}
+    assert look(tmp_path).headline == "2 of 3 jobs finished, 1 pruned, best val/accuracy 0.97 (job 2)"
+    table = runner.report(tmp_path).table
+    assert [row.runs[0].path.name for row in table.rows] == ["2", "0", "1"]
+    assert [row.best for row in summarise(tmp_path)] == [False, False, True]
+    best = content_of(runner.runs(tmp_path))["runs"]
+    assert [run["lost"] for run in best] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "reason"),
+    [
+        ({"status": "nonsense"}, "died", "no run has the status nonsense"),
+        ({"status": "running"}, "died", "it is still marked as running: it was killed"),
+        ({"status": None}, "died", "no run has the status None"),
+        ("{", "died", "its summary.json is damaged, so its result is unknown"),
+        (None, "died", "it left no summary.json"),
+        (
+            {"status": "finished", "monitor": "val/accuracy", "last": {"accuracy": None}},
+            "failed",
+            "its objective is not finite: val/accuracy is nan",
+        ),
+    ],
+)
+def test_a_state_is_told_from_the_others(tmp_path: Path, content: Any, status: str, reason: str) -> None:
+    make_run(tmp_path / "0", [RATES[0]], "finished", 0.9)
+    make_run(tmp_path / "1", [RATES[1]], "finished", 0.9)
+    file = tmp_path / "1" / "summary.json"
+    file.unlink()
+    if content is not None:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert states(tmp_path) == {"0": "finished", "1": status}
+    assert reason in table_text(summarise(tmp_path, write=False))
+    assert reason in str(runner.runs(tmp_path)[1].error)
+
+
+def test_the_best_is_the_smallest_also_where_the_first_run_failed_before_it_had_a_value(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", [RATES[0]], "failed", metric="val/loss")
+    for number, value in enumerate((0.5, 0.2), 1):
+        make_run(tmp_path / str(number), [RATES[number]], "finished", value, metric="val/loss", mode="min")
+    assert [row.best for row in summarise(tmp_path)] == [False, False, True]
+    found = runner.report(tmp_path, sort="status")
+    assert found.runs[0].monitor == "val/loss"
+    assert [row.runs[0].path.name for row in runner.report(tmp_path).table.rows] == ["2", "1", "0"]
+    assert content_of(found.runs)["mode"] == "min"
+
+
+def test_a_setting_of_which_all_repetitions_failed_is_below_those_with_a_result(tmp_path: Path) -> None:
+    for seed, (rate, status, value) in enumerate([(0, "failed", 0.99), (1, "finished", 0.8), (1, "failed", 0.99)]):
+        make_run(tmp_path / str(seed), [RATES[rate], f"seed={seed}"], status, value)
+    rows = runner.report(tmp_path).table.rows
+    assert [row.values["val/accuracy"].mean for row in rows] == [0.8, 0.99]
+    assert [row.status for row in rows] == ["1 finished, 1 failed", "failed"]
+    lines = json.loads((summarise(tmp_path), (tmp_path / "sweep.json").read_text())[1])["table"]
+    assert [(line["mean"], line["finished"]) for line in lines] == [(0.8, 1), ("-", "-")]
+
+
+def test_a_text_is_sorted_backwards_too_and_what_is_missing_is_last(tmp_path: Path) -> None:
+    for number, started in enumerate(("2026-01-01", None, "2026-01-03")):
+        make_run(tmp_path / str(number), [RATES[number]], "finished", 0.9, started=started)
+    for sort, expected in (("started", ["0", "2", "1"]), ("-started", ["2", "0", "1"])):
+        rows = runner.report(tmp_path, sort=sort).table.rows
+        assert [row.runs[0].path.name for row in rows] == expected
+
+
+def test_a_run_without_a_config_belongs_to_its_repetitions(tmp_path: Path) -> None:
+    for seed in range(3):
+        make_run(tmp_path / str(seed), [RATES[0], f"seed={seed}"], "finished", 0.9)
+    make_run(tmp_path / "3", [RATES[1], "seed=0"], "finished", 0.8)
+    (tmp_path / "1" / "config.yaml").unlink()
+    table = runner.report(tmp_path).table
+    assert table.keys == ("optimizer.lr",)
+    assert [len(row.runs) for row in table.rows] == [3, 1]
+    (tmp_path / "3" / "config.yaml").unlink()
+    assert runner.report(tmp_path).table.keys == ("optimizer.lr",)
+
+
+def test_each_metric_has_its_own_table_of_spreads(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        make_run(tmp_path / f"{seed}", ["data=a", f"seed={seed}"], "finished", 0.9)
+        make_run(tmp_path / f"{seed + 2}", ["data=b", f"seed={seed}"], "finished", 0.3, metric="val/loss", mode="min")
+    text = table_text(summarise(tmp_path))
+    assert re.findall("^spread of (.*)$", text, re.MULTILINE) == ["val/accuracy", "val/loss"]
+
+
+def test_the_job_that_nothing_is_switched_off_in_has_a_name(tmp_path: Path) -> None:
+    for number, words in enumerate(([], ["ema=null"])):
+        for seed in (0, 1):
+            make_run(tmp_path / str(2 * number + seed), [*words, f"seed={seed}"], "finished", 0.9)
+    rows = summarise(tmp_path)
+    assert re.search("^base +seed +2 ", table_text(rows), re.MULTILINE)
+    make_run(tmp_path / "other" / "0", [], "finished", 0.9)
+    make_run(tmp_path / "other" / "1", ["ema=null"], "finished", 0.9)
+    assert re.search("^ *0 +base +finished", table_text(summarise(tmp_path / "other")), re.MULTILINE)
+
+
+def test_the_command_that_repeats_a_job_is_the_same_everywhere(tmp_path: Path) -> None:
+    words = [RATES[0], "sweep.retry=all", "sweep=optuna", "search.trials=4"]
+    make_run(tmp_path / "0", words, "failed")
+    make_ledger(tmp_path, None, [{"event": "failed", "overrides": words}], flags=["--config-dir=mine"])
+    expected = f"python -m runner train --config-dir=mine {RATES[0]}"
+    [row], [run], [seen] = summarise(tmp_path), runner.runs(tmp_path), look(tmp_path).rows
+    assert row.repeat == run.repeat == seen.repeat == expected
+    alone = make_run(tmp_path / "elsewhere" / "alone", [RATES[0]], "failed")
+    (alone / "environment.json").write_text(json.dumps({"command": ["train", "-cd", "mine", RATES[0]]}))
+    assert look(alone).rows[0].repeat == runner.runs(alone)[0].repeat == expected.replace("--config-dir", "-cd")
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "runs" / "0", [], "finished", 0.9)
+    monkeypatch.chdir(tmp_path)
+    assert len(runner.runs(folder, "runs", "runs/../runs/0", os.fspath(tmp_path), "runs/**")) == 1
+
+
+def test_a_run_that_was_continued_elsewhere_is_no_repetition_of_a_baseline(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", ["seed=0"], "failed", 0.5)
+    make_run(tmp_path / "1", ["seed=0"], "finished", 0.9, resumed_from=str(tmp_path / "0" / "checkpoints" / "last"))
+    text = tmp_path / "baseline.json"
+    runner.report(tmp_path, save_baseline=text)
+    [setting] = json.loads(text.read_text())["settings"]
+    assert (len(setting["runs"]), setting["failed"]) == (1, 0)
+
+
+def test_sweep_finds_the_sweep_below_a_folder_or_names_those_there_are(run: Callable[..., Any], workdir: Path) -> None:
+    sweeps = workdir / "outputs" / "mine" / "sweeps"
+    make_run(sweeps / "2026-01-01" / "0", [RATES[0]], "finished", 0.9)
+    make_ledger(sweeps / "2026-01-01", [[RATES[0]], [RATES[1]]], [{"event": "finished", "overrides": [RATES[0]]}])
+    assert run("sweep", "outputs/mine").out == run("sweep", str(sweeps / "2026-01-01")).out
+    make_run(workdir / "outputs" / "mine" / "2026-01-03", [], "finished", 0.5)
+    shutil.copytree(sweeps / "2026-01-01", sweeps / "2026-01-02")
+    refused = run("sweep", "outputs/mine")
+    assert refused.status == 2
+    assert "2026-01-02, outputs/mine/sweeps/2026-01-01" in refused.err
+    # A sweep that waits between two jobs is not over, whatever lies beside it.
+    assert look(Path("outputs/mine")).done
+    (sweeps / "2026-01-02" / ".lock").write_text("process 1 on elsewhere")
+    assert not look(Path("outputs/mine")).done
+    assert len(look(Path("outputs/mine")).rows) == 3
+
+
+@pytest.mark.parametrize("option", ["csv", "md", "json", "html", "save_baseline"])
+def test_a_file_named_minus_is_standard_output(
+    option: str, run: Callable[..., Any], workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(workdir / "runs" / "0", [], "finished", 0.9)
+    (folder / "config.yaml").unlink()
+    done = run("report", "runs", f"{option}=-")
+    assert done.status == 0, done.err
+    assert not (workdir / "-").exists()
+    assert "config.yaml is missing" in done.err
+    assert run("report", "runs", f"{option}=file").status == 0
+    assert done.out == (workdir / "file").read_text()
+
+
+def test_damaged_lines_of_metrics_are_told_where_metrics_are_read(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "0", [], "finished", 0.9)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\0\0\0\nnot json\n{"global_step": 2}\n{"global')  # the last one is being written
+    assert runner.report(tmp_path).notes == ()
+    notes = runner.report(tmp_path, html=tmp_path / "page.html").notes
+    assert notes == (f"{folder}: metrics.jsonl has 2 damaged lines, skipped",)
+
+
+def test_averaged_weights_are_compared_under_the_name_of_the_metric(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", [], "finished", 0.5)
+    make_run(tmp_path / "1", ["ema=0.9"], "finished", 0.9, metric="val/ema_accuracy")
+    make_run(tmp_path / "2", ["swa=0.5"], "finished", 0.8, metric="val/swa_accuracy")
+    assert [row.values["val/accuracy"].mean for row in runner.report(tmp_path).table.rows] == [0.9, 0.8, 0.5]
+    assert len(runner.runs(tmp_path, where="val/ema_accuracy=0.9")) == 1
+    assert [(row.metric, row.best) for row in summarise(tmp_path)] == [
+        ("val/accuracy", False),
+        ("val/accuracy", True),
+        ("val/accuracy", False),
+    ]
+
+
+def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Callable[..., Any], workdir: Path) -> None:
+    words = ("train", *TINY, "epochs=2", "transform=none", "performance=baseline")
+    for name, more in (("never", ()), ("stopped", ("max_steps=1",)), ("other", ("transform=standard",))):
+        assert run(*words, f"hydra.run.dir=runs/{name}", *more).status == 0
+    assert run("train", "ckpt_path=runs/stopped", "max_steps=null", "hydra.run.dir=runs/resumed").status == 0
+    table = runner.report("runs", columns="transform,performance").table
+    rows = {frozenset(each.path.name for each in row.runs): row.values["transform"] for row in table.rows}
+    assert rows == {frozenset({"never", "resumed"}): "none", frozenset({"other"}): "standard"}
+    shutil.rmtree("runs/stopped")
+    assert len(runner.report("runs").table.rows) == 2
+
+
+@pytest.mark.parametrize("option", ["csv", "md", "json", "html"])
+def test_a_text_that_is_no_unicode_is_written_escaped(tmp_path: Path, option: str) -> None:
+    make_run(tmp_path / "0", [], "failed")
+    (tmp_path / "0" / "overrides.yaml").write_text('["notes=\\ud800"]')
+    runner.report(tmp_path, columns="notes", **{option: tmp_path / "file"})  # type: ignore[arg-type]
+    assert "\\ud800" in (tmp_path / "file").read_text()

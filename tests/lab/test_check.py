@@ -1,0 +1,128 @@
+"""`check` as it is called: what it prints, its exit status, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.lab.check.table import CHECKS
+from runner.verbs._table import VERBS
+
+QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "verbs" / "check.md"
+
+
+def test_a_default_run_passes_and_every_check_has_a_line(run: Callable[..., Any], workdir: Path) -> None:
+    result = run("check", "threads=1", "device=cpu")
+    assert result.status == 0, result.out
+    for each in CHECKS:
+        assert re.search(rf"^{each.group} +{each.name} +(pass|skip) +\S", result.out, re.MULTILINE), each.name
+    assert re.search(r"^\d+ passed, \d+ skipped in \d+\.\d s$", result.out.strip().splitlines()[-1])
+    assert not list(workdir.iterdir()), "nothing is written"
+
+
+def test_a_warning_fails_only_with_strict(run: Callable[..., Any]) -> None:
+    words = (*QUICK, "optimizer.lr=1e-12", "only=[learning-rate,image-range]")
+    assert run(*words).status == 0
+    strict = run(*words, "--strict")
+    assert strict.status == 1
+    assert "1 warned (learning-rate), 2 passed in" in strict.out
+    assert "fix: a larger optimizer.lr" in strict.out
+
+
+def test_checks_are_chosen_by_name_and_by_group(run: Callable[..., Any]) -> None:
+    result = run(*QUICK, "only=[labels,logits]", "skip=[near-duplicates]", "--json")
+    names = [each["name"] for each in json.loads(result.out)["checks"]]
+    groups = {each.name for each in CHECKS if each.group == "labels"} - {"near-duplicates"}
+    assert set(names) == {"build", "logits", *groups}
+    assert "check of digits" in result.err, "what is not JSON goes to standard error"
+
+
+@pytest.mark.parametrize("key", ["only", "skip"])
+def test_an_unknown_check_is_an_error(run: Callable[..., Any], key: str) -> None:
+    result = run(*QUICK, f"{key}=[overfitt]")
+    assert result.status == 2
+    assert f"{key}: there is no check or group 'overfitt'; did you mean 'overfit'?" in result.err
+    assert f"allowed: {'config, ' if key == 'only' else ''}data, labels" in result.err
+
+
+@pytest.mark.parametrize("name", ["build", "config"])
+def test_the_build_cannot_be_skipped(run: Callable[..., Any], name: str) -> None:
+    result = run(*QUICK, f"skip={name}")
+    assert result.status == 2
+    assert f"skip: '{name}' always runs" in result.err
+
+
+def test_check_refuses_a_config_like_train(run: Callable[..., Any]) -> None:
+    told = [run(verb, "epoch=3", "threads=1") for verb in ("train", "check")]
+    assert [each.status for each in told] == [2, 2]
+    assert told[0].err == told[1].err
+
+
+@pytest.mark.parametrize(
+    ("words", "evidence", "later"),
+    [
+        ((*QUICK[3:], "task=regression", "loss=cross_entropy"), "loss", {"readable": "pass", "overfit": "skip"}),
+        (("data=image_folder", "data.root=nowhere"), "nowhere", {"readable": "skip"}),
+    ],
+    ids=["of the model", "of the data"],
+)
+def test_a_failed_build_fails_but_what_was_built_is_checked(
+    run: Callable[..., Any], words: tuple[str, ...], evidence: str, later: dict[str, str]
+) -> None:
+    result = run(*QUICK[:3], *words, "json=true", "only=[data,overfit]")
+    assert result.status == 1
+    checks = {each["name"]: each for each in json.loads(result.out)["checks"]}
+    assert checks["build"]["status"] == "fail"
+    assert evidence in checks["build"]["evidence"]
+    assert {name: checks[name]["status"] for name in later} == later
+
+
+def test_short_words_stand_for_keys() -> None:
+    expand = VERBS["check"].expand_shorthand
+    assert expand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
+    assert expand(["only=labels,overfit", "-m"]) == ["only=[labels,overfit]", "-m"]
+    assert expand(["--json", "--strict", "--train", "seed=1"]) == [
+        "json=true",
+        "strict=true",
+        "train=true",
+        "seed=1",
+    ]
+
+
+def test_the_docs_list_every_check_and_what_it_finds() -> None:
+    cells = re.findall(r"^\| (\w+) \| `([\w-]+)` \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [row for row in cells if row[0] != "config"] == [(each.group, each.name, each.finds) for each in CHECKS]
+
+
+def test_a_training_after_checks_is_the_one_without_them(run: Callable[..., Any], train: Callable[..., Any]) -> None:
+    words = ("model=mlp", "model.hidden=[16]", "model.dropout=0.1", "epochs=1", "evaluate.test=false")
+    before = train(*words).summary["weights_sha256"]
+    assert run("check", "threads=1", *words, "only=[model,loss,loop]", "skip=[overfit,zero-input]").status == 0
+    assert train(*words).summary["weights_sha256"] == before
+
+
+def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.checkpoint.weights import weights_sha256
+    from runner.lab.check import run as check_run
+
+    seen: set[str] = set()
+    real = check_run.run_check
+
+    def spying(each: Any, subject: Any, broken: dict[str, str]) -> Any:
+        verdict = real(each, subject, broken)
+        seen.add(
+            weights_sha256(subject.model.state_dict())
+            + str(subject.training.state.optimizer.state_dict()["state"].keys())
+        )
+        return verdict
+
+    monkeypatch.setattr(check_run, "run_check", spying)
+    words = ("skip=[zero-input,baselines]", "train=true", "train_steps=20", "scheduler=constant")
+    assert run(*QUICK, *words).status == 0
+    assert len(seen) == 1

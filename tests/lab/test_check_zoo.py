@@ -1,0 +1,193 @@
+"""`check` finds each of many faults by name, and none in a training without one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import check_held_out
+import check_photo_zoo
+import check_zoo
+
+from runner.lab.check.table import CHECKS
+
+HEALTHY = (
+    *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_zoo.shapes}", "data.split.val=0.2"),
+    *("data.normalize={mean: null, std: null}", "data.batch_size=32", "transform=standard", "epochs=2"),
+    "model={_target_: check_zoo.Net, num_classes: null}",
+)
+
+
+SHIFT = "transform.train=[{_target_: runner.data.transforms.augment.RandomShift, share: 0.125}]"
+
+
+def _shapes(fault: str) -> str:
+    return f"data.dataset={{_target_: check_zoo.shapes, fault: {fault}}}"
+
+
+OF_DATA = ("data", "labels", "baselines")
+
+
+@pytest.fixture
+def check(composed_check: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """The checks by name, of a healthy training and further words."""
+    return functools.partial(composed_check, HEALTHY)
+
+
+@pytest.fixture
+def check_by_hydra(run: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """The same as from the command line."""
+
+    def call(*words: str) -> dict[str, dict[str, Any]]:
+        result = run("check", "json=true", *HEALTHY, *words)
+        assert result.status in (0, 1), result.err
+        return {each["name"]: each for each in json.loads(result.out)["checks"]}
+
+    return call
+
+
+@pytest.mark.parametrize("case", check_zoo.CASES, ids=lambda case: f"{case.fault} {case.check}".replace(" ", "-"))
+def test_each_fault_is_found_and_named(check: Callable[..., Any], case: check_zoo.Case) -> None:
+    (group,) = (each.group for each in CHECKS if each.name == case.check)
+    # A fault of the images is none of the outputs (unless there can be no batch), and the other way round.
+    others = (["outputs"] if case.check != "image-shapes" else []) if group in OF_DATA else ["data", "labels"]
+    made = check(*case.words, f"only=[{','.join([case.check, *others])}]")
+    found = made.pop(case.check)
+    assert found["status"] == case.status, found
+    assert case.evidence in found["evidence"]
+    assert found["fix"]
+    alarms = [each for each in made.values() if each["group"] in others and each["status"] in ("fail", "warn")]
+    assert not alarms
+
+
+def test_dropout_that_is_always_on_does_not_look_like_samples_that_mix(check: Callable[..., Any]) -> None:
+    made = check("model.fault=dropout always on", "only=[outputs]")
+    assert [name for name, each in made.items() if each["status"] == "fail"] == ["repeatable-evaluation"]
+
+
+@pytest.mark.parametrize("words", [(), check_zoo.REGRESSION], ids=["classification", "regression"])
+def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., Any], words: tuple[str, ...]) -> None:
+    made = check_by_hydra("train=true", "train_steps=20", *words)
+    assert not [each for each in made.values() if each["status"] not in ("pass", "skip")]
+    assert sum(each["status"] == "pass" for each in made.values()) > 35
+
+
+PALE = (_shapes("white pages"), SHIFT)
+PRETRAINED = "model={_target_: check_zoo.Pretrained, num_classes: null}"
+MEANT = {
+    "dropout of any make": (("model.fault=stochastic depth",), "overfit", "100% right"),
+    "bias of the class shares": (("init=prior_bias", _shapes("common class")), "initial-loss", "the class shares"),
+    "statistics of trained weights": (
+        (PRETRAINED, "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}"),
+        "normalization",
+        "as the pretrained weights of the model expect",
+    ),
+    "a loss below zero": (("loss={_target_: check_zoo.Loss, fault: below zero}",), "learning-rate", "loss -3.6"),
+    "a small loss": (("loss={_target_: check_zoo.Loss, fault: small}",), "learning-rate", "loss 0.001"),
+    "a high first loss": (("model.fault=large head",), "short-training", "loss"),
+    "a high rate for swa": (
+        ("swa=0.5", "averaging.lr_factor=0.9", "scheduler=cosine", "epochs=10"),
+        "schedule",
+        "times the rate",
+    ),
+    "padded white pages": (PALE, "model-input", "in training"),
+    "augmented white pages": (PALE, "augmentation", "with augmentation"),
+    "white pages of one border": (PALE, "batch-repeats", "0% of"),
+    "one drawing twice": ((_shapes("one glyph twice"),), "leakage", "1 of 100 of test"),
+    "weighted classes": (
+        (_shapes("common class"), "loss.class_weights=balanced"),
+        "class-balance",
+        "handled by loss.class_weights",
+    ),
+    "balanced classes": (
+        (_shapes("common class"), "data.sampler=balanced"),
+        "class-balance",
+        "handled by data.sampler=balanced",
+    ),
+    "faint numbers": (
+        (*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")),
+        "learnable",
+        "standard errors",
+    ),
+    "a rectifier at the end": ((*check_zoo.REGRESSION, "model.fault=never negative"), "dead-units", "of 64 units"),
+}
+
+
+@pytest.mark.parametrize("case", MEANT)
+def test_what_is_meant_is_no_fault(check: Callable[..., Any], case: str) -> None:
+    words, name, evidence = MEANT[case]
+    found = check(*words, f"only=[{name}]")[name]
+    assert found["status"] == "pass", found
+    assert evidence in found["evidence"]
+
+
+def test_a_gradient_of_zero_is_not_called_an_exploding_one(check: Callable[..., Any]) -> None:
+    assert "grad_clip" not in check("model.fault=dead", "only=[gradient-scale]")["gradient-scale"]["fix"]
+
+
+def test_an_error_of_the_model_is_told_and_the_data_are_checked_nevertheless(check: Callable[..., Any]) -> None:
+    found = check("model.fault=raises", "only=[data,logits]")
+    assert found["build"]["status"] == "fail"
+    assert "KeyError: 'raises'" in found["build"]["evidence"]
+    assert "HYDRA_FULL_ERROR=1" in found["build"]["fix"]
+    assert found["image-range"]["status"] == "pass"
+    assert found["logits"]["status"] == "skip"
+
+
+def test_an_error_of_the_data_set_is_told(check: Callable[..., Any]) -> None:
+    found = check("data.dataset={_target_: check_zoo.shapes, samples: 400, kind: unheard of}", "only=[image-range]")
+    assert found["build"]["status"] == "fail"
+    assert found["image-range"]["evidence"] == "the data was not built"
+
+
+def test_a_short_training_thaws_as_the_run_does(check: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[bool] = []
+    monkeypatch.setattr(check_zoo.Net, "trained", property(lambda _: steps, lambda *_: None), raising=False)
+    words = ("freeze=all-but-head", "unfreeze_at=4", "train=true", "train_steps=10", "only=[training]")
+    assert check(*words)["training"]["status"] in ("pass", "fail")
+    assert steps[-10:] == [False] * 4 + [True] * 6
+
+
+def test_a_short_training_rolls_back_as_the_run_does(check: Callable[..., Any]) -> None:
+    data = "data.dataset={_target_: check_zoo.shapes, fault: not a number, samples: 400}"
+    words = (
+        "on_nonfinite=rollback",
+        "train=true",
+        "train_steps=16",
+        "optimizer.lr=0.02",
+        "data.normalize={mean: [0.2, 0.5, 0.5], std: [0.1, 0.2, 0.2]}",
+        "only=[training]",
+    )
+    found = check(data, *words)["training"]
+    assert found["status"] == "warn", found
+    assert "rolled back 2 times" in found["evidence"]
+    assert "sample 17 " in found["evidence"]
+
+
+def test_there_are_faults_enough_and_every_check_has_one() -> None:
+    assert len({case.fault for case in check_zoo.CASES}) >= 25
+    beside = {"beats-baselines"}  # takes a checkpoint
+    on_photos = {case.check for case in check_photo_zoo.CASES + check_held_out.CASES} | {"build", "file-shortcut"}
+    assert {case.check for case in check_zoo.CASES} | on_photos == {"build", *(each.name for each in CHECKS)} - beside
+
+
+def test_a_run_is_compared_with_baselines(check_by_hydra: Callable[..., Any], run: Callable[..., Any]) -> None:
+    found = {}
+    for name, words in {"good": ("epochs=6",), "bad": ("optimizer.lr=1e-12",)}.items():
+        trained = run(
+            "train", *HEALTHY, "logger=none", "log.progress=false", "log.curves=false", "evaluate.test=false", *words
+        )
+        assert trained.status == 0, trained.err
+        with_run = (f"ckpt_path={trained.directory}", "trust=[check_zoo]", "only=[baselines,initial-loss]")
+        found[name] = check_by_hydra(*with_run)
+    assert found["good"]["beats-baselines"]["status"] in ("pass", "warn")
+    assert found["bad"]["beats-baselines"]["status"] == "fail"
+    assert "most frequent class" in found["bad"]["beats-baselines"]["evidence"]
+    assert found["bad"]["initial-loss"]["status"] == "skip", "the weights are not those of a start"

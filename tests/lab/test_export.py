@@ -1,0 +1,231 @@
+"""What is exported says what the model says, at any batch size, and describes itself."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from extras import PACKAGES, needs
+from safetensors.torch import load_file
+
+from runner.checkpoint.file import read, write
+from runner.config.app import Composition
+from runner.config.schema.verbs import Export
+from runner.data.sources.digits import digits
+from runner.lab.export import formats
+from runner.run import from_checkpoint as _checkpoint
+
+CALL = ("export", "threads=1")
+SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
+NEEDED = PACKAGES["export"]
+with_packages = needs("export")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.lab.export.run._SECONDS", 0.0)
+
+
+@pytest.fixture
+def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module:
+    """The checkpoint's own model."""
+    resolved = _checkpoint.resolve_checkpoint(compose(f"ckpt_path={trained}", verb="export"), Export)
+    return resolved.restore_model(resolved.data_facts(), torch.device("cpu"))[1]
+
+
+@pytest.fixture
+def export(run: Callable[..., Any], trained: Path) -> Callable[..., dict[str, Any]]:
+    def call(*words: str) -> dict[str, Any]:
+        result = run(*CALL, f"ckpt_path={trained}", "json=true", *words)
+        assert result.status == 0, result.err
+        return json.loads(result.out)
+
+    return call
+
+
+def normalised(count: int) -> torch.Tensor:
+    return (digits()["train"].images[:count] / 255 - 0.3053) / 0.3761
+
+
+def test_torch_export_takes_any_batch_size(
+    export: Callable[..., Any], model: torch.nn.Module, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any, **__: Any) -> None:
+        raise AssertionError("the data is not to be read")
+
+    monkeypatch.setattr("runner.run.from_checkpoint.read_data", absent)
+    record = export()
+    loaded = torch.export.load(trained / "export" / "model.pt2").module()
+    for count in (1, 5, 33):
+        torch.testing.assert_close(loaded(normalised(count)), model(normalised(count)), rtol=1e-5, atol=1e-5)
+    assert [row["batch_size"] for row in record["comparison"]] == [1, 8]
+    assert all(row["max_rel"] <= 1e-5 and row["ms"] > 0 < row["model_ms"] for row in record["comparison"])
+
+
+@with_packages
+def test_every_format_agrees_and_is_described(
+    export: Callable[..., Any], model: torch.nn.Module, trained: Path
+) -> None:
+    import onnxruntime
+
+    record = export("format=safetensors,onnx,torchscript", "batch_sizes=[2,7]")
+    folder = trained / "export"
+    images = normalised(11)
+    expected = model(images)
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
+    assert [each.shape for each in (*session.get_inputs(), *session.get_outputs())] == [
+        ["batch", 1, 8, 8],
+        ["batch", 10],
+    ]
+    (outputs,) = session.run(None, {"images": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(outputs), expected, rtol=1e-5, atol=1e-5)
+    weights = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert {(row["format"], row["batch_size"]) for row in record["comparison"]} == {
+        (name, size) for name in ("safetensors", "onnx", "torchscript") for size in (2, 7)
+    }
+    described = json.loads((folder / "model.json").read_text())
+    assert described["classes"] == [str(number) for number in range(10)]
+    assert described["input"]["shape"] == ["batch", 1, 8, 8]
+    assert described["input"]["dtype"] == "float32"
+    assert described["preprocessing"]["mean"] == [0.3053]
+    assert {name: each["bytes"] for name, each in described["files"].items()} == {
+        name: (folder / each["file"]).stat().st_size for name, each in described["files"].items()
+    }
+    assert sorted(path.name for path in folder.iterdir()) == sorted(Path(path).name for path in record["written"])
+
+
+def test_preprocessing_goes_into_the_model_where_asked(
+    export: Callable[..., Any], model: torch.nn.Module, trained: Path
+) -> None:
+    record = export("include_preprocessing=true")
+    assert record["input"]["dtype"] == "uint8"
+    assert record["preprocessing"]["normalization_in_the_model"] is True
+    loaded = torch.export.load(trained / "export" / "model.pt2").module()
+    torch.testing.assert_close(loaded(digits()["train"].images[:9]), model(normalised(9)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = ("epochs=1", "max_steps=2", "model=small_cnn", "model.width=4", "amp=bf16", "channels_last=true")
+    directory = train(*words).directory
+    result = run(*CALL, f"ckpt_path={directory}", "output=there")
+    assert result.status == 0, result.err
+    program = torch.export.load("there/model.pt2")
+    assert {value.dtype for value in program.state_dict.values()} <= {torch.float32, torch.int64}
+    assert program.module()(normalised(3)).dtype == torch.float32
+
+
+def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(model: Any, example: Any, path: Path) -> Any:
+        path.write_bytes(b"")
+        return lambda images: model(images) + 1e-3
+
+    monkeypatch.setitem(formats.FORMATS, "torch_export", ("model.pt2", wrong))
+    result = run(*CALL, f"ckpt_path={trained}")
+    assert result.status == 1
+    assert "torch_export differs from the model by 0.001" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_model_that_cannot_be_exported_is_a_sentence(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("data-dependent control flow\nand more")
+
+    monkeypatch.setattr("torch.export.export", refuse)
+    result = run(*CALL, f"ckpt_path={trained}")
+    assert result.status == 2
+    assert "torch_export cannot express this model: data-dependent control flow" in result.err
+    assert not list((trained / "export").iterdir())
+
+
+@pytest.mark.parametrize("names", [("onnx",), ("onnxruntime",), NEEDED])
+def test_packages_that_are_missing_are_a_sentence(
+    names: tuple[str, ...], run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked in names else find(asked))
+    result = run(*CALL, f"ckpt_path={trained}", "format=onnx")
+    assert result.status == 2
+    assert f"onnx needs packages that are not installed: {', '.join(names)}\n" in result.err
+    assert "runner[export]" in result.err
+
+
+def test_torchscript_says_that_torch_deprecates_it(run: Callable[..., Any], trained: Path) -> None:
+    result = run(*CALL, f"ckpt_path={trained}", "format=torchscript")
+    assert result.status == 0, result.err
+    assert "torch deprecates TorchScript" in result.out
+
+
+def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    directory = train(*SMALL, "ema=0.9").directory
+    averaged = read(directory / "checkpoints" / "last.safetensors")["averaged"]["weights"]
+    for which, expected in (
+        ("averaged", averaged),
+        ("raw", read(directory / "checkpoints" / "last.safetensors")["model"]),
+    ):
+        words = ("format=safetensors", f"weights={which}", f"output={which}", "json=true")
+        result = run(*CALL, f"ckpt_path={directory}/checkpoints/last.safetensors", *words)
+        assert result.status == 0, result.err
+        assert json.loads(result.out)["weights"] == ("ema" if which == "averaged" else "raw")
+        found = load_file(Path(which) / "model.safetensors")
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) -> None:
+    assert set(problems("format=[]", "batch_sizes=[]", verb="export")) == {"format", "batch_sizes"}
+    assert problems("format=onx", verb="export")["format"].nearest == "onnx"
+
+
+def test_what_a_untrusted_names_is_not_built(run: Callable[..., Any], trained: Path, workdir: Path) -> None:
+    contents = read(trained / "checkpoints" / "best.safetensors")
+    contents["config"] = contents["config"].replace("runner.models.mlp.MLP", "subprocess.run")
+    write(workdir / "untrusted.pt", contents)
+    result = run(*CALL, "ckpt_path=untrusted.pt")
+    assert result.status == 2
+    assert "its package is not trusted" in result.err
+
+
+@pytest.mark.parametrize(
+    "name", ["torch_export", "safetensors", "torchscript", pytest.param("onnx", marks=needs("export"))]
+)
+def test_a_file_that_the_disk_refuses_is_a_sentence_and_leaves_nothing(
+    name: str, run: Callable[..., Any], trained: Path
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        result = run(*CALL, f"ckpt_path={trained}", f"format={name}", "output=here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.status == 2, result.err
+    assert "cannot write here/model." in result.err
+    assert "largest file size" in result.err
+    assert list(Path("here").iterdir()) == []
+
+
+def test_a_full_disk_is_a_failure_that_leaves_no_part(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, content: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    result = run(*CALL, f"ckpt_path={trained}", "output=here")
+    assert result.status == 1
+    assert "no space left on the disk that holds here/model.pt2" in result.err
+    assert list(Path("here").iterdir()) == []

@@ -1,0 +1,414 @@
+"""`inspect` says what a model is and computes, in the numbers that one gets by hand, and changes nothing by looking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from runner.config.resolve import resolve_config
+from runner.config.schema.verbs import Inspect
+from runner.lab.inspect.observed_pass import pass_through
+from runner.run.run import Run
+from runner.train import build_run
+from runner.verbs._table import VERBS
+
+DATA = (
+    "threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8",
+    "data.batch_size=8", "transform=standard", "data.split.val=0.3",
+)  # fmt: skip
+SMALL = (*DATA, "model=small_cnn", "model.width=4")
+PARTS = ("layers", "weights", "activations", "gradients", "inputs", "filters", "features")
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.tracking.plots._DPI", 30)
+
+
+@pytest.fixture
+def inspect(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    def call(*words: str) -> dict[str, Any]:
+        result = run("inspect", "json=true", *words)
+        assert result.status == 0, result.err
+        return json.loads(result.out)  # type: ignore[no-any-return]
+
+    return call
+
+
+@pytest.fixture
+def built(compose: Callable[..., Any]) -> Callable[..., Run]:
+    def call(*words: str) -> Run:
+        composition = compose(*words, verb="inspect")
+        config = resolve_config(composition, Inspect)
+        return build_run(config)
+
+    return call
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    return {"state": state, "modes": modes, "hooks": hooks, "generator": torch.get_rng_state()}
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert all(tensor.equal(b["state"][name]) for name, tensor in a["state"].items())
+    assert (a["modes"], a["hooks"]) == (b["modes"], b["hooks"])
+    assert a["generator"].equal(b["generator"])
+
+
+def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable[..., Run]) -> None:
+    found = inspect(*SMALL, "what=[layers]")
+    model, totals = built(*SMALL).model, found["totals"]
+    assert totals["parameters"] == sum(weight.numel() for weight in model.parameters())
+    assert totals["weights_bytes"] == 4 * totals["parameters"]
+    assert sum(layer["flops"] for layer in found["layers"]) == totals["flops_forward"]
+    by_name = {layer["name"]: layer for layer in found["layers"]}
+    first = by_name["stages.0.0"]
+    assert (first["kind"], first["output"], first["parameters"]) == ("Conv2d", [4, 8, 8], 4 * 3 * 9)
+    assert first["flops"] == 2 * 4 * 8 * 8 * 3 * 9
+    assert first["output_bytes"] == 4 * 4 * 8 * 8
+    assert by_name["stages.0.2"]["output_bytes"] == 0, "ReLU works in place"
+    assert by_name[""]["flops"] == 0
+    assert by_name["head"]["output"] == [4]
+    assert found["what"] == ["layers"]
+
+
+def test_weights_that_two_modules_share_count_once() -> None:
+    from runner.lab.inspect.layers import layers_of
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    layers = {layer.name: layer for layer in layers_of(model, torch.zeros(1, 3), {}, 1)}
+    assert [layers[name].parameters for name in ("0", "1")] == [12, 3]
+
+
+def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -> None:
+    training = built(*SMALL, "model.dropout=0.0")
+    model = training.model
+    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
+    before = fingerprint(model)
+    found = pass_through(training, batch, [])
+    assert_same(before, fingerprint(model))
+    assert all(weight.grad is None for weight in model.parameters())
+
+    seen: dict[str, Tensor] = {}
+    model.stages[1][0].register_forward_hook(lambda m, a, output: seen.update(conv=output) or output.retain_grad())
+    loss = training.loss(model.train()(batch.images), batch.targets)
+    loss.backward()
+    assert found.loss == float(loss.detach())
+    activations = {each.name: each for each in found.activations}
+    conv = activations["stages.1.0"]
+    assert conv.shape == tuple(seen["conv"].shape)
+    assert conv.mean == pytest.approx(float(seen["conv"].detach().mean()), abs=1e-6)
+    assert conv.std == pytest.approx(float(seen["conv"].detach().std(correction=0)), rel=1e-5)
+    assert (conv.minimum, conv.maximum) == (float(seen["conv"].detach().min()), float(seen["conv"].detach().max()))
+    assert sum(conv.counts) == seen["conv"].numel()
+    flows = {each.name: each for each in found.flows}
+    assert list(flows) == list(activations)
+    assert flows["stages.1.0"].norm == pytest.approx(float(seen["conv"].grad.norm()), rel=1e-5)
+    gradients = {each.name: each for each in found.gradients}
+    for name, weight in model.named_parameters():
+        assert gradients[name].norm == pytest.approx(float(weight.grad.norm()), rel=1e-5), name
+
+
+def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]) -> None:
+    training = built(*DATA, "model=resnet18_cifar", "model.width=4")
+    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
+    before = fingerprint(training.model)
+    found = pass_through(training, batch, ["stages.0", "stages.3.1", "head"])
+    assert_same(before, fingerprint(training.model))
+    assert [each.name for each in found.activations] == ["stages.0", "stages.3.1", "head"]
+    assert [each.name for each in found.flows] == ["stages.0", "stages.3.1", "head"]
+    whole = pass_through(training, batch, [])
+    assert found.loss == whole.loss
+    of_stage = next(each for each in whole.activations if each.name == "stages.0.1")
+    assert found.activations[0].counts == of_stage.counts
+    assert found.flows[-1].norm > 0
+
+
+def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Callable[..., Run]) -> None:
+    training = built(*SMALL)
+    model = training.model
+    model.stages[0][0].weight.requires_grad_(False)
+    model.head.register_parameter("idle", nn.Parameter(torch.zeros(2)))
+    found = pass_through(training, next(iter(training.data.train.loader.batches(0, 0, 1))), [])
+    assert found.frozen == ["stages.0.0.weight"]
+    assert found.without == ["head.idle"]
+    assert "stages.0.0.weight" not in [each.name for each in found.gradients]
+
+
+def test_dead_units_are_channels_that_give_nothing_anywhere() -> None:
+    from runner.lab.inspect.statistics import dead_units
+
+    outputs = torch.rand(4, 3, 5, 5) + 0.1
+    assert dead_units(outputs) is None, "nothing is 0, so nothing was cut off"
+    outputs[:, 1] = 0
+    outputs[:3, 2] = 0
+    assert dead_units(outputs) == (1, 3)
+    assert dead_units(outputs - 1) is None, "not rectified"
+    tokens = torch.rand(2, 6, 4)
+    tokens[..., :2] = 0
+    assert dead_units(tokens) == (2, 4)
+    assert dead_units(torch.zeros(8, 5)) == (5, 5)
+
+
+def test_what_is_not_finite_is_counted_and_left_out() -> None:
+    from runner.lab.inspect.statistics import summarize
+
+    found = summarize("x", torch.tensor([1.0, float("nan"), 3.0, float("inf"), 0.0]))
+    assert (found.not_finite, found.mean, found.minimum, found.maximum) == (2, pytest.approx(4 / 3), 0.0, 3.0)
+    assert found.zeros == pytest.approx(1 / 3)
+    assert sum(found.counts) == 3
+    nothing = summarize("x", torch.full((2, 2), float("nan")))
+    assert (nothing.not_finite, nothing.counts) == (4, [])
+    assert sum(summarize("x", torch.ones(7)).counts) == 7
+
+
+def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], workdir: Path) -> None:
+    found = inspect(*DATA, "model=mlp", "model.hidden=[8]", "samples=2")
+    folder = Path(found["folder"])
+    assert folder.parent == Path("outputs/inspections")
+    assert tuple(found["what"]) == PARTS
+    assert {path.name for path in folder.iterdir()} == {*found["files"], "inspect.json"}
+    assert {"inputs.png", "filters.png", "weights.png", "activations.png", "gradients.png"} <= set(found["files"])
+    for name in found["files"]:
+        with Image.open(folder / name) as image:
+            assert min(image.size) > 50
+            image.verify()
+    written = json.loads((folder / "inspect.json").read_text())
+    assert {name: found[name] for name in written} == written
+
+
+def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: Callable[..., Any]) -> None:
+    from runner.lab.inspect.layers import Layer, outer_maps
+
+    assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png"]
+    shapes = {
+        "a": (8, 4, 4),
+        "b": (8, 4, 4),
+        "b.0": (8, 4, 4),
+        "b.0.x": (8, 4, 4),
+        "b.1": (8, 2, 2),
+        "c": (8, 1, 1),
+        "d": (8,),
+    }
+    layers = [Layer(name, "Module", False, 0, 0, output) for name, output in shapes.items()]
+    assert outer_maps(layers) == ["a", "b.0", "b.1"]
+    many = [Layer(f"l{number}", "Module", False, 0, 0, (8, 4, 4)) for number in range(20)]
+    assert [len(outer_maps(many)), outer_maps(many)[0], outer_maps(many)[-1]] == [6, "l0", "l19"]
+
+
+@pytest.fixture
+def trained(train_once: Callable[..., Any]) -> Any:
+    return train_once(*SMALL, "epochs=1", "optimizer.lr=0.02")
+
+
+def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
+    trained: Any, inspect: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    before = {path: path.read_bytes() for path in trained.directory.rglob("*") if path.is_file()}
+    found = inspect(f"ckpt_path={trained.directory}", "what=errors", "samples=3", "evaluate.batch_size=7", "threads=1")
+    assert {path: path.read_bytes() for path in before} == before
+    folder = Path(found["folder"])
+    assert folder.parent == trained.directory / "inspect"
+    assert found["what"] == ["errors"]
+    result = run("eval", "json=true", f"ckpt_path={trained.directory}", "split=val", "threads=1", "output=evaluated")
+    evaluated = json.loads(result.out)
+    errors = found["errors"]
+    assert errors["confusion"] == evaluated["confusion"]
+    assert errors["wrong"] == round((1 - evaluated["metrics"]["accuracy"]) * errors["samples"])
+    assert errors["wrong"] > 0
+    surest = errors["surest"]
+    assert len(surest) == min(3, errors["wrong"])
+    assert [each["probability"] for each in surest] == sorted((e["probability"] for e in surest), reverse=True)
+    assert all(each["true"] != each["predicted"] for each in surest)
+    assert {"confusion.png", "errors.png"} <= set(found["files"])
+    assert found["checkpoint"] == evaluated["checkpoint"]
+
+
+def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_checkpoint_only(
+    trained: Any, inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = dict.fromkeys((*PARTS, "errors"), lambda found: None)
+    monkeypatch.setattr("runner.lab.inspect.run.PARTS", nothing)
+    assert tuple(inspect(*SMALL)["what"]) == PARTS
+    assert tuple(inspect(f"ckpt_path={trained.directory}")["what"]) == (*PARTS, "errors")
+    assert inspect(*SMALL, "what=errors,layers")["what"] == ["layers", "errors"]
+
+
+def rows(path: Path) -> dict[str, np.ndarray]:
+    """What is in a file of features."""
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    found = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
+        start, stop = entry["data_offsets"]
+        kind = {"F32": "<f4", "I64": "<i8"}[entry["dtype"]]
+        found[name] = np.frombuffer(data[8 + length :][start:stop], kind).reshape(entry["shape"])
+    return found
+
+
+@pytest.mark.parametrize("ending", ["npz", "safetensors"])
+def test_features_of_a_split_are_those_of_its_samples_in_order(
+    ending: str, trained: Any, inspect: Callable[..., Any], built: Callable[..., Run]
+) -> None:
+    found = inspect(
+        f"ckpt_path={trained.directory}", "features=stages.1,head", "split=test", f"output=made/f.{ending}",
+        "evaluate.batch_size=6",
+    )  # fmt: skip
+    path = Path(found["features"]["file"])
+    assert path == Path(f"made/f.{ending}")
+    assert [other.name for other in path.parent.iterdir()] == [path.name]
+    arrays = rows(path)
+    assert {name: list(array.shape) for name, array in arrays.items()} == found["features"]["shapes"]
+    assert set(arrays) == {"stages.1", "head", "targets", "indices"}
+    from runner.checkpoint.file import read
+    from runner.engine.state import load_weights
+
+    training = built(*SMALL)
+    load_weights(training.model, read(trained.directory / "checkpoints" / "best.safetensors")["model"])
+    batch = next(iter(training.data.eval_split("test").loader.batches(0, 0, 1)))
+    with torch.no_grad():
+        logits = training.model.eval()(batch.images)
+    np.testing.assert_allclose(arrays["head"], logits.numpy(), rtol=1e-4, atol=1e-5)
+    assert arrays["targets"].tolist() == batch.targets.tolist()
+    assert arrays["indices"].tolist() == batch.indices.tolist()
+    assert arrays["stages.1"].shape == (len(logits), 8, 4, 4)
+    assert "folder" not in found, "features alone were asked for"
+
+
+def test_features_without_a_file_go_into_the_run(trained: Any, inspect: Callable[..., Any]) -> None:
+    found = inspect(f"ckpt_path={trained.directory}", "features=head", "what=[layers]")
+    path = Path(found["features"]["file"])
+    assert path.name == "features_val.npz"
+    assert path.parent.parent == trained.directory / "inspect"
+    assert Path(found["folder"]).parent == path.parent.parent
+
+
+def test_no_more_than_a_batch_of_features_is_held_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    import weakref
+
+    from runner.models.features_file import write_features
+
+    alive: list[weakref.ref[Tensor]] = []
+
+    def batches(fail: bool) -> Any:
+        for number in range(5):
+            assert sum(ref() is not None for ref in alive) <= 1
+            tensor = torch.full((3, 2), float(number))
+            alive.append(weakref.ref(tensor))
+            yield {"x": tensor}
+            del tensor
+        if fail:
+            raise OSError(28, "No space left on device")
+
+    target = tmp_path / "f.npz"
+    assert write_features(batches(False), target) == {"x": (15, 2)}
+    with np.load(target) as archive:
+        assert archive["x"][:, 0].tolist() == [number for number in range(5) for _ in range(3)]
+    alive.clear()
+    from runner.base.errors import UserError
+
+    with pytest.raises(UserError, match="no space left"):
+        write_features(batches(True), tmp_path / "g.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["f.npz"]
+
+
+def test_lists_can_be_typed_without_brackets() -> None:
+    words = ["features=a.b,c", "+what=layers", "what=null", "tensors=[x]", "seed=1,2", "output=a,b"]
+    assert VERBS["inspect"].expand_shorthand(words) == [
+        "features=[a.b,c]",
+        "+what=[layers]",
+        "what=null",
+        "tensors=[x]",
+        "seed=1,2",
+        "output=a,b",
+    ]
+
+
+def test_averaged_weights_are_looked_at_where_they_are_meant(
+    train: Callable[..., Any], inspect: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    from runner.checkpoint.file import read
+
+    trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
+    contents = read(trained.directory / "checkpoints" / "last.safetensors")
+    for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
+        found = inspect(
+            f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=weights", f"weights={which}"
+        )
+        norms = {each["name"]: each["norm"] for each in found["weights"]}
+        assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
+        assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
+
+
+def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    from runner.lab.inspect.parts import Table
+    from runner.lab.inspect.run import _show
+    from runner.tracking.console import Console
+
+    rows = [[f"layer {number}", str(number)] for number in range(99)]
+    _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
+    out = capsys.readouterr().out
+    assert "total" in out
+    assert "layer 58" in out
+    assert "layer 59" not in out
+    assert "40 more rows are in inspect.json" in out
+
+
+def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callable[..., Run], tmp_path: Path) -> None:
+    from runner.lab.inspect.pictures import draw_maps
+
+    training = built(*SMALL)
+    model = nn.Sequential()
+    model.add_module("away/x", nn.Conv2d(3, 2, 3))
+    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
+    folder = tmp_path / "in" / "side"
+    folder.mkdir(parents=True)
+    written = draw_maps(model, batch, ["away/x"], training.data, folder)
+    assert [path.parent for path, _ in written] == [folder]
+    assert set(tmp_path.rglob("*.png")) == {path for path, _ in written}
+
+
+@pytest.mark.parametrize(
+    ("channels", "title"),
+    [(1, "64 of 70 filters, 1x3x3; red"), (3, "64 of 70 filters, 3x3x3; each"), (5, "64 of 70 filters, 5x3x3, first of 5")],
+)  # fmt: skip
+def test_as_many_filters_are_told_as_are_drawn(
+    channels: int, title: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from types import SimpleNamespace
+    from typing import cast
+
+    from runner.data.build import DataModule
+    from runner.lab.inspect.pictures import draw_filters
+
+    seen: list[Any] = []
+    monkeypatch.setattr("runner.lab.inspect.pictures.filter_grid", lambda shown, *_: seen.append(shown))
+    splits = cast(DataModule, SimpleNamespace(channels=channels, image_size=(8, 8)))
+    assert title in draw_filters(nn.Conv2d(channels, 70, 3), splits, tmp_path / "f.png")
+    assert len(seen[0]) == 64
+
+
+def test_features_whose_shape_changes_from_batch_to_batch_are_a_sentence(tmp_path: Path) -> None:
+    from runner.base.errors import UserError
+    from runner.models.features_file import write_features
+
+    batches = iter([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
+    with pytest.raises(UserError, match=r"features: x has rows of \(4,\) in one batch and of \(3,\) in another"):
+        write_features(batches, tmp_path / "f.npz")
+    assert not list(tmp_path.iterdir())

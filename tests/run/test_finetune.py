@@ -1,0 +1,263 @@
+"""Heads, initial weights and frozen parts of whole runs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import itertools
+import json
+import re
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import runner.verbs.train
+from runner.checkpoint.file import read
+from runner.config.app import Composition
+from runner.config.overrides import canonical
+from runner.config.resolve import resolve_config
+from runner.config.schema import Train
+from runner.run.run import training_flops
+from runner.train import build_run
+
+VIT = {"_target_": "runner.models.vit.ViT", "dim": 12, "depth": 1}
+# 24 samples of three classes: six batches of 4 an epoch, less those of validation and test.
+SMALL = (
+    "data=synthetic", "data.dataset.samples=24", "data.image_size=8", "data.batch_size=4", "data.num_workers=0",
+    "model=resnet18_cifar", "model.width=4", "evaluate.every_epochs=null", "evaluate.test=false", "scheduler=constant",
+    "callbacks=none", "epochs=null", "max_steps=4", "threads=1", "logger=none", "log.progress=false", "log.curves=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def composed() -> list[Composition]:
+    """The composition of `SMALL`, once it is made: composing takes longer than the runs do."""
+    return []
+
+
+@pytest.fixture
+def settled(
+    compose: Callable[..., Composition], composed: list[Composition]
+) -> Callable[[dict[str, Any]], Composition]:
+    """The composition of `SMALL` with some keys set, as if they were on the command line."""
+
+    def make(settings: dict[str, Any]) -> Composition:
+        if not composed:
+            composed.append(compose(*SMALL))
+        values = copy.deepcopy(composed[0].values)
+        for key, value in settings.items():
+            *parents, last = key.split(".")
+            section = values
+            for parent in parents:
+                section = section[parent]
+            section[last] = value
+        words = canonical(f"{key}={json.dumps(value)}" for key, value in settings.items())
+        return dataclasses.replace(composed[0], values=values, overrides=words)
+
+    return make
+
+
+@pytest.fixture
+def call(
+    settled: Callable[..., Composition], run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """Train with some keys set; gives the summary, what was shown, and the contents of the last checkpoint."""
+    numbers = itertools.count()
+
+    def train(status: int = 0, **settings: Any) -> dict[str, Any]:
+        folder = workdir / f"run_{next(numbers)}"
+        composition = dataclasses.replace(settled(settings), run_dir=folder)
+        shown = io.StringIO()
+        ended = 0
+        with redirect_stdout(shown), redirect_stderr(shown):
+            try:
+                runner.verbs.train.run(composition)
+            except SystemExit as stop:
+                ended = stop.code
+        assert ended == status, shown.getvalue()
+        found = {"shown": shown.getvalue(), "folder": folder}
+        if status:
+            return found
+        summary = json.loads((folder / "summary.json").read_text())
+        return {**summary, **found, "contents": read(folder / "checkpoints" / "last.safetensors")}
+
+    return train
+
+
+@pytest.fixture
+def built(settled: Callable[..., Composition]) -> Callable[..., Any]:
+    """What a run with some keys set trains."""
+
+    def make(**settings: Any) -> Any:
+        composition = settled(settings)
+        return build_run(resolve_config(composition, Train))
+
+    return make
+
+
+def same(first: dict[str, Any], second: dict[str, Any], names: Callable[[str], bool]) -> set[bool]:
+    """Whether tensors of two checkpoints are equal."""
+    return {torch.equal(first["model"][name], second["model"][name]) for name in first["model"] if names(name)}
+
+
+TRUNK = ("stem", "stages")
+
+
+def test_frozen_weights_and_statistics_do_not_move_and_the_optimizer_does_not_know_them(
+    call: Callable[..., Any],
+) -> None:
+    early, late = (call(freeze=["stem", "stages"], max_steps=steps)["contents"] for steps in (1, 4))
+    assert same(early, late, lambda name: name.startswith(TRUNK)) == {True}
+    assert same(early, late, lambda name: name.startswith("head")) == {False}
+    assert len(late["optimizer"]["param_groups"][0]["params"]) == 2
+    assert len(late["optimizer"]["state"]) == 2
+    free = call()["contents"]
+    assert same(early, free, lambda name: name.startswith(TRUNK)) == {False}
+
+
+def test_all_but_head_is_what_its_name_says(call: Callable[..., Any]) -> None:
+    named, pattern = call(freeze="all-but-head"), call(freeze=["stem", "stages"])
+    assert named["weights_sha256"] == pattern["weights_sha256"]
+    assert re.search(r"model +ResNet18, [\d,]+ parameters +\((\d+) trainable\)", named["shown"])
+    assert re.search(r"frozen +all-but-head, [\d,]+ parameters +\(permanently\)", named["shown"])
+
+
+def test_a_deep_head_is_spared_as_a_whole(built: Callable[..., Any]) -> None:
+    training = built(**{"model.head": [6, 5]}, freeze="all-but-head")
+    trained = [name for name, weight in training.model.named_parameters() if weight.requires_grad]
+    assert trained == [f"head.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
+
+
+def test_patterns_are_of_modules_and_of_parameters(built: Callable[..., Any]) -> None:
+    training = built(freeze=["stages.[01].*.bn?", "*.conv1.weight"])
+    frozen = {name for name, weight in training.model.named_parameters() if not weight.requires_grad}
+    expected = re.compile(r"stages\.[01]\.\d\.bn\d\..*|.*\.conv1\.weight")
+    assert frozen == {name for name, _ in training.model.named_parameters() if expected.fullmatch(name)}
+    training.state.train()
+    quiet = {name for name, module in training.model.named_modules() if ".bn" in name and not module.training}
+    assert quiet == {f"stages.{stage}.{block}.bn{norm}" for stage in (0, 1) for block in (0, 1) for norm in (1, 2)}
+
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"freeze": ["stem", "stages@2"]},
+    "accumulate-amp": {
+        "freeze": "all-but-head", "unfreeze_at": 2, "optimizer.fused": False, "accumulate": 2, "amp": "bf16"
+    },
+    "recomputed": {
+        "freeze": "all-but-head@2", "activation_checkpointing": True, "model.drop_path": 0.3, "grad_clip.norm": 0.1,
+        "init": "orthogonal",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_stopped_before_at_or_after_the_moment_a_run_ends_with_the_same_bits(
+    name: str, call: Callable[..., Any]
+) -> None:
+    whole = call(**COMBINATIONS[name])
+    for stop in (1, 2, 3):
+        part = call(**COMBINATIONS[name], max_steps=stop)
+        rest = call(max_steps=4, ckpt_path=str(part["folder"]))
+        assert rest["weights_sha256"] == whole["weights_sha256"] != part["weights_sha256"]
+        assert ("step 2: " in rest["shown"]) == (stop == 1)
+
+
+def test_what_is_unfrozen_trains_from_its_step_on(call: Callable[..., Any]) -> None:
+    runs = {steps: call(freeze=["stem", "stages@2"], max_steps=steps)["contents"] for steps in (1, 2, 3)}
+    assert same(runs[1], runs[2], lambda name: name.startswith("stages")) == {True}
+    assert same(runs[2], runs[3], lambda name: name.startswith("stages")) == {False}
+    assert same(runs[2], runs[3], lambda name: name.startswith("stem")) == {True}
+    groups = [contents["optimizer"]["param_groups"][0]["params"] for contents in runs.values()]
+    assert groups[0] == groups[1] == groups[2]
+    assert [len(contents["optimizer"]["state"]) for contents in runs.values()] == [2, 2, len(groups[0])]
+
+
+def test_epochs_are_moments_too(call: Callable[..., Any]) -> None:
+    shown = call(freeze="all-but-head", unfreeze_at="1ep", epochs=2, max_steps=None)["shown"]
+    steps = re.search(r"steps +\d+ +\((\d+) an epoch", shown)
+    assert steps is not None
+    assert f"step {steps[1]}: all-but-head is trained from now on" in shown
+    assert re.search(r"frozen .*\(until after epoch 1\)", shown)
+
+
+def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained(built: Callable[..., Any]) -> None:
+    free, late, never = (
+        built(**settings) for settings in ({}, {"freeze": "all-but-head@2"}, {"freeze": "all-but-head"})
+    )
+    assert training_flops(late) == training_flops(free)
+    assert training_flops(never).backward < training_flops(free).backward
+    assert training_flops(late, late.state.position) == training_flops(never)
+    assert all(weight.requires_grad for weight in late.model.parameters())
+
+
+def test_unfreezing_after_the_end_is_a_warning(call: Callable[..., Any]) -> None:
+    shown = call(freeze=["stem@4"])["shown"]
+    assert "warning: freeze: stem is never trained: the run ends after 4 steps" in shown
+    assert "trained from now on" not in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze": ["stam"]}, "error: freeze: the model has no module or parameter 'stam'; did you mean 'stem'?"),
+        ({"freeze": ["all-but-haed"]}, "did you mean 'all-but-head'?"),
+        ({"freeze": ["*"]}, "error: freeze: leaves nothing to train in the first step"),
+        ({"freeze": ["*"], "unfreeze_at": 2}, "error: freeze: leaves nothing to train in the first step"),
+        ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
+        ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
+        ({"model": VIT, "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual branch"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_a_sentence(settings: dict[str, Any], message: str, call: Callable[..., Any]) -> None:
+    shown = call(status=2, **settings)["shown"]
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_a_resumed_run_may_not_freeze_other_parts(call: Callable[..., Any]) -> None:
+    folder = call(freeze=["stem"], max_steps=1)["folder"]
+    changes = {"freeze": ["stages"], "unfreeze_at": 3, "init": "normal", "model.head": "linear"}
+    shown = call(status=2, ckpt_path=str(folder), **changes)["shown"]
+    assert all(f"{key}: cannot change when resuming" in shown for key in changes)
+
+
+def test_initial_weights_follow_the_seed_and_the_scheme(built: Callable[..., Any]) -> None:
+    def weight(**settings: Any) -> torch.Tensor:
+        return built(**settings).model.stages[0][0].conv1.weight
+
+    assert torch.equal(weight(init="orthogonal"), weight(init="orthogonal"))
+    assert not torch.equal(weight(init="orthogonal"), weight(init="orthogonal", seed=1))
+    rows = weight(init=["zero_gamma", "orthogonal"]).flatten(1)
+    torch.testing.assert_close(rows @ rows.T, torch.eye(4), atol=1e-5, rtol=0)
+
+
+def test_schemes_go_together(built: Callable[..., Any]) -> None:
+    training = built(init=["prior_bias", "zero_gamma", "kaiming"])
+    assert not training.model.stages[3][1].bn2.weight.any()
+    counts = training.data.class_counts
+    torch.testing.assert_close(training.model.head.bias.exp(), counts / counts.sum())
+
+
+def test_a_head_that_was_made_for_other_classes_may_be_replaced(built: Callable[..., Any]) -> None:
+    training = built(**{"model.num_classes": 1000, "model.head": "linear"})
+    assert training.model.head.out_features == len(training.data.classes)
+
+
+def test_a_checkpoint_with_another_head_is_enough_for_an_evaluation(
+    call: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    folder = call(**{"model.head": [6]}, max_steps=1, init=["normal", "prior_bias"])["folder"]
+    result = run("eval", f"ckpt_path={folder}", "split=val", "threads=1")
+    assert result.status == 0, result.err
+
+
+def test_an_audit_of_a_run_that_thaws_finds_no_difference(run: Callable[..., Any]) -> None:
+    words = [word for word in SMALL if not word.startswith(("log", "evaluate.test"))]
+    result = run("audit", *words, "freeze=all-but-head@2", "steps=3")
+    assert result.status == 0, result.out + result.err

@@ -1,0 +1,230 @@
+"""`init_from`: weights to start from, what fits, and what is said of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import TINY
+from torch import Tensor, nn
+
+from runner.base.errors import UserError
+from runner.checkpoint.file import read
+from runner.checkpoint.weights import weights_sha256
+from runner.config.resolve import resolve_config
+from runner.config.schema import Train
+from runner.models.heads import Head
+from runner.run.init_from import InitialWeights, _without_prefix, start_from
+
+
+class Net(nn.Module):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, classes)
+
+
+@pytest.fixture
+def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., InitialWeights]:
+    """Start a model from tensors, as `init_mismatch` says."""
+    composition = compose()
+    config = resolve_config(composition, Train)
+
+    def call(
+        model: nn.Module, tensors: dict[str, Tensor], mismatch: Any = "head", classes: Sequence[str] = "abc"
+    ) -> InitialWeights:
+        path = tmp_path / "weights.pth"
+        torch.save(tensors, path)
+        settings = dataclasses.replace(config, init_from=str(path), init_mismatch=mismatch)
+        return start_from(settings, model, Head("head", "head"), classes)
+
+    return call
+
+
+def test_all_tensors_are_taken_where_all_fit(start: Callable[..., InitialWeights]) -> None:
+    source, model = Net(), Net()
+    found = start(model, source.state_dict(), "raise")
+    assert (found.misfits, found.loaded) == ([], len(source.state_dict()))
+    assert weights_sha256(model.state_dict()) == weights_sha256(source.state_dict()) == found.sha256
+    assert all(weight.requires_grad and weight.is_leaf for weight in model.parameters())
+
+
+def test_a_head_of_another_size_is_left_and_listed(start: Callable[..., InitialWeights]) -> None:
+    source, model = Net(5), Net(3)
+    before = model.head.weight.clone()
+    found = start(model, source.state_dict())
+    assert found.table() == [
+        ["head.weight", "of another shape", "5x4", "3x4"],
+        ["head.bias", "of another shape", "5", "3"],
+    ]
+    assert torch.equal(model.head.weight, before)
+    assert torch.equal(model.body[0].weight, source.body[0].weight)
+    assert found.rows()[0][1] == "7 tensors, 2 skipped because they do not fit"
+
+
+def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Callable[..., InitialWeights]) -> None:
+    model = Net()
+    model.head = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))  # type: ignore[assignment]
+    lacks = {misfit.name: misfit.lack for misfit in start(model, Net().state_dict()).misfits}
+    assert lacks == {
+        **dict.fromkeys(["head.0.weight", "head.0.bias", "head.2.weight", "head.2.bias"], "missing"),
+        **dict.fromkeys(["head.weight", "head.bias"], "unexpected"),
+    }
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "net.model."])
+def test_what_all_names_begin_with_is_left_out(prefix: str, start: Callable[..., InitialWeights]) -> None:
+    source, model = Net(), Net()
+    start(model, {prefix + name: tensor for name, tensor in source.state_dict().items()}, "raise")
+    assert torch.equal(model.body[0].weight, source.body[0].weight)
+
+
+def test_no_names_have_no_common_start() -> None:
+    assert _without_prefix({}, Net().state_dict()) == {}
+
+
+def test_a_counter_that_older_files_lack_is_not_missed(start: Callable[..., InitialWeights]) -> None:
+    tensors = {name: tensor for name, tensor in Net().state_dict().items() if "num_batches" not in name}
+    assert start(Net(), tensors, "raise").misfits == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("body.0.bias"), r"1 missing \(body\.0\.bias\)"),
+        (lambda tensors: tensors.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
+        (
+            lambda tensors: tensors.update({"body.0.bias": torch.zeros(7)}),
+            r"1 of another shape \(body\.0\.bias 7 for 4\)",
+        ),
+    ],
+    ids=["missing", "unexpected", "reshaped"],
+)
+def test_what_does_not_fit_outside_the_head_is_refused_unless_skipped(
+    change: Callable[[dict[str, Tensor]], Any], message: str, start: Callable[..., InitialWeights]
+) -> None:
+    tensors = dict(Net().state_dict())
+    change(tensors)
+    model = Net()
+    before = weights_sha256(model.state_dict())
+    for mismatch in ("head", "raise"):
+        with pytest.raises(UserError, match=message):
+            start(model, tensors, mismatch)
+        assert weights_sha256(model.state_dict()) == before
+    assert len(start(model, tensors, "skip").misfits) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int8, torch.int64])
+@pytest.mark.parametrize("name", ["body.0.weight", "head.bias"])
+def test_values_of_another_kind_are_refused(
+    name: str, dtype: torch.dtype, start: Callable[..., InitialWeights]
+) -> None:
+    tensors, model = dict(Net().state_dict()), Net()
+    tensors[name] = tensors[name].to(dtype)
+    before = weights_sha256(model.state_dict())
+    for mismatch in ("head", "raise", "skip"):
+        with pytest.raises(UserError, match=rf"init_from: the tensor {name} of .* is {dtype}, .* is torch.float32\n"):
+            start(model, tensors, mismatch)
+    assert weights_sha256(model.state_dict()) == before
+
+
+def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Callable[..., InitialWeights]) -> None:
+    model, source = Net(), Net()
+    for net, mask in ((model, torch.ones(3, dtype=torch.bool)), (source, torch.ones(3))):
+        net.register_buffer("mask", mask)
+    with pytest.raises(UserError, match=r"the tensor mask of .* is torch.float32, and the model's is torch.bool"):
+        start(model, source.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_another_precision_are_taken(dtype: torch.dtype, start: Callable[..., InitialWeights]) -> None:
+    source, model = Net(), Net()
+    start(model, {name: tensor.to(dtype) for name, tensor in source.state_dict().items()}, "raise")
+    assert torch.equal(model.body[0].weight, source.body[0].weight.to(dtype).float())
+
+
+def test_raise_refuses_a_head_that_does_not_fit(start: Callable[..., InitialWeights]) -> None:
+    with pytest.raises(
+        UserError, match=r"2 of another shape \(head.weight 5x4 for 3x4, .*\n +allowed: init_mismatch=head"
+    ):
+        start(Net(), Net(5).state_dict(), "raise")
+
+
+def test_weights_of_which_none_fits_are_refused_whatever_is_skipped(start: Callable[..., InitialWeights]) -> None:
+    with pytest.raises(UserError, match="are not those of this model"):
+        start(Net(), {"other": torch.zeros(3)}, "skip")
+
+
+def test_the_model_of_a_checkpoint_that_does_not_fit_is_named(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    base = (*(word for word in TINY if "model" not in word), "model=mlp", "model.hidden=[4]")
+    file = f"init_from={train(*TINY).directory}"
+    other = run("train", *base, file)
+    assert (other.status, "holds SmallCNN and the config builds MLP" in other.err) == (2, True), other.err
+    wider = run("train", *TINY, "model.width=8", file)
+    assert "holds SmallCNN(width=4) and the config builds SmallCNN(width=8)" in wider.err
+    assert "Traceback" not in other.err + wider.err
+
+
+def test_long_lists_are_cut_in_the_table(start: Callable[..., InitialWeights]) -> None:
+    extra = {f"extra.{number}": torch.zeros(1) for number in range(50)}
+    table = start(Net(), {**Net().state_dict(), **extra}, "skip").table()
+    assert len(table) == 41
+    assert table[-1][0] == "and 10 more"
+
+
+SMALL = ("model=resnet18_cifar", "model.width=4", "limit.train_batches=2", "epochs=1", "evaluate.test=false")
+FIRST, SECOND = "+data.dataset.classes=[0,1,2]", "+data.dataset.classes=[3,4,5]"
+
+
+def test_a_run_starts_from_the_best_of_another_and_says_so(train: Callable[..., Any]) -> None:
+    source = train(*SMALL, FIRST)
+    best = read(source.directory / "checkpoints" / "best.safetensors")
+    tuned = train(*SMALL, SECOND, f"init_from={source.directory}", "freeze=all-but-head", "max_steps=1")
+    last = read(tuned.directory / "checkpoints" / "last.safetensors")["model"]
+    trunk = [name for name in last if not name.startswith("head")]
+    assert all(torch.equal(last[name], best["model"][name]) for name in trunk)
+    assert not torch.equal(last["head.weight"], best["model"]["head.weight"])
+    assert tuned.summary["global_step"] == 1
+    assert tuned.summary["resumed_from"] is None
+    record = tuned.summary["init_from"]
+    assert record["path"] == str((source.directory / "checkpoints" / "best.safetensors").resolve())
+    assert record["weights_sha256"] == weights_sha256(best["model"])
+    assert "skipped tensors of init_from" in tuned.out
+    assert "head.weight  of other classes  3x32         3x32" in tuned.out
+    # The file is not needed again, and what was started from is still known.
+    for file in (source.directory / "checkpoints").iterdir():
+        file.unlink()
+    resumed = train(f"ckpt_path={tuned.directory}", "max_steps=2")
+    assert resumed.summary["init_from"] == record
+
+
+def test_the_same_classes_bring_their_head_along(train: Callable[..., Any]) -> None:
+    source = train(*SMALL, FIRST, "max_steps=1")
+    again = train(
+        *SMALL,
+        FIRST,
+        "init_from=last",
+        "init_mismatch=raise",
+        "freeze=[stem,stages]",
+        "optimizer.lr=0.0",
+        "max_steps=1",
+    )
+    heads = [
+        read(run.directory / "checkpoints" / "last.safetensors")["model"]["head.weight"] for run in (source, again)
+    ]
+    assert torch.equal(*heads)
+
+
+def test_resuming_and_starting_from_weights_do_not_go_together(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    source = train(*SMALL, FIRST, "max_steps=1")
+    result = run("train", f"ckpt_path={source.directory}", "init_from=last", "threads=1")
+    assert result.status == 2
+    assert "init_from: cannot change when resuming" in result.err

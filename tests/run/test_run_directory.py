@@ -1,0 +1,271 @@
+import errno
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from lock_holder import held_elsewhere
+
+from runner.base.errors import UserError
+from runner.base.reading import read_overrides, read_summary
+from runner.run.directory import Occupied, RunDirectory, claim, hold, timestamp, unfinished, works
+from runner.verbs.predict.tables import open_table
+
+
+def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path):
+    parent = tmp_path / "new" / "parent"
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from runner.run.directory import claim\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        f"for _ in range(25): print(claim(Path({str(parent)!r}), '2026-11-20_10-31-07').name)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(4)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    names = [name for process in processes for name in process.communicate(timeout=120)[0].split()]
+    assert len(names) == len(set(names)) == 100
+    assert set(names) == {path.name for path in parent.iterdir()}
+    assert {"2026-11-20_10-31-07", "2026-11-20_10-31-07_1", "2026-11-20_10-31-07_99"} <= set(names)
+
+
+def test_a_parent_that_is_a_file_is_told_in_a_sentence(tmp_path):
+    (tmp_path / "outputs").touch()
+    with pytest.raises(UserError, match="outputs"):
+        claim(tmp_path / "outputs", "x")
+    with pytest.raises(UserError, match="cannot write"):
+        RunDirectory(tmp_path / "outputs")
+
+
+def test_the_time_stamp_can_be_a_directory_name():
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", timestamp())
+
+
+def test_a_run_directory_has_its_folders_and_reads_back_what_it_wrote(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    assert run.checkpoints.is_dir()
+    assert run.plots.is_dir()
+    assert read_summary(run.path) is None
+    run.write_config("name: digits\n")
+    assert run.config_file.read_text() == "name: digits\n"
+    run.write_overrides(["optimizer.lr=0.1", "name='a: b'", "seed=1"])
+    run.write_summary({"status": "finished", "best": {"value": float("nan")}})
+    assert yaml.safe_load(run.overrides_file.read_text()) == ["optimizer.lr=0.1", "name='a: b'", "seed=1"]
+    assert read_summary(run.path) == {"status": "finished", "best": {"value": None}}
+    run.write_overrides([])
+    assert yaml.safe_load(run.overrides_file.read_text()) == []
+
+
+def test_a_summary_that_is_no_json_object_reads_as_none(tmp_path):
+    run = RunDirectory(tmp_path)
+    for text in ("", "{", "[1]"):
+        run.summary_file.write_text(text)
+        assert read_summary(run.path) is None
+
+
+def test_truncating_metrics_drops_later_steps_and_a_partial_line(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.truncate_metrics(0)
+    lines = [json.dumps({"global_step": step, "epoch": 1, "split": split}) for step in (10, 20, 30) for split in "tv"]
+    run.metrics_file.write_text("\n".join(lines) + '\n{"global_step": 15, "ep')
+    run.truncate_metrics(20)
+    assert run.metrics_file.read_text() == "\n".join(lines[:4]) + "\n"
+    run.truncate_metrics(-1)
+    assert run.metrics_file.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "run.log", "metrics.jsonl", "summary.json", "metrics_val.csv", "checkpoints", "nonfinite"]
+)
+def test_nothing_is_written_through_a_link_to_elsewhere(name, tmp_path):
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    (run / name).symlink_to(precious)
+    with pytest.raises(UserError, match=f"{re.escape(str(run / name))} is a link"):
+        RunDirectory(run).lock()
+    assert not precious.exists()
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_one_that_has_the_lock(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    left = [folder / ".summary.json.0a1b.tmp" for folder in (directory.path, directory.plots, directory.checkpoints)]
+    for path in left:
+        path.touch()
+    RunDirectory(tmp_path / "run")
+    assert all(path.exists() for path in left), "the other process may be at work on them"
+    directory.lock()
+    assert not any(path.exists() for path in left)
+    directory.unlock()
+
+
+def test_metrics_taken_over_are_those_up_to_the_step_and_none_that_is_no_metric(tmp_path):
+    source, directory = tmp_path / "other", RunDirectory(tmp_path / "run")
+    source.mkdir()
+    lines = [json.dumps({"global_step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    odd = ["[" * 100_000, '{"global_step": 1, "a": ' + "[" * 5000 + "]" * 5000 + "}", "", "{}"]
+    (source / "metrics.jsonl").write_text("\n".join([*lines[:1], *odd, *lines[1:]]) + "\n" + "x" * 2**21)
+    directory.copy_metrics(source, 2)
+    assert directory.metrics_file.read_text().splitlines() == lines[:2]
+
+
+WORDS = ["seed=1", "resume=auto"]
+
+
+def same(folder):
+    try:
+        return read_overrides(folder) == WORDS
+    except OSError as error:
+        raise ValueError(f"overrides.yaml: {error}") from error
+
+
+def begin_run(runs, name, started=None, words=WORDS, status="preempted"):
+    run = RunDirectory(runs / name)
+    run.write_overrides(words)
+    run.write_summary({"status": status} | ({"started": started} if started else {}))
+    return run.path
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- 2024-99-99", "- " + "9" * 5000, "[" * 50_000, "- " + "x" * 2**21, "\0"],
+    ids=["impossible date", "huge number", "deep", "long", "control character"],
+)
+def test_a_neighbour_with_odd_overrides_does_not_stop_the_search(text, tmp_path):
+    good = begin_run(tmp_path, "2026-01-01_00-00-00")
+    (tmp_path / "2026-09-09_00-00-00").mkdir()
+    (tmp_path / "2026-09-09_00-00-00" / "overrides.yaml").write_text(text)
+    found, warnings = unfinished(tmp_path, same)
+    assert found.path == good
+    assert all("2026-09-09_00-00-00" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("name", ["overrides.yaml", "summary.json", "run.log", ".lock", "skipped.jsonl", "checkpoints"])
+def test_a_neighbour_with_a_named_pipe_is_skipped_with_a_warning(name, tmp_path):
+    good = begin_run(tmp_path, "2026-01-01_00-00-00")
+    bad = begin_run(tmp_path, "2026-09-09_00-00-00")
+    if (bad / name).is_dir():
+        (bad / name).rmdir()
+    (bad / name).unlink(missing_ok=True)
+    os.mkfifo(bad / name)
+    found, [warning] = unfinished(tmp_path, same)
+    assert found.path == good
+    assert str(bad) in warning
+    assert name in warning
+
+
+def test_the_newest_run_is_the_one_that_started_last_whatever_its_name_says(tmp_path):
+    begin_run(tmp_path, "2026-09-09_12-00-00", "2026-09-09T12:00:00+00:00")
+    newer = begin_run(tmp_path, "2026-09-09_10-00-00", "2026-09-09T12:00:00.000001+00:00")
+    assert unfinished(tmp_path, same)[0].path == newer
+    begin_run(tmp_path, "2026-01-01_00-00-00", "2026-09-09T12:00:00.000002+00:00", status="finished")
+    assert unfinished(tmp_path, same) == (None, [])
+
+
+def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
+    for count, name in enumerate(["2026-09-09_12-00-00", "2026-09-09_10-00-00", "2026-09-09_10-00-00_1"]):
+        summary = begin_run(tmp_path, name) / "summary.json"
+        os.utime(summary, (1000 + min(count, 1), 1000 + min(count, 1)))
+    assert unfinished(tmp_path, same)[0].path.name == "2026-09-09_10-00-00_1"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_empty_logs(run):
+    words = (
+        "data=synthetic", "data.dataset.samples=16", "data.image_size=8", "data.batch_size=8", "model=mlp", "max_steps=1",
+        "threads=1", "log.progress=false", "log.curves=false", "logger=csv", "evaluate.test=false", "resume=auto",
+    )  # fmt: skip
+    first = run("train", *words)
+    assert first.status == 0, first.err
+    for path in (first.directory / "checkpoints").iterdir():
+        path.unlink()
+    (first.directory / "summary.json").write_text(json.dumps(first.summary | {"status": "running"}))
+    (first.directory / "run.log").write_text("of the killed run\n")
+    second = run("train", *words)
+    assert (second.status, second.directory) == (0, first.directory), second.err
+    log = (second.directory / "run.log").read_text()
+    assert "step 1/1" in log
+    assert "of the killed run" not in log
+
+
+def test_a_folder_is_at_work_as_long_as_another_process_holds_it_whatever_number_that_has(tmp_path):
+    assert not works(tmp_path)
+    with held_elsewhere(tmp_path) as process:
+        assert works(tmp_path)
+        with pytest.raises(Occupied, match=f"being written by process {process.pid} on"):
+            hold(tmp_path)
+        process.kill()
+        process.wait()
+        assert not works(tmp_path)
+        (tmp_path / ".lock").write_text(
+            f"process {os.getppid()} on {socket.gethostname()}"
+        )  # the number is in use again
+        assert not works(tmp_path)
+    (tmp_path / ".lock").write_text("process 1 on elsewhere")
+    assert works(tmp_path)
+    (tmp_path / ".lock").write_text("")
+    assert not works(tmp_path)
+
+
+def test_a_process_that_asks_about_its_own_folder_keeps_the_lock(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.lock()
+    assert not works(tmp_path)
+    code = f"from pathlib import Path; from runner.run.directory import works; print(works(Path({str(tmp_path)!r})))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+    directory.unlock()
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+    (tmp_path / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    assert not works(tmp_path)
+
+
+def test_looking_at_a_folder_does_not_keep_others_from_it(tmp_path):
+    os.close(hold(tmp_path))
+    code = (
+        "from pathlib import Path\n"
+        "from runner.run.directory import works\n"
+        "print('ready', flush=True)\n"
+        f"while True: works(Path({str(tmp_path)!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as watcher:
+        try:
+            watcher.stdout.readline()
+            for _ in range(3000):
+                os.close(hold(tmp_path))
+        finally:
+            watcher.kill()
+
+
+def test_a_full_disk_is_reported_when_the_lock_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory = RunDirectory(tmp_path)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UserError, match="no space left"):
+        directory.lock()
+    directory.unlock()
+
+
+def test_a_full_disk_is_reported_when_a_table_is_closed(tmp_path, monkeypatch):
+    class Full(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, _):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda *_: io.BufferedWriter(Full()))
+    with pytest.raises(UserError, match="no space left"), open_table(tmp_path / "rows.csv", {}) as write:
+        write([{"path": "a.png"}])
