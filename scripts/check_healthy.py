@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parents[1] / "tests" / "verbs"
+TESTS = Path(__file__).resolve().parents[1] / "tests" / "lab"
 sys.path.insert(0, str(TESTS))
 import healthy  # noqa: E402
 from photo_folder import make_folder  # noqa: E402

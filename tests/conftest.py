@@ -25,6 +25,7 @@ import pytest
 from composition_cache import install
 
 from runner.base.errors import Problem
+from runner.cli import main
 from runner.config import signatures
 from runner.config.command import opened
 from runner.config.composition import Composition
@@ -256,3 +257,22 @@ def problems(compose: Callable[..., Composition]) -> Callable[..., dict[str, Pro
         return {problem.key: problem for problem in problems_in(composition.values, composition, VERBS[verb])[1]}
 
     return call
+
+
+@pytest.fixture(scope="module")
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the words in the file's `SMALL`."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.chdir(tmp_path_factory.mktemp("made"))
+        assert (
+            main(["train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *request.module.SMALL])
+            == 0
+        )
+        return Path(out.getvalue().splitlines()[-1]).resolve()
+
+
+@pytest.fixture
+def trained(made: Path, workdir: Path) -> Path:
+    """A copy of it, in the folder of the test."""
+    return Path(shutil.copytree(made, workdir / "outputs" / "data" / made.name))

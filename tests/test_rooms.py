@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,22 +14,36 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "runner"
-ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking", "instrument")
+ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking")
+LOWEST = ("base", "config", "distributed", "instrument")
+PARTS = {*LOWEST, *ROOMS, "tasks"}
 MAY_IMPORT = {
-    **{room: {room, "config", "distributed", "instrument"} for room in ROOMS},
-    "instrument": {"instrument", "config"},
-    "distributed": {"distributed", "config", "instrument"},
-    "config": {"config"},
-    "launch": {"launch", "config", "distributed"},
-    "sweeps": {"sweeps", "launch", "config", "tracking"},
-    "reports": {"reports", "config", "sweeps", "tracking"},
-    "build": {"build", "config", "distributed", *ROOMS},
-    "train": {"build", "config", "distributed", *ROOMS},
+    "base": {"base"},
+    "config": {"config", "base"},
+    "instrument": {"instrument"},
+    "distributed": {"distributed", "base", "config", "instrument"},
+    **{room: {room, *LOWEST} for room in ROOMS},
+    "models": {"models", "base", "instrument"},
+    "engine": {"engine", "distributed", "instrument"},
+    "tasks": {"tasks", "engine"},
+    "run": {"run", *PARTS},
+    "train": {"run", *PARTS},
+    "launch": {"launch", "base", "config", "distributed"},
+    "sweeps": {"sweeps", "launch", "base", "config", "tracking", "run"},
+    "lab": {"lab", "train", "run", "sweeps", *PARTS},
+    "verbs": {"verbs", "lab", "train", "run", "sweeps", "launch", "__version__", *PARTS},
 }
+"""What each folder may import; the command line (`cli`, `api`) may import all. Nothing but verbs and `api` uses `lab`."""
+COMPARE_NAMES = {
+    *(f"config/{name}.py" for name in ("allowed_targets", "hydra_nodes", "merge", "rules", "targets")),
+    "engine/nonfinite.py",
+}
+"""Files with dotted paths of other folders that they compare with targets of a config, and do not import."""
 
 
 def imported_rooms(path: Path) -> set[str]:
-    """Names right below `runner` that a file imports, at any depth of its code."""
+    """Names right below `runner` that a file imports, at any depth of its code, or has as a dotted path in a text."""
+    strings = str(path.relative_to(SOURCE)) not in COMPARE_NAMES
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -34,6 +51,8 @@ def imported_rooms(path: Path) -> set[str]:
             names = [node.module] if node.module != "runner" else [f"runner.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
+        elif strings and isinstance(node, ast.Constant) and re.fullmatch(r"runner(\.\w+)+", text := str(node.value)):
+            names = [text]
         found |= {name.split(".")[1] for name in names if re.match(r"runner\.\w", name)}
     return {name for name in found if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
 
@@ -106,6 +125,28 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
     code = "import sys, runner.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich"} & set(done.stdout.split())
+
+
+@pytest.mark.program
+def test_train_eval_and_predict_give_the_same_bits_without_lab_sweeps_and_launch(tmp_path: Path) -> None:
+    results = []
+    for name, missing in (("whole", set()), ("core", {"lab", "sweeps", "launch"})):
+        folder, package = tmp_path / name, tmp_path / name / "runner"
+        shutil.copytree(
+            SOURCE, package, ignore=lambda _, names, missing=missing: {"__pycache__", *missing} & set(names)
+        )
+        shutil.copytree(SOURCE.parents[1] / "conf", package / "conf")
+        for words in (
+            ("train", "data=digits", "model=mlp", "max_steps=5", "epochs=null", "threads=1", "logger=csv"),
+            ("eval", "ckpt_path=last", "output=eval"),
+            ("predict", "ckpt_path=last", "input=test", "output=test.csv"),
+        ):
+            command = [sys.executable, "-m", "runner", *words]
+            subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, check=True)
+        (summary,) = (json.loads(path.read_text()) for path in folder.glob("outputs/digits/*/summary.json"))
+        evaluated = json.loads((folder / "eval/eval_test.json").read_text())
+        results.append((summary["weights_sha256"], evaluated["metrics"], (folder / "test.csv").read_bytes()))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("room", ["sweeps", "launch"])

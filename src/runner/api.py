@@ -38,14 +38,13 @@ from runner.config.sources import Sources
 from runner.data.build import callables
 from runner.data.sources.image_files import ImageFiles, image_files
 from runner.data.transforms.augment import Pipeline
-from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
-from runner.lab.report.report import runs
 from runner.run.from_checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
 from runner.run.model import prepared
 from runner.run.setup import why_occupied
 from runner.runtime.device import choose_device, switches_kept
 from runner.runtime.precision import choose_precision
+from runner.tasks.task import Task
 from runner.tracking.verb_report import Report
 from runner.verbs import eval as eval_verb
 from runner.verbs import train as train_verb
@@ -170,6 +169,8 @@ class Result:
         return load(self.directory, *overrides)
 
     def _repr_html_(self) -> str:
+        from runner.lab.report.report import runs
+
         return runs(self.directory)[0]._repr_html_()
 
 

@@ -283,7 +283,7 @@ runner.data.sources.digits.digits runner.data.sources.synthetic.synthetic runner
 runner.data.transforms.mixing.Mixup runner.data.transforms.color_jitter.ColorJitter
 runner.data.transforms.resized_crop.RandomResizedCrop
 runner.optim.muon.Muon runner.optim.losses.CrossEntropy runner.optim.schedules.OneCycle
-runner.engine.tasks.Classification runner.engine.callbacks.EarlyStopping runner.tracking.loggers.TensorBoard
+runner.tasks.classification.Classification runner.engine.callbacks.EarlyStopping runner.tracking.loggers.TensorBoard
 torch.nn.Linear torch.nn.Sequential torch.nn.CrossEntropyLoss torch.optim.SGD torch.optim.AdamW
 torch.optim.lr_scheduler.StepLR torch.utils.data.TensorDataset
 torchvision.models.resnet18 torchvision.models.vit_b_16 torchvision.models.resnet.ResNet

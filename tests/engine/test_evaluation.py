@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from runner.data.loaders import Batch
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
-from runner.engine.tasks import Classification, Regression
 from runner.instrument.no_trace import evaluating
+from runner.tasks.classification import Classification
+from runner.tasks.regression import Regression
 
 
 class Model(nn.Module):

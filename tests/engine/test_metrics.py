@@ -13,7 +13,9 @@ from torch import Tensor
 
 from runner.engine.evaluation import merges
 from runner.engine.metrics import Accuracy, AveragePrecision, Errors, LabelCounts, class_numbers
-from runner.engine.tasks import Classification, MultiLabel, Regression
+from runner.tasks.classification import Classification
+from runner.tasks.multilabel import MultiLabel
+from runner.tasks.regression import Regression
 
 CPU = torch.device("cpu")
 

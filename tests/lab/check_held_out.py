@@ -117,7 +117,10 @@ def _part(fault: str, check: str, key: str, kind: str) -> Case:
     return Case(fault, (key.format(f"{{_target_: check_photo_parts.{kind}, fault: {fault}}}"),), check)
 
 
-NUMBERS = ("task={_target_: runner.engine.tasks.Regression}", "loss={_target_: runner.optim.losses.MeanSquaredError}")
+NUMBERS = (
+    "task={_target_: runner.tasks.regression.Regression}",
+    "loss={_target_: runner.optim.losses.MeanSquaredError}",
+)
 CASES = [
     _data("copies rotated", "near-duplicates"), _data("copies upside down", "near-duplicates"),
     _data("copies grey", "near-duplicates"), _data("copies cut and encoded", "near-duplicates"),

@@ -31,7 +31,7 @@ def _curve(fault: str, status: str, evidence: str) -> Case:
     return Case(f"{fault} schedule", words, "schedule", status, evidence)
 
 
-NUMBERS = ("task={_target_: runner.engine.tasks.Regression}", "loss={_target_: runner.optim.losses.MeanSquaredError}",
+NUMBERS = ("task={_target_: runner.tasks.regression.Regression}", "loss={_target_: runner.optim.losses.MeanSquaredError}",
            "data.dataset={_target_: check_photos.dataset, kind: regression}")  # fmt: skip
 SGD = "optimizer={_target_: torch.optim.SGD, lr: 0.1, momentum: 0.9"
 ADAM = "optimizer={_target_: torch.optim.AdamW, lr: 0.005"

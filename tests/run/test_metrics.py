@@ -12,8 +12,9 @@ from runner.base.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Checkpoint, Data
 from runner.config.schema.train import Train
-from runner.engine.tasks import Classification, Regression
 from runner.run.metrics import Monitor, build_callbacks, choose_monitor
+from runner.tasks.classification import Classification
+from runner.tasks.regression import Regression
 
 OWN = "own_metrics"
 

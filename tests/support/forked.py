@@ -18,7 +18,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOAD = ["runner.verbs._preloaded", "torch._dynamo"]
+PRELOAD = ["runner.launch.processes", "runner.verbs._preloaded", "torch._dynamo"]
 CONTEXT.set_forkserver_preload(PRELOAD)
 
 

@@ -17,7 +17,8 @@ from runner.data.transforms.augment import Pipeline
 from runner.distributed.sharding import shard
 from runner.distributed.world import World, joined
 from runner.engine.evaluation import evaluate
-from runner.engine.tasks import Classification, Regression
+from runner.tasks.classification import Classification
+from runner.tasks.regression import Regression
 
 SIZES, BATCHES = range(41), (1, 3, 8)
 _CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.engine.tasks import Classification, Regression
+from runner.tasks.classification import Classification
+from runner.tasks.regression import Regression
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=2",

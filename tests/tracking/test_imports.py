@@ -5,7 +5,9 @@ import sys
 def test_importing_the_room_imports_no_heavy_library():
     code = (
         "import sys\n"
-        "from runner.tracking import console, environment, files, loggers, jsonl, plots, run_directory\n"
+        "from runner.base import files\n"
+        "from runner.run import directory\n"
+        "from runner.tracking import console, environment, loggers, jsonl, plots\n"
         "heavy = {'torch', 'matplotlib', 'tensorboard', 'psutil', 'torchmetrics', 'numpy', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

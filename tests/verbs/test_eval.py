@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from runner.checkpoint.file import read
 from runner.config.schema.verbs import Eval
-from runner.engine.tasks import Classification
 from runner.run import from_checkpoint as _checkpoint
+from runner.tasks.classification import Classification
 from runner.tracking.formats import digits
 
 SMALL = (

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from runner.engine.tasks import Classification
+from runner.tasks.classification import Classification
 
 
 class Net(nn.Module):

@@ -43,7 +43,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "loss": ("runner.optim.losses", "torch.nn.modules", "torchvision.ops"),
     "optimizer": ("runner.optim", "torch.optim"),
     "scheduler": ("runner.optim.schedules", "torch.optim.lr_scheduler"),
-    "task": ("runner.engine.tasks",),
+    "task": ("runner.tasks",),
     "metrics": ("torchmetrics.classification", "torchmetrics.regression", "torchmetrics.aggregation"),
     "callbacks": ("runner.engine.callbacks",),
     "logger": ("runner.tracking.loggers", "runner.tracking.trackers.loggers"),

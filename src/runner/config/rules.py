@@ -159,7 +159,7 @@ def _of_data(config: Train) -> Broken:
     if data.sampler is not None and not data.shuffle:
         message = "is false, but data.sampler=balanced draws in random order"
         yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
-    if data.sampler is not None and config.task.get("_target_") == "runner.engine.tasks.Regression":
+    if data.sampler is not None and config.task.get("_target_") == "runner.tasks.regression.Regression":
         message = "is balanced, which draws every class equally often, and task=regression has none"
         yield "data.sampler", message, "data.sampler=null, or task=classification"
     if (mean is None) != (std is None):

@@ -24,12 +24,12 @@ from runner.config.schema.verbs import Weights
 from runner.data.build import DataModule, SplitData, callables, read_data
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
-from runner.engine.tasks import Task
 from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim, timestamp
 from runner.run.hardware import choose_hardware
 from runner.run.model import KnownData, build_model, build_task, num_classes_of, prepared
 from runner.runtime.precision import Precision
+from runner.tasks.task import Task
 from runner.tracking.verb_report import Report
 
 T = TypeVar("T", bound=Train)

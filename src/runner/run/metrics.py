@@ -12,9 +12,9 @@ from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument, resolve
 from runner.engine.callbacks import METHODS as CALLBACK
 from runner.engine.protocols import Metric
-from runner.engine.tasks import Task, converting
 from runner.engine.weight_average import Kind, prefix
 from runner.run.interfaces import calls_of, require_methods
+from runner.tasks.task import Task, converting
 
 _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric itself does not say
 

@@ -20,10 +20,12 @@ from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
-from runner.engine.tasks import MultiLabel, Regression, Task
 from runner.optim.losses import CrossEntropy, Focal
 from runner.run.finetune import explaining, give_head
 from runner.run.interfaces import calls_of, require_methods
+from runner.tasks.multilabel import MultiLabel
+from runner.tasks.regression import Regression
+from runner.tasks.task import Task
 from runner.tracking.formats import is_number
 
 _SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.data.build import DataModule
 from runner.engine.plan import EpochPlan
-from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.instrument.observer import Observer
 from runner.run.finetune import explaining, try_forward
 from runner.run.model import TAKES_BATCHES, example_input, example_targets, indices_for
+from runner.tasks.task import Task
 
 
 def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:

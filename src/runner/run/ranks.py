@@ -28,12 +28,12 @@ from runner.data.build import DataModule
 from runner.distributed.batchnorm import synchronize
 from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, started_by_launcher, world
-from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
 from runner.run.hardware import Hardware
 from runner.run.run import Run
 from runner.run.setup import Setup
 from runner.runtime.blocks import Block, named_blocks, repeated_blocks
+from runner.tasks.task import Task
 
 T = TypeVar("T", bound=Train)
 

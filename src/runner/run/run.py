@@ -13,7 +13,6 @@ from runner.engine.plan import EpochPlan
 from runner.engine.position import Position
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction
-from runner.engine.tasks import Task
 from runner.instrument.flops import Flops, count_flops
 from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels
@@ -26,6 +25,7 @@ from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_met
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.precision import Precision
 from runner.runtime.toggles import Toggled
+from runner.tasks.task import Task
 
 
 @dataclass

@@ -13,11 +13,11 @@ from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.oom_retry import OOMRetryStep
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, batch_loss, train_step
-from runner.engine.tasks import Task
 from runner.optim.kernels import plain_step
 from runner.run.hardware import Hardware
 from runner.runtime.determinism import caller_in_backward, operation, refusal
 from runner.runtime.toggles import Toggled
+from runner.tasks.task import Task
 
 
 def build_parts(

@@ -84,6 +84,5 @@ def _evaluation(loop: Any) -> int:
 
 
 def pruning(folder: Path, decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
-    """The callbacks of a run that is a trial of a search; none for any other run."""
-    text = os.environ.get(VARIABLE)
-    return [Pruning(json.loads(text), folder, decide)] if text else []
+    """The callbacks of a trial of a search."""
+    return [Pruning(json.loads(os.environ[VARIABLE]), folder, decide)]

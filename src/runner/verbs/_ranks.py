@@ -26,7 +26,6 @@ from runner.config.schema.train import Train
 from runner.distributed import follow
 from runner.distributed.store import rank
 from runner.distributed.world import joined, started_by_launcher
-from runner.launch.ranks import Outcome, RankFailed, outcome_of, run_ranks
 from runner.run.from_checkpoint import resolve_checkpoint
 from runner.run.ranks import config_from_plain, count_ranks, device_of_rank
 from runner.runtime.signals import StopSignals
@@ -47,6 +46,8 @@ def lead(job: dict[str, Any], config: Train, work: Callable[[], float | None]) -
     Raises:
         RankFailed: if another rank failed first.
     """
+    from runner.launch.ranks import Outcome, RankFailed, outcome_of
+
     store = follow.lead(job)
     try:
         with joined(config.dist.timeout_s, device_of_rank(config), store):
@@ -59,6 +60,8 @@ def lead(job: dict[str, Any], config: Train, work: Callable[[], float | None]) -
 
 def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
     """On another rank, call `entry(job, store)` for every job of rank 0; returns the exit status."""
+    from runner.launch.ranks import RankFailed, outcome_of
+
     status = OK
 
     def work(job: dict[str, Any], store: Any) -> None:
@@ -110,6 +113,8 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
         return lead(job, config, functools.partial(run, composition))
     if size == 1:
         return run(composition)
+    from runner.launch.ranks import run_ranks
+
     with tempfile.TemporaryDirectory() as logs, StopSignals() as signals:
         outcome = run_ranks(verb_as_rank, job, size, Path(logs), asked=lambda: signals.received)
     if outcome.status == PREEMPTED:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,12 @@ from runner.checkpoint import find
 from runner.config.composition import Composition
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
-from runner.launch.ranks import run_ranks
 from runner.run.dry_run import dry_run
 from runner.run.ranks import Job, check_one_process, count_ranks, device_of_rank
 from runner.run.run_record import RunRecord
 from runner.run.setup import Setup, resolve, why_occupied
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
-from runner.sweeps.pruning import pruning
 from runner.train import build_run, train
 from runner.verbs._ranks import follow_rank_0, lead
 
@@ -73,9 +73,11 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     size, directory = count_ranks(setup.config), record.directory.path
     if started_by_launcher():
         plain = Job.of(record.composition, setup, directory).to_plain()
-        return lead(plain, setup.config, lambda: train(record, signals, pruning(directory, world().decide)))
+        return lead(plain, setup.config, lambda: train(record, signals, _pruning(directory, world().decide)))
     if size == 1:
-        return train(record, signals, pruning(directory, world().decide))
+        return train(record, signals, _pruning(directory, world().decide))
+    from runner.launch.ranks import run_ranks
+
     record.begin()
     job = Job.of(record.composition, setup, directory)
     try:
@@ -90,6 +92,15 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
         saved = f"; the newest checkpoint is {newest[0]}" if newest else ""
         raise Preempted(outcome.sentence.removeprefix(Preempted.prefix) + saved)
     return outcome.value
+
+
+def _pruning(directory: Path, decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
+    """The callbacks of a run that is a trial of a search; none for any other run."""
+    if "RUNNER_TRIAL" not in os.environ:
+        return []
+    from runner.sweeps.pruning import pruning
+
+    return pruning(directory, decide)
 
 
 def main_of_follower() -> int:
@@ -111,4 +122,4 @@ def train_as_rank(job: Job, store: Any = None) -> float | None:
         ending.enter_context(operations_named(lambda text: record.console.warn(text)))
         if job.config.max_time is not None:
             signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        return train(record, signals, pruning(job.directory, world.decide))
+        return train(record, signals, _pruning(job.directory, world.decide))

@@ -23,7 +23,6 @@ from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Export
 from runner.data.sources.image_files import reading_steps
-from runner.engine.tasks import Task
 from runner.lab.export import formats
 from runner.lab.export.formats import FORMATS, INPUT, OUTPUT, Normalizing
 from runner.run.from_checkpoint import (
@@ -38,6 +37,7 @@ from runner.run.from_checkpoint import (
     unique_names,
 )
 from runner.runtime.device import configure_torch
+from runner.tasks.task import Task
 from runner.tracking.environment import versions
 from runner.tracking.verb_report import Report
 
