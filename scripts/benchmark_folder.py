@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true", help="train a model on the batches")
     parser.add_argument("--models", nargs="+", default=["small", "resnet18"], choices=["small", "resnet18"])
     arguments = parser.parse_args()
-    configure_torch(CPU, torch.get_num_threads(), False, False, False, False)
+    configure_torch(CPU, torch.get_num_threads(), False, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "images"
         make_folder(root, arguments.images, arguments.shrink)

@@ -23,7 +23,7 @@ from runner.launch.ranks import Outcome, RankFailed, outcome_of
 
 _PATIENCE_S = 20  # for other ranks, once one has failed
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["runner.verbs.train", "torchmetrics.classification"])
+_CONTEXT.set_forkserver_preload(["runner.launch.processes", "runner.verbs.train", "torchmetrics.classification"])
 
 
 class RankPool:
@@ -79,7 +79,7 @@ class RankPool:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within, a run with `devices=2` in this process uses these ranks."""
-        with mock.patch("runner.verbs.train.run_ranks", self):
+        with mock.patch("runner.launch.ranks.run_ranks", self):
             yield
 
 

@@ -203,7 +203,7 @@ def attempt(kind: Kind, rng: random.Random, folder: Path, layout: Layout, other:
 
 def kills(options: argparse.Namespace) -> int:
     """Kill and resume `options.count` times in each way."""
-    CONTEXT.set_forkserver_preload(["runner.verbs.train"])
+    CONTEXT.set_forkserver_preload(["runner.launch.processes", "runner.verbs.train"])
     rng = random.Random(options.seed)
     own = [Layout(strategy, size) for strategy in options.strategies for size in (2, 3)]
     every = [Layout("auto", 1), *(Layout(strategy, size) for strategy in ("ddp", "fsdp") for size in (2, 3))]

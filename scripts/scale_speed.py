@@ -110,7 +110,7 @@ def of_bare(options: argparse.Namespace, batch: int) -> float:
 
 def speed(options: argparse.Namespace) -> int:
     """Measure in alternating rounds, and print medians of the ratios."""
-    CONTEXT.set_forkserver_preload(["runner.verbs.train"])
+    CONTEXT.set_forkserver_preload(["runner.launch.processes", "runner.verbs.train"])
     batch, by_hand, alone = options.batch, [], []
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as scratch:

@@ -158,7 +158,7 @@ def preload(folder: Path, *jobs: Sequence[str]) -> None:
         for name in json.loads(listed.read_text()):
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-    multiprocessing.set_forkserver_preload(["runner.verbs._preloaded"])
+    multiprocessing.set_forkserver_preload(["runner.launch.processes", "runner.verbs._preloaded"])
     forkserver.ensure_running()
     threads = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:")]
     assert threads[0].split()[1] == "1", "threads would be missing in a forked process"

@@ -309,7 +309,7 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
         return problems_in(composition.values, composition, schema)[1]
 
     with _COMPOSING, application(verb, sources, schema) as app:
-        return compose_first(app, verb, checked, schema, sources, also)[0]
+        return compose_first(app, verb, checked, schema, sources, also=also)[0]
 
 
 def _of_checkpoint(

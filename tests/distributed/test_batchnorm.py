@@ -68,7 +68,7 @@ def test_splitting_batches_is_refused_beside_it(problems: Callable[..., dict[str
 def test_batches_that_leave_a_rank_one_value_are_refused_without_it(
     run: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.verbs.train.run_ranks", pool)
+    monkeypatch.setattr("runner.launch.ranks.run_ranks", pool)
     words = (
         "data=synthetic",
         "data.dataset.samples=40",

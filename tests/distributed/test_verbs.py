@@ -28,7 +28,7 @@ def call(train: Callable[..., Any], run: Callable[..., Any], pool: RankPool, wor
         train(*WORDS, "devices=2", "strategy=fsdp", "hydra.run.dir=run")
 
     def call_(verb: str, *words: str) -> Any:
-        with mock.patch("runner.verbs._ranks.run_ranks", pool):
+        with mock.patch("runner.launch.ranks.run_ranks", pool):
             return run(verb, "ckpt_path=run", *words)
 
     return call_

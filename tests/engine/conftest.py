@@ -66,7 +66,7 @@ class Bench:
 
     def evaluate(self, model: nn.Module, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
         parts = self.step_parts()
-        found = evaluate(model, self.source, parts.targets, nn.CrossEntropyLoss(), {}, interrupted=interrupted)
+        found = evaluate(model, self.source, parts.targets, nn.CrossEntropyLoss(), metrics={}, interrupted=interrupted)
         return {f"val/{name}": value for name, value in found.items()}
 
     def loop(self, *callbacks: Any, state: TrainState | None = None, signals: Callable[[], str] = lambda: "") -> Loop:
@@ -75,12 +75,12 @@ class Bench:
             state,
             self.source,
             self.plan,
-            self.step_parts(),
-            Limits(**self.limits),
-            (lambda: self.evaluate(state.model, lambda: bool(signals()))) if self.validate else None,
-            callbacks,
-            ("val/loss", "min"),
-            signals,
+            parts=self.step_parts(),
+            limits=Limits(**self.limits),
+            evaluate=(lambda: self.evaluate(state.model, lambda: bool(signals()))) if self.validate else None,
+            callbacks=callbacks,
+            monitor=("val/loss", "min"),
+            interrupted=signals,
         )
 
 

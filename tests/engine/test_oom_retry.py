@@ -87,7 +87,7 @@ def trained(bench: Callable[..., Any], most: int, where: str, step: Any, accumul
     one = bench(14, optimizer=Spy, batch_size=14 // accumulate, build=lambda: Layers(most, where))
     state, plan = one.state(), EpochPlan(14, 14 // accumulate, accumulate)
     for batch, (size, weight, update) in zip(one.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
-        step(state, one.step_parts(), batch, weight, size, update)
+        step(state, one.step_parts(), batch, weight, size, update=update)
     return state
 
 
@@ -109,9 +109,9 @@ def test_the_gradients_are_those_of_the_whole_batch(bench: Callable[..., Any], w
 def test_an_attempt_that_failed_leaves_nothing_behind(bench: Callable[..., Any], where: str) -> None:
     searching = trained(bench, 4, where, OOMRetryStep(7), 2)
 
-    def knowing(state: Any, *rest: Any) -> None:
+    def knowing(state: Any, *rest: Any, update: bool) -> None:
         state.position.pieces = 2
-        step(state, *rest)
+        step(state, *rest, update=update)
 
     step = OOMRetryStep(7)
     told = trained(bench, 4, where, knowing, 2)
@@ -139,7 +139,7 @@ def test_a_smaller_last_batch_has_fewer_pieces_and_not_smaller_ones(bench: Calla
     one = bench(20, batch_size=8, build=lambda: Layers(3, "norm forward"))
     state, step, plan = one.state(), OOMRetryStep(8), EpochPlan(20, 8, 1)
     for batch, (size, weight, update) in zip(one.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
-        step(state, one.step_parts(), batch, weight, size, update)
+        step(state, one.step_parts(), batch, weight, size, update=update)
     assert state.position.pieces == 4
     assert state.model.sizes == [8, 4, *[2] * 10]
 
@@ -162,7 +162,7 @@ def test_buffers_that_are_assigned_anew_are_put_back_too(bench: Callable[..., An
         one = bench(8, batch_size=8, build=lambda: Reassigning(4, "forward"))
         state = one.state()
         state.position.pieces = pieces
-        OOMRetryStep(8)(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 8, True)
+        OOMRetryStep(8)(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 8, update=True)
         means.append(float(state.model.mean))
     assert means[0] == means[1]
 
@@ -173,7 +173,7 @@ def test_other_errors_pass_through(bench: Callable[..., Any]) -> None:
 
     one = bench(8, parts={"loss": wrong})
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        OOMRetryStep(4)(one.state(), one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, True)
+        OOMRetryStep(4)(one.state(), one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, update=True)
 
 
 @pytest.mark.parametrize(

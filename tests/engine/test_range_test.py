@@ -36,9 +36,9 @@ def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(ben
     state.averaged = AveragedModel("ema", state.model, list(state.model.parameters()), decay=0.5)
     seen = []
 
-    def step(state: Any, *rest: Any) -> None:
+    def step(state: Any, *rest: Any, update: bool) -> None:
         seen.append((state.averaged, state.model[1].training, state.model[0].weight.requires_grad))
-        train_step(state, *rest)
+        train_step(state, *rest, update=update)
 
     swept(small, state, exponential(1e-3, 1e-1, 4), step=step)
     assert seen == [(None, False, False)] * 4
@@ -59,7 +59,7 @@ def test_a_step_is_that_of_training_at_its_rate(bench: Callable[..., Any]) -> No
                 total += float(nn.functional.cross_entropy(state.model(batch.images), batch.targets)) * weight
             if update and (number := next(done, None)) is not None:
                 state.optimizer.param_groups[0]["lr"] = rates[number]
-            train_step(state, small.step_parts(), batch, weight, size, update)
+            train_step(state, small.step_parts(), batch, weight, size, update=update)
             if update:
                 losses.append(total)
                 total = 0.0
@@ -73,9 +73,9 @@ def test_groups_keep_their_ratios(bench: Callable[..., Any]) -> None:
     state = small.state()
     state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.02, "initial_lr": 0.02})
 
-    def step(state: Any, *rest: Any) -> None:
+    def step(state: Any, *rest: Any, update: bool) -> None:
         seen.append([group["lr"] for group in state.optimizer.param_groups])
-        train_step(state, *rest)
+        train_step(state, *rest, update=update)
 
     swept(small, state, [0.001, 0.05], step=step)
     assert seen == [pytest.approx([0.001, 0.0002]), pytest.approx([0.05, 0.01])]
@@ -96,7 +96,7 @@ def test_it_stops_where_the_loss_diverges(bench: Callable[..., Any]) -> None:
 def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Callable[..., Any], losses: list[float]) -> None:
     small, given = bench(samples=4), iter(losses)
 
-    def step(state: Any, *_: Any) -> None:
+    def step(state: Any, *_: Any, update: bool) -> None:
         state.meter.add(torch.tensor(next(given)), 1)
 
     curve = swept(small, small.state(), exponential(1e-3, 1, len(losses)), step=step)

@@ -94,7 +94,7 @@ def _average(training: Run) -> None:
 
 
 def _evaluate(training: Run) -> None:
-    evaluate(training.model, training.data.train_for_eval.loader, training.task.targets, training.loss, {})
+    evaluate(training.model, training.data.train_for_eval.loader, training.task.targets, training.loss, metrics={})
 
 
 def _watch(training: Run) -> None:
@@ -150,7 +150,7 @@ def test_counting_and_evaluating_do_not_change_the_training_of_a_model_that_assi
         training = make()
         for batch in training.data.train.loader.batches(0, 0, 3):
             training.state.train()
-            training.step(training.state, training.parts, batch, 1.0, len(batch.targets), True)
+            training.step(training.state, training.parts, batch, 1.0, len(batch.targets), update=True)
             if aside:
                 training_flops(training)
                 _evaluate(training)

@@ -201,7 +201,7 @@ def test_a_deterministic_run_says_what_is_seeded_and_what_is_not(run: Callable[.
 def test_memory_that_nothing_was_written_to_is_filled(monkeypatch: pytest.MonkeyPatch, refusing: Any) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     refusing(False)
-    device.configure_torch(torch.device("cpu"), 1, True, False, False, False)
+    device.configure_torch(torch.device("cpu"), 1, True, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
     assert torch.empty(1000).isnan().all()
 
 

@@ -119,11 +119,13 @@ def test_more_threads_than_cores_are_said() -> None:
 def test_tensorfloat_on_a_gpu_without_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     allow = torch.backends.cudnn.allow_tf32
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    (said,) = configure_torch(torch.device("cuda", 0), 1, False, False, True, False)
+    (said,) = configure_torch(torch.device("cuda", 0), 1, False, cudnn_benchmark=False, tf32=True, detect_anomaly=False)
     assert said.startswith("tf32=true has no effect: this GPU has no TensorFloat-32")
     assert torch.get_float32_matmul_precision() == "high"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert configure_torch(torch.device("cuda", 0), 1, False, False, True, False) == []
+    assert (
+        configure_torch(torch.device("cuda", 0), 1, False, cudnn_benchmark=False, tf32=True, detect_anomaly=False) == []
+    )
     torch.backends.cudnn.allow_tf32 = allow
     configure()
 

@@ -80,7 +80,7 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
             for metric in metrics[name].values():
                 metric.reset()
             try:
-                values: Any = evaluate(models[name], source, task.targets, losses[name], metrics[name])
+                values: Any = evaluate(models[name], source, task.targets, losses[name], metrics=metrics[name])
             except ValueError as error:
                 values = str(error)
             found[name] = {"ids": source.ids, "values": values}

@@ -135,7 +135,7 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     classes, config = tuple(found.contents["classes"]), found.contents["config"]
-    return Weights(found.path, tensors, classes, kind, found.warnings, config)
+    return Weights(found.path, tensors, classes, kind=kind, warnings=found.warnings, config=config)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

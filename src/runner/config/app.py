@@ -124,8 +124,8 @@ def compose(
     checked: overrides.CheckedOverrides,
     schema: type,
     sources: Sources,
-    also: Callable[[Composition, bool], list[Problem]],
     *,
+    also: Callable[[Composition, bool], list[Problem]],
     known: Sequence[str] = (),
 ) -> tuple[Composition, DictConfig]:
     """Compose the first job, before folders are made, callbacks run and loggers are built.

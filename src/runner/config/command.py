@@ -48,7 +48,10 @@ class Command:
     def composed(self, words: Sequence[str]) -> Composition:
         """The composition of a job with other overrides."""
         checked, known = dataclasses.replace(self.checked, accepted=list(words)), list(flatten(self.composition.values))
-        return compose(self.app, self.primary, checked, self.schema, self.sources, self.problems_of, known=known)[0]
+        composition, _ = compose(
+            self.app, self.primary, checked, self.schema, self.sources, also=self.problems_of, known=known
+        )
+        return composition
 
     def chosen(self, group: str) -> str:
         """The option of a group of Hydra's own."""
@@ -119,7 +122,7 @@ def opened(
         return
     primary = (flags.config_name or verb).removesuffix(".yaml")
     with application(verb, sources, schema) as app, merged_once() if several else contextlib.nullcontext():
-        composition, cfg = compose(app, primary, checked, schema, sources, problems_of)
+        composition, cfg = compose(app, primary, checked, schema, sources, also=problems_of)
         yield Command(
             verb=verb,
             primary=primary,

@@ -132,7 +132,9 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     if (node := config.transform.mix) is not None:
         mixing = Mixing(_callable("transform.mix", node), config.seed, len(classes) or None)
     bad_samples = BadSampleLog(data.max_skipped)
-    loaders = _LoaderBuilder(config, device, parts, placement, replacements, bad_samples)
+    loaders = _LoaderBuilder(
+        config, device, parts, placement=placement, replacements=replacements, bad_samples=bad_samples
+    )
 
     # A split is built for training and again for evaluation, which neither shuffles nor augments.
     def split(name: str, training: bool = False) -> SplitData:

@@ -96,7 +96,7 @@ class ParallelStep:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._world.total(gradient) / self._world.size
 
-    def __call__(self, state: Any, parts: Any, batch: Any, weight: float, samples: int, update: bool) -> None:
+    def __call__(self, state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
         """Train on this rank's rows of a batch of `samples`, see `runner.engine.step.train_step`."""
         own = rows(samples, self._world.rank, self._world.size)
         count = own.stop - own.start
@@ -110,7 +110,7 @@ class ParallelStep:
                 elif trained != self._trained:
                     self._trained = trained  # weights are frozen and unfrozen as training goes on
                     self._build(parts, batch)
-                self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
+                self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update=update)
         finally:
             set_rows(self._norms, None)
 

@@ -27,6 +27,7 @@ def evaluate(
     source: Source,
     targets_of: Callable[[Tensor], Tensor],
     loss: Callable[[Tensor, Tensor], Tensor],
+    *,
     metrics: Mapping[str, Metric],
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     limit: int | None = None,

@@ -64,6 +64,7 @@ class Loop:
         state: TrainState,
         source: Source,
         plan: EpochPlan,
+        *,
         parts: StepConfig,
         limits: Limits,
         evaluate: Callable[[], dict[str, float]] | None,
@@ -135,7 +136,7 @@ class Loop:
                 raise
             self.waited_s += perf_counter() - began
             if not (position.skipped_steps and position.global_step + 1 in position.skipped_steps):
-                step(state, parts, batch, weight, size, update)
+                step(state, parts, batch, weight, size, update=update)
             elif update and parts.guard is not None:
                 parts.guard.stepped()
             self.samples_seen += size
@@ -205,7 +206,9 @@ class Loop:
         loss_name = loss_for(name)  # missing if a user-defined metric happens to be called ema_...
         loss = metrics[loss_name if loss_name in metrics else "val/loss"]
         if math.isfinite(value) and (state.best is None or state.best.beaten_by(value, loss)):
-            state.best = Best(name, mode, value, loss, state.position.global_step, state.position.epoch)
+            state.best = Best(
+                name, mode, value, loss=loss, global_step=state.position.global_step, epoch=state.position.epoch
+            )
             self.improved = True
         state.schedule.observe(value)
         state.set_learning_rate()

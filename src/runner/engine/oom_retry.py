@@ -50,7 +50,7 @@ class OOMRetryStep:
         self._before: list[SavedBuffers | SavedRNG] = []  # buffers and generators when the window began
 
     def __call__(
-        self, state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, update: bool
+        self, state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, *, update: bool
     ) -> None:
         """Train on one batch, see `train_step`.
 

@@ -83,7 +83,7 @@ def range_test(
             group["lr"] = group["initial_lr"] * (rate / reference)
         meter.reset()
         for batch, size, weight, update in window:
-            step(state, parts, batch, weight, size, update)
+            step(state, parts, batch, weight, size, update=update)
         loss = meter.read()
         if not math.isfinite(loss):
             stopped = f"the loss is {loss} at a rate of {rate:.3g}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -34,11 +33,13 @@ class StepConfig:
     on_gradients: Callable[[], None] | None = None  # called before each update, while there are gradients
 
 
-StepFunction = Callable[[TrainState, StepConfig, Any, float, int, bool], None]
+StepFunction = Callable[..., None]
 """The signature of `train_step`."""
 
 
-def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, update: bool) -> None:
+def train_step(
+    state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, *, update: bool
+) -> None:
     """Train on one batch; at the end of an accumulation window, update the weights.
 
     The source of batches has already fetched, moved and augmented the batch; counters and the next learning rate are the

@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 def step_in_ranges(
     mark: Mark, forward: Callable[..., Any], backward: Callable[..., Any], update_weights: Callable[..., Any]
-) -> Callable[[Any, Any, Any, float, int, bool], None]:
+) -> Callable[..., None]:
     """A training step for `Loop` with its parts in ranges: the same work in the same order as `engine.step.train_step`."""
 
-    def step(state: Any, parts: Any, batch: Any, weight: float, samples: int, update: bool) -> None:
+    def step(state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
         with mark(FORWARD):
             loss = forward(state, parts, batch, samples)
         with mark(BACKWARD):

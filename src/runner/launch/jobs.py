@@ -101,6 +101,7 @@ def run(
     on_start: Callable[[Job, str], None],
     on_end: Callable[[Ended, str], None],
     on_time: Callable[[], bool],
+    *,
     period_s: float = 0.25,
 ) -> str:
     """Run jobs until there are no more, or a signal asks to stop; returns the name of the signal, or an empty string.

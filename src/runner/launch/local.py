@@ -194,7 +194,6 @@ def _context() -> Any:
 
 def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     """Run a job in its process: in a session and with a log of its own, until it ends or the sweep's process is gone."""
-    os.setsid()  # the signals of a terminal are for the sweep's process, which passes them on
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -38,7 +38,12 @@ def start_fork_server(modules: Sequence[str]) -> None:
 
 
 def accept_signals() -> None:
-    """Let signals end this process, those too that have come since it was forked, until a run listens to them."""
+    """Let signals end this process, those too that have come since it was forked, until a run listens to them.
+
+    Those of a terminal do not reach it, but the launcher, which passes them on.
+    """
+    if os.getsid(0) != os.getpid():  # a process that is forked by a server without this module leads a session already
+        os.setsid()
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

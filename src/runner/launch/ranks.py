@@ -175,7 +175,6 @@ def _rank(number: int, entry: Callable[[Any], float | None], job: Any, logs: Pat
     os.environ.update(environment, RANK=str(number), LOCAL_RANK=str(number))
     # Workers start as in a run of one process: by the fork server, each would import torch and copy the data set.
     multiprocessing.set_start_method(None, force=True)
-    os.setsid()  # a terminal's signals come through the launcher, once
     accept_signals()
     end_with_parent()
     if number:

@@ -112,7 +112,7 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     else:
         traffic = layout.ddp_traffic(weights, ranks, buffers=buffers)
     memory = held(buffers=buffers, averaged=averaged, activations=activations)
-    return Layout(ranks, strategy, batch, samples, memory, traffic, warnings)
+    return Layout(ranks, strategy, batch, samples=samples, memory=memory, traffic=traffic, warnings=warnings)
 
 
 def _asked(config: Train) -> tuple[int, str]:
@@ -132,7 +132,7 @@ def _activations(run: Run, samples: int) -> int:
     batch, last = Batch(images, targets, indices_for(images)), run.config.accumulate - 1
     with SavedTensors(run.model, [images, targets]) as saved:
         for number in range(last + 1):
-            run.step(run.state, run.parts, batch, 1 / (last + 1), samples, number == last)
+            run.step(run.state, run.parts, batch, 1 / (last + 1), samples, update=number == last)
     return saved.activations
 
 
@@ -146,5 +146,7 @@ def _weights(run: Run) -> list[Weight]:
         state = tensors_in(dict(run.state.optimizer.state.get(parameter, {})))
         divided = sum(tensor.nbytes for tensor in state if tensor.shape == parameter.shape)
         whole = sum(tensor.nbytes for tensor in state) - divided
-        found.append(Weight(tuple(parameter.shape), parameter.element_size(), trained, divided, whole, unit))
+        found.append(
+            Weight(tuple(parameter.shape), parameter.element_size(), trained, divided=divided, whole=whole, unit=unit)
+        )
     return found

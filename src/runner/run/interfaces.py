@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runner.base.errors import UserError, nearest
@@ -18,7 +18,9 @@ def calls_of(protocol: type) -> Calls:
     return {name: tuple(inspect.signature(each).parameters)[1:] for name, each in methods.items()}
 
 
-def require_methods(key: str, target: str, found: Any, calls: Calls, *attributes: str, some: str = "") -> None:
+def require_methods(
+    key: str, target: str, found: Any, calls: Calls, *, attributes: Sequence[str] = (), some: str = ""
+) -> None:
     """Refuse an object that lacks methods or attributes, or whose methods take other arguments.
 
     Args:
@@ -26,7 +28,7 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, *attributes
         target: its `_target_`.
         found: what it built.
         calls: the methods.
-        *attributes: the attributes.
+        attributes: their names.
         some: if not empty, one of the methods that begin so is enough.
 
     Raises:

@@ -83,7 +83,7 @@ def build_task(config: Train, data: KnownData) -> Task:
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _filled(config.task, facts), facts=facts)
-    require_methods("task", config.task["_target_"], task, calls_of(Task), "monitor", "mode")
+    require_methods("task", config.task["_target_"], task, calls_of(Task), attributes=("monitor", "mode"))
     if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
         problem = f"predicts numbers, and the targets are class numbers with names such as '{named[0]}'"
         raise UserError("task", problem, "task=classification with a loss such as loss=cross_entropy, or other targets")

@@ -58,7 +58,7 @@ class Job:
         found = setup.found
         warnings = [*(found.warnings if found else ()), *setup.warnings]
         checkpoint = found.path if found else None
-        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings)
+        return cls(composition, setup.config, directory, checkpoint, differences=setup.differences, warnings=warnings)
 
     def to_plain(self) -> dict[str, Any]:
         """The job as what JSON can contain, for ranks that another program started."""

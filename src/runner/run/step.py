@@ -53,11 +53,11 @@ def build_step(config: Train, batch_size: int) -> StepFunction:
         return step
 
     def naming_operations(
-        state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool
+        state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, *, update: bool
     ) -> None:
         """A step that names the module whose backward pass `deterministic=true` refuses, instead of torch's error."""
         try:
-            step(state, parts, batch, weight, samples, update)
+            step(state, parts, batch, weight, samples, update=update)
         except RuntimeError as error:
             # In a forward pass the stack names the module; the modules of a compiled graph cannot be told apart.
             if not operation(str(error)) or parts.compiled_loss is not None:

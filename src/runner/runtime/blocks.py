@@ -103,7 +103,7 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
         warnings.append(f"{_KEY}={shown} has no effect: {reason}")
     counts = Counter(type(module).__name__ for _, module in blocks)
     kinds = ", ".join(counts if len(counts) == 1 else (f"{count} {kind}" for kind, count in counts.items()))
-    return Recomputed(names, kinds, found, before, after, shown, warnings)
+    return Recomputed(names, kinds, found, before=before, after=after, setting=shown, warnings=warnings)
 
 
 def repeated_blocks(model: nn.Module) -> list[Block]:

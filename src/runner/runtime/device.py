@@ -77,6 +77,7 @@ def configure_torch(
     device: torch.device,
     threads: int | None,
     deterministic: bool | Literal["warn"],
+    *,
     cudnn_benchmark: bool,
     tf32: bool,
     detect_anomaly: bool,

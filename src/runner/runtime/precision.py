@@ -77,12 +77,12 @@ def choose_precision(
             f"float32; {faster} is faster"
         )
     if kind == "bf16":
-        return Precision(device, torch.bfloat16, None, "bf16 mixed", reason, warnings)
+        return Precision(device, torch.bfloat16, None, name="bf16 mixed", reason=reason, warnings=warnings)
     scaler = torch.amp.GradScaler(device.type)
     if device.type not in ("cpu", "cuda") and not _scales(device):
         problem = f"fp16 needs its loss scaled, which torch {torch.__version__} cannot do on {device.type}"
         raise UserError("amp", problem, "amp=bf16 or amp=false")
-    return Precision(device, torch.float16, scaler, "fp16 mixed, scaled loss", reason, warnings)
+    return Precision(device, torch.float16, scaler, name="fp16 mixed, scaled loss", reason=reason, warnings=warnings)
 
 
 def is_native(kind: Literal["bf16", "fp16"], device: torch.device) -> bool:

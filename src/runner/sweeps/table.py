@@ -185,7 +185,16 @@ def _folded(rows: list[JobRow]) -> list[tuple[list[JobRow], Spread | None]]:
             first, values = done[0][0], [value for _, value in done]
             over = ", ".join(key for key in REPEATS if any(key == key_of(word) for row in jobs for word in row.varied))
             mean, deviation = mean_and_deviation(values)
-            spread = Spread(str(first.metric), settings, over, len(values), mean, deviation, min(values), max(values))
+            spread = Spread(
+                str(first.metric),
+                settings,
+                over,
+                jobs=len(values),
+                mean=mean,
+                deviation=deviation,
+                low=min(values),
+                high=max(values),
+            )
             rank = (metrics.index(first.metric), mean if first.mode == "min" else -mean)
         found.append((rank, jobs, spread))
     return [(jobs, spread) for _, jobs, spread in sorted(found, key=lambda each: each[0])]

@@ -62,7 +62,7 @@ def look(folder: Path) -> View:
     rows = rows_in(folder, scan)
     done = not any(map(works, scan.sweeps)) and not any(row.status == "running" for row in rows)
     left = seconds_left(scan.sweeps[folder]) if folder in scan.sweeps and not done else None
-    return View(folder, rows, [*scan.sweeps], left, done, scan.notes)
+    return View(folder, rows, [*scan.sweeps], seconds_left=left, done=done, notes=scan.notes)
 
 
 class Display:

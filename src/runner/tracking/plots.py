@@ -113,6 +113,7 @@ def bars(
     reference: float,
     quantity: str,
     target: Path,
+    *,
     title: str,
 ) -> None:
     """Draw measurements from top to bottom, each (median, low, high) as a bar with its spread; a dashed line marks `reference`."""

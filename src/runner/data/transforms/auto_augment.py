@@ -125,7 +125,9 @@ class _Policy:
 
     per_sample = True
 
-    def __init__(self, bins: int, shear: float, shift: float, degrees: float, blend: float, bits: int, of_side: bool):
+    def __init__(
+        self, bins: int, *, shear: float, shift: float, degrees: float, blend: float, bits: int, of_side: bool
+    ) -> None:
         if bins < 2:
             raise ValueError(f"num_magnitude_bins must be at least 2, got {bins}")
         shares = [place / (bins - 1) for place in range(bins)]
@@ -185,7 +187,7 @@ class RandAugment(_Policy):
     """
 
     def __init__(self, num_ops: int = 2, magnitude: int = 9, num_magnitude_bins: int = 31) -> None:
-        super().__init__(num_magnitude_bins, 0.3, 150 / 331, 30.0, 0.9, 4, of_side=True)
+        super().__init__(num_magnitude_bins, shear=0.3, shift=150 / 331, degrees=30.0, blend=0.9, bits=4, of_side=True)
         if num_ops < 1 or not 0 <= magnitude < num_magnitude_bins:
             raise ValueError(
                 f"num_ops must be at least 1 and magnitude from 0 to {num_magnitude_bins - 1}, got {num_ops} and {magnitude}"
@@ -211,7 +213,7 @@ class TrivialAugment(_Policy):
     """
 
     def __init__(self, num_magnitude_bins: int = 31) -> None:
-        super().__init__(num_magnitude_bins, 0.99, 32.0, 135.0, 0.99, 6, of_side=False)
+        super().__init__(num_magnitude_bins, shear=0.99, shift=32.0, degrees=135.0, blend=0.99, bits=6, of_side=False)
         self.num_magnitude_bins = num_magnitude_bins
 
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:

@@ -46,7 +46,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
         seeded = loader._loader.dataset
         assert isinstance(seeded, SeededDataset), "a worker loader reads with SeededDataset"
         for index in indices:
-            if found := _first_to_differ(_of_sample(seeded, index), None, seed, epoch, index, _WORKERS):
+            if found := _first_to_differ(_of_sample(seeded, index), None, seed, epoch, number=index, workers=_WORKERS):
                 return found
         read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
         images, targets = read.images.to(loader._device), torch.from_numpy(read.targets).to(loader._device)
@@ -71,7 +71,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
             return mix(prepared, targets.clone(), places, epoch)
 
         steps.append(("transform.mix", mix.mix, mixed))
-    return _first_to_differ(steps, images, seed, epoch, 0, 0)
+    return _first_to_differ(steps, images, seed, epoch, number=0, workers=0)
 
 
 def _of_sample(seeded: SeededDataset, index: int) -> list[_Step]:
@@ -89,7 +89,7 @@ def _of_sample(seeded: SeededDataset, index: int) -> list[_Step]:
 
 
 def _first_to_differ(
-    steps: Sequence[_Step], value: Any, seed: int, epoch: int, number: int, workers: int
+    steps: Sequence[_Step], value: Any, seed: int, epoch: int, *, number: int, workers: int
 ) -> Nondeterminism | None:
     """The first step that does not repeat; each gets what the one before gave, and of a sample its image."""
     for key, part, call in steps:

@@ -68,7 +68,9 @@ class Recorder:
         if tensor is not None and tensor.nbytes > self._left:
             tensor = None
         self._left -= tensor.nbytes if tensor is not None else 0
-        self.entries.append(Entry(self.batch, phase, name, kind, hashlib.sha256(data).hexdigest(), tensor))
+        self.entries.append(
+            Entry(self.batch, phase, name, kind, digest=hashlib.sha256(data).hexdigest(), tensor=tensor)
+        )
 
 
 def _bytes(tensor: Tensor) -> bytes:

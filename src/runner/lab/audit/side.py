@@ -95,7 +95,17 @@ class Side:
         rng.restore(self._generators)
         state, plan, monitor = self.training.state, self.training.plan, self.training.monitor
         limits = Limits(None, state.position.global_step + 1)
-        Loop(state, self, plan, self._parts, limits, None, [], monitor, step=self._step).run()
+        Loop(
+            state,
+            self,
+            plan,
+            parts=self._parts,
+            limits=limits,
+            evaluate=None,
+            callbacks=[],
+            monitor=monitor,
+            step=self._step,
+        ).run()
         self._record_state()
         self._generators = rng.capture()
         return self._recorder.entries

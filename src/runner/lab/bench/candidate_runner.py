@@ -169,7 +169,7 @@ class CandidateRunner:
         training = self.training
         (batch,) = self.loader.batches(0, 0, 1)
         with SavedTensors(training.model, [batch.images, batch.targets]) as saved:
-            train_step(training.state, training.parts, batch, 1.0, len(batch.targets), True)
+            train_step(training.state, training.parts, batch, 1.0, len(batch.targets), update=True)
         return saved.activations
 
     def release(self) -> None:

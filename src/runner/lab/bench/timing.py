@@ -72,7 +72,14 @@ def run(training: Run, source: Source, steps: int, warmup: int = 0, usual_s: flo
     clock = Clock(training.device, warmup, usual_s)
     limits = Limits(None, steps)
     loop = Loop(
-        training.state, source, plan, training.parts, limits, evaluate=None, callbacks=[clock], monitor=training.monitor
+        training.state,
+        source,
+        plan,
+        parts=training.parts,
+        limits=limits,
+        evaluate=None,
+        callbacks=[clock],
+        monitor=training.monitor,
     )
     loop.run()
     return clock

@@ -215,12 +215,12 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
         gradients = [(name, parameter.grad) for name, parameter in context.model.named_parameters()]
         return [name for name, gradient in gradients if gradient is not None and bool(gradient.count_nonzero())]
 
-    def step(state: Any, parts: Any, batch: Any, weight: float, samples: int, update: bool) -> None:
+    def step(state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
         nonlocal begins
         for name in nonzero() if begins else ():
             found.stale.setdefault(name, found.steps)
         found.in_evaluation |= in_evaluation() - usual
-        training.step(state, parts, context.shortened(batch), weight, samples, update)
+        training.step(state, parts, context.shortened(batch), weight, samples, update=update)
         begins = update
         found.steps += update
 
@@ -295,7 +295,7 @@ def repeatability(context: CheckContext) -> Result:
         context.restore()
         batches = training.data.train.loader.batches(0, 0, min(plan.batches, 3 * plan.accumulate))
         for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
-            training.step(training.state, training.parts, context.shortened(batch), weight, size, update)
+            training.step(training.state, training.parts, context.shortened(batch), weight, size, update=update)
         runs.append(_tensors(context))
     first, second = runs
     changed = _changed(second, first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -30,12 +30,14 @@ _NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 class ObservedPass:
     """A forward and a backward pass over a batch, in training mode but without dropout."""
 
-    scales: list[tuple[str, float]]  # deviation of the outputs of modules with weights
-    input_scale: float  # deviation of the input of the last of these modules
-    biased: list[str]  # modules with a bias, each with the norm that takes its outputs
-    units: list[tuple[str, int, int]]  # of rectifiers: module, units, those that never fired
-    missing: list[str]  # trainable parameters without a gradient
-    gradients: list[tuple[str, float]]  # root mean square, of weights with two dimensions
+    scales: list[tuple[str, float]] = field(default_factory=list)  # deviation of the outputs of modules with weights
+    input_scale: float = math.nan  # deviation of the input of the last of these modules
+    biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
+    units: list[tuple[str, int, int]] = field(
+        default_factory=list
+    )  # of rectifiers: module, units, those that never fired
+    missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
+    gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,7 +55,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def observe_pass(context: CheckContext) -> ObservedPass:
     """Send a batch through model, loss and back."""
-    found, model, batch = ObservedPass([], math.nan, [], [], [], []), context.model, context.batch
+    found, model, batch = ObservedPass(), context.model, context.batch
     inside = [""]  # names of the modules that are running
     last: tuple[str, Any, int] = ("", None, 0)  # a module without submodules, its output, and the version of that
     rectified: Tensor | None = None  # the output of the last rectifier

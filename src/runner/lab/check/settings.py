@@ -122,7 +122,7 @@ def _moves(context: CheckContext) -> tuple[dict[str, float], float]:
     for group in state.optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     for _ in range(_STEPS):
-        training.step(state, training.parts, batch, 1.0, len(batch.images), True)
+        training.step(state, training.parts, batch, 1.0, len(batch.images), update=True)
     after = dict(training.model.named_parameters())
     moved = {name: float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items()}
     return {name: each / _STEPS for name, each in moved.items()}, norm

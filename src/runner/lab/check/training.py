@@ -52,7 +52,7 @@ def learning_rate(context: CheckContext) -> Result:
         share = 0.01 ** max(0.0, 1 - len(losses) / (_RAMP - 1))
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * share
-        training.step(state, training.parts, batch, weight, size, update)
+        training.step(state, training.parts, batch, weight, size, update=update)
         if update:
             losses.append(state.meter.read())
             state.meter.reset()
