@@ -13,6 +13,7 @@ from typing import Any
 
 from runner.base.errors import UserError
 from runner.config.keys import within
+from runner.config.sources import shipped
 from runner.config.targets import resolve
 
 _TRANSFORMS = (
@@ -23,17 +24,20 @@ _TRANSFORMS = (
     "runner.data.transforms.auto_augment",
     "runner.data.transforms.resized_crop",
 )
+
+
+def _named_in(group: str) -> set[str]:
+    """The modules of this package that the shipped options of a group name: other modules beside them are not for configs."""
+    texts = [path.read_text(encoding="utf-8") for path in (shipped() / group).glob("*.yaml")]
+    return {module for text in texts for module in re.findall(r"_target_: (runner\.[\w.]+)\.\w+", text)}
+
+
 # Modules that the parts of a section come from, nested ones included. Other modules of the program can write files or
 # build in turn, and being a subclass of Module or Dataset is not enough: some of those compile source text or unpickle
 # what they are given (torch.fx.GraphModule, data pipes, torchvision's LSUN).
 _HOMES: dict[str, tuple[str, ...]] = {
     "data.dataset": (
-        "runner.data.sources.digits",
-        "runner.data.sources.torchvision_sets",
-        "runner.data.sources.folders",
-        "runner.data.sources.synthetic",
-        "runner.data.sources.tables",
-        "runner.data.sources.hugging_face",
+        *sorted(_named_in("data")),
         "torchvision.datasets",
         "torch.utils.data.dataset",
         "torchvision.transforms",
@@ -46,7 +50,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "task": ("runner.tasks",),
     "metrics": ("torchmetrics.classification", "torchmetrics.regression", "torchmetrics.aggregation"),
     "callbacks": ("runner.engine.callbacks",),
-    "logger": ("runner.tracking.loggers", "runner.tracking.trackers.loggers"),
+    "logger": ("runner.tracking.loggers", "runner.tracking.trackers"),
 }
 _EVERY_HOME = {home for homes in _HOMES.values() for home in homes}
 _DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", "KMNIST", "MNIST", "SVHN")

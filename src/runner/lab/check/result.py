@@ -1,11 +1,17 @@
-"""The result of a check."""
+"""A check and its result."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from runner.lab.check.context import CheckContext
+
+Run = TypeVar("Run", bound=Callable[[Any], Any])
 
 Status = Literal["pass", "warn", "fail", "skip"]
 
@@ -17,6 +23,38 @@ class Result:
     status: Status  # skip: the check does not apply or could not run
     evidence: str  # the measured numbers; for a skipped check the reason
     fix: str = ""  # the key to set or the code to change; empty if nothing is wrong
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check."""
+
+    group: str  # in `only` and `skip` it stands for all its checks
+    run: Callable[[CheckContext], Result]
+
+    @property
+    def name(self) -> str:
+        """The name for `only` and `skip`: that of the function."""
+        return self.run.__name__.replace("_", "-")
+
+    @property
+    def finds(self) -> str:
+        """The fault that the check finds: the first line of the docstring."""
+        return (inspect.getdoc(self.run) or "").splitlines()[0].rstrip(".")
+
+
+REGISTERED: list[Check] = []
+"""The checks of all modules that have been imported."""
+
+
+def check(group: str) -> Callable[[Run], Run]:
+    """Register a function as a check of a group, one of `runner.lab.check.table.GROUPS`."""
+
+    def register(run: Run) -> Run:
+        REGISTERED.append(Check(group, run))
+        return run
+
+    return register
 
 
 class NotApplicable(Exception):

@@ -14,9 +14,9 @@ from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.app import Composition
 from runner.config.schema.verbs import Check as Settings
 from runner.lab.check.context import CheckContext
-from runner.lab.check.result import NotApplicable, Result, failed, join_names
+from runner.lab.check.result import Check, NotApplicable, Result, failed, join_names
 from runner.lab.check.split_stats import is_classes
-from runner.lab.check.table import BUILD, CHECKS, Check
+from runner.lab.check.table import BUILD, CHECKS
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint
 from runner.run.hardware import set_switches

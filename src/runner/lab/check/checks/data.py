@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runner.config.targets import preferred_data
 from runner.lab.check.context import CheckContext
-from runner.lab.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.lab.check.split_stats import is_classes
 
 _FAR = 20.0  # median deviations from the median that make an outlier
@@ -21,6 +21,7 @@ _ENOUGH = 32  # images that say something about all of them
 _BORDER = 0.15  # share of each side; the digits of MNIST have 0.14
 
 
+@check("data")
 def readable(context: CheckContext) -> Result:
     """Images that cannot be read."""
     bad = [(index, name, why) for name, stats in context.stats.items() for index, why in stats.unreadable.items()]
@@ -34,6 +35,7 @@ def readable(context: CheckContext) -> Result:
     return failed(evidence, "repair or remove them, or set data.on_error=skip")
 
 
+@check("data")
 def image_shapes(context: CheckContext) -> Result:
     """Images of different shapes or dtypes, which cannot form a batch."""
     shapes = {shape: name for name, stats in reversed(context.stats.items()) for shape in stats.shapes}
@@ -47,6 +49,7 @@ def image_shapes(context: CheckContext) -> Result:
     return passed(f"{'x'.join(map(str, next(iter(shapes), ())))} {''.join(dtypes)} in every split")
 
 
+@check("data")
 def finite_images(context: CheckContext) -> Result:
     """Images with NaN or infinite values."""
     bad = [
@@ -58,6 +61,7 @@ def finite_images(context: CheckContext) -> Result:
     return none_of(bad, "images contain NaN or infinity", fix, "no NaN and no infinity")
 
 
+@check("data")
 def constant_images(context: CheckContext) -> Result:
     """Images with a single value, such as all zeros."""
     count, found = sum(len(stats.indices) for stats in context.stats.values()), []
@@ -70,6 +74,7 @@ def constant_images(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=len(found) > _MANY * count, warn=bool(found))
 
 
+@check("data")
 def outlier_images(context: CheckContext) -> Result:
     """Images with values far from those of all others."""
     found: list[tuple[float, str]] = []
@@ -97,6 +102,7 @@ def _whole_numbers(context: CheckContext) -> bool:
     return bool((images == images.round()).all())
 
 
+@check("data")
 def image_range(context: CheckContext) -> Result:
     """Values outside the range that the pipeline expects: uint8 up to 255, or float in [0, 1]."""
     stats = context.train_stats
@@ -137,6 +143,7 @@ def _distance(moments: Tensor, others: Tensor) -> tuple[float, float]:
     return float(((other_mean - mean).abs() / std).max()), float((other_std / std).log().abs().max().exp())
 
 
+@check("data")
 def normalization(context: CheckContext) -> Result:
     """Statistics in data.normalize that differ from those of the data."""
     moments = _train_moments(context)
@@ -165,6 +172,7 @@ def _better_permutation(moments: Tensor, others: Tensor) -> tuple[int, ...] | No
     return tuple(order.tolist()) if same > 0.05 * len(rows) and best < 0.25 * same else None
 
 
+@check("data")
 def channel_order(context: CheckContext) -> Result:
     """Swapped channels: relative to data.normalize, or between splits."""
     need(context.splits.channels >= 2, "one channel")
@@ -184,6 +192,7 @@ def channel_order(context: CheckContext) -> Result:
     return passed(f"channel means {_numbers(ours[0])}")
 
 
+@check("data")
 def splits_alike(context: CheckContext) -> Result:
     """Held-out images with another brightness or contrast than the training images."""
     moments, found = _train_moments(context), []
@@ -198,6 +207,7 @@ def splits_alike(context: CheckContext) -> Result:
     return graded(evidence, f"read {name} as train is read: the same source, unit and transforms", warn=worst > 1)
 
 
+@check("data")
 def evaluation_transform(context: CheckContext) -> Result:
     """Random augmentation in an evaluation: the same sample gives different images."""
     checked = 0
@@ -217,6 +227,7 @@ def evaluation_transform(context: CheckContext) -> Result:
     return passed(f"{checked} samples of {len(context.stats)} splits are the same each time they are read")
 
 
+@check("data")
 def augmentation(context: CheckContext) -> Result:
     """Training images that augmentation makes empty, or very different from evaluated images."""
     need(context.train_stats.finite.all(), "there are images that are not finite")
@@ -260,6 +271,7 @@ def moments_without_padding(context: CheckContext, plain: Tensor, augmented: Ten
     return ours, theirs
 
 
+@check("data")
 def input_size(context: CheckContext) -> Result:
     """Training images of a very different size from evaluated images."""
     batch = next(context.splits.train.loader.batches(0, 0, 1))
@@ -269,6 +281,7 @@ def input_size(context: CheckContext) -> Result:
     return graded(evidence, "the same size in transform.train and transform.eval", warn=not 0.75 <= factor <= 1.34)
 
 
+@check("data")
 def constant_areas(context: CheckContext) -> Result:
     """A channel or a border that has the same values in all images."""
     images, _ = context.train_images(_ENOUGH)
@@ -285,6 +298,7 @@ def constant_areas(context: CheckContext) -> Result:
     return graded(evidence, "crop the images", warn=min(margins) >= _BORDER)
 
 
+@check("data")
 def colorless_class(context: CheckContext) -> Result:
     """A class whose images have no color while those of the others have, or the reverse."""
     images, targets = context.sample_images["train"]

@@ -13,9 +13,9 @@ import torch
 
 from runner.base.errors import UserError
 from runner.config.keys import within
+from runner.lab.check.checks.model import Operations
 from runner.lab.check.context import BATCH_NORM, DROPOUT, CheckContext
-from runner.lab.check.model import Operations
-from runner.lab.check.result import NotApplicable, Result, failed, graded, join_names, need, passed, warned
+from runner.lab.check.result import NotApplicable, Result, check, failed, graded, join_names, need, passed, warned
 from runner.run.metrics import better
 
 _POINTS = 2000  # of a schedule
@@ -34,6 +34,7 @@ def _factors(context: CheckContext) -> list[float]:
     return [float(schedule.factor(place * total // count)) for place in range(count)]
 
 
+@check("settings")
 def optimizer_settings(context: CheckContext) -> Result:
     """A learning rate, momentum, betas, eps or weight decay that no training works with."""
     optimizer, steps = context.training.state.optimizer, context.training.total_steps
@@ -76,6 +77,7 @@ def _group_faults(group: dict[str, Any], kind: str, steps: int) -> Iterator[tupl
     yield decay >= 0.1 and l2 and taken < 2e-3, False, exceeds, "0.0001 to 0.001 is usual for it, or optimizer=adamw"
 
 
+@check("settings")
 def schedule(context: CheckContext) -> Result:
     """A schedule that never reaches the learning rate, leaves it at once, or far exceeds it; a warm-up longer than the run."""
     total = context.training.total_steps
@@ -128,6 +130,7 @@ def _moves(context: CheckContext) -> tuple[dict[str, float], float]:
     return {name: each / _STEPS for name, each in moved.items()}, norm
 
 
+@check("settings")
 def step_size(context: CheckContext) -> Result:
     """Steps so small that no weight changes in the whole run, or larger than the weights themselves."""
     moves, norm = _moves(context)
@@ -158,6 +161,7 @@ def step_size(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=fast and middle > 10, warn=fast)
 
 
+@check("settings")
 def averaging(context: CheckContext) -> Result:
     """A weight average that never moves, covers more than the run, or does not average."""
     ema, warmup, total = context.config.ema, context.config.averaging.warmup, context.training.total_steps
@@ -174,6 +178,7 @@ def averaging(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=share > 0.1, warn=share > 0.01 or (horizon > total >= 10) or ema < 0.5)
 
 
+@check("settings")
 def norm_statistics(context: CheckContext) -> Result:
     """BatchNorm that cannot work: momentum 0 or 1, a large eps, or batches of one sample."""
     norms = {name: each for name, each in context.model.named_modules() if isinstance(each, BATCH_NORM)}
@@ -199,6 +204,7 @@ def norm_statistics(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=size == 1, warn=size < 4 or (rest == 1 and plan.samples > size))
 
 
+@check("settings")
 def dropout_rate(context: CheckContext) -> Result:
     """Dropout, as a layer or a function, that drops almost everything."""
     rates = {name: float(each.p) for name, each in context.model.named_modules() if isinstance(each, DROPOUT)}
@@ -221,6 +227,7 @@ def dropout_rate(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=rates[name] >= _USELESS, warn=rates[name] >= _EXTREME)
 
 
+@check("settings")
 def epoch_length(context: CheckContext) -> Result:
     """Settings that leave few optimizer steps, or leave most samples out of an epoch."""
     plan, total = context.training.plan, context.training.total_steps
@@ -237,6 +244,7 @@ def epoch_length(context: CheckContext) -> Result:
     return passed(f"{plan.steps:,} steps an epoch, {total:,} in all")
 
 
+@check("settings")
 def metric_direction(context: CheckContext) -> Result:
     """A mode that takes the worst value of a metric for the best."""
     config, training = context.config, context.training
@@ -253,6 +261,7 @@ def metric_direction(context: CheckContext) -> Result:
     return graded(evidence, f"{right}, or null", fail=bool(wrong))
 
 
+@check("settings")
 def class_weights(context: CheckContext) -> Result:
     """Class weights that favor the frequent classes."""
     counts = context.training.data.class_counts
@@ -269,6 +278,7 @@ def class_weights(context: CheckContext) -> Result:
     raise NotApplicable("the loss has no class weights")
 
 
+@check("settings")
 def frozen_start(context: CheckContext) -> Result:
     """Most parameters frozen at random initial values, without pretrained weights."""
     config, node = context.config, context.config.model

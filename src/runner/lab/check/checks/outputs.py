@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runner.lab.check.checks.model import observe_pass
 from runner.lab.check.context import BATCH_NORM, DROPOUT, CheckContext
 from runner.lab.check.guess import takes_logits
-from runner.lab.check.model import observe_pass
-from runner.lab.check.result import Result, failed, graded, join_names, need, passed, warned
+from runner.lab.check.result import Result, check, failed, graded, join_names, need, passed, warned
 from runner.lab.check.split_stats import is_classes
 
 _CERTAIN = 20.0  # a logit that stands for certainty
@@ -30,6 +30,7 @@ def _evaluated(context: CheckContext, images: Tensor, seed: int = 0) -> Tensor:
     return outputs.float()
 
 
+@check("outputs")
 def logits(context: CheckContext) -> Result:
     """Softmax, log-softmax or sigmoid before a loss that expects logits."""
     outputs, targets = _evaluated(context, context.batch.images), context.targets(context.batch)
@@ -52,6 +53,7 @@ def logits(context: CheckContext) -> Result:
     return failed(evidence, "remove the last activation: the loss applies its own")
 
 
+@check("outputs")
 def sample_mixing(context: CheckContext) -> Result:
     """Outputs of a sample that depend on other samples of its batch, for example after view instead of permute."""
     images = context.batch.images[:8]
@@ -70,6 +72,7 @@ def sample_mixing(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=others > _MIXED * own)
 
 
+@check("outputs")
 def modes(context: CheckContext) -> Result:
     """Modules that stay in training mode in an evaluation, or in evaluation mode in training."""
     model, fix = context.model, "let train(mode) pass the mode on to all modules, and do not set it in forward"
@@ -87,6 +90,7 @@ def modes(context: CheckContext) -> Result:
     return passed(f"both modes reach every module, of which {count} are BatchNorm or dropout")
 
 
+@check("outputs")
 def repeatable_evaluation(context: CheckContext) -> Result:
     """Outputs that differ when the same images are evaluated again, for example with dropout that is always on."""
     first = _evaluated(context, context.batch.images, seed=1)
@@ -128,6 +132,7 @@ def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float
         return min(float(loss(right * top + (1 - right) * bottom, targets)) for top in tops for bottom in bottoms)
 
 
+@check("reach")
 def reachable_targets(context: CheckContext) -> Result:
     """Outputs that cannot reach the targets with any weights: a ReLU, sigmoid, tanh or log-softmax at the end."""
     low, high = bounds = _output_bounds(context)
@@ -149,6 +154,7 @@ def reachable_targets(context: CheckContext) -> Result:
     return graded(f"{evidence}; {outside:.0%} of the targets are outside", fix, fail=outside > 0.01)
 
 
+@check("outputs")
 def output_scale(context: CheckContext) -> Result:
     """Outputs of another scale in training mode than in evaluation mode, for example with dropout that is not rescaled."""
     norms = any(isinstance(each, BATCH_NORM) and each.track_running_stats for each in context.model.modules())

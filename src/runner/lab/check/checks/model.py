@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.instrument.observer import Observer
 from runner.lab.check.context import BATCH_NORM, CheckContext
-from runner.lab.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.tracking.formats import amount
 
 _DEAD_WARN, _DEAD_FAIL = 0.5, 0.9
@@ -110,6 +110,7 @@ def observe_pass(context: CheckContext) -> ObservedPass:
     return found
 
 
+@check("model")
 def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, although the config freezes nothing."""
     frozen = [name for name, parameter in context.model.named_parameters() if not parameter.requires_grad]
@@ -120,6 +121,7 @@ def frozen_parameters(context: CheckContext) -> Result:
     return none_of(frozen, what, fix, f"all {total} require gradients", "warn")
 
 
+@check("model")
 def optimizer_parameters(context: CheckContext) -> Result:
     """Trainable parameters that the optimizer does not have."""
     groups = context.training.state.optimizer.param_groups
@@ -147,6 +149,7 @@ def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
     return found
 
 
+@check("model")
 def detached_parameters(context: CheckContext) -> Result:
     """Parameters that change the outputs but get no gradient, because of detach, no_grad, .data or .item."""
     used = context.cached(_without_gradient)[1]
@@ -155,12 +158,14 @@ def detached_parameters(context: CheckContext) -> Result:
     return none_of(used, "parameters change the outputs and get no gradient", fix, otherwise)
 
 
+@check("model")
 def unused_parameters(context: CheckContext) -> Result:
     """Parameters that do not change the outputs: a branch that is never used."""
     unused, fix = context.cached(_without_gradient)[0], "use the branch in forward, or remove it"
     return none_of(unused, "parameters do not change the outputs", fix, "none without a gradient", "warn")
 
 
+@check("model")
 def shared_weights(context: CheckContext) -> Result:
     """A weight that occurs several times in the model, for example in a list that repeats one block."""
     places = defaultdict(list)
@@ -171,12 +176,14 @@ def shared_weights(context: CheckContext) -> Result:
     return none_of(shared, "weights occur several times", fix, f"{len(places)} weights, each in one place", "warn")
 
 
+@check("model")
 def bias_before_norm(context: CheckContext) -> Result:
     """A bias without effect, because a norm follows."""
     biased, fix = context.cached(observe_pass).biased, "bias=False in the layer before the norm"
     return none_of(biased, "have no effect", fix, "no layer before a norm has one", "warn")
 
 
+@check("model")
 def dead_units(context: CheckContext) -> Result:
     """Units of a ReLU that are zero for every sample: they output nothing and learn nothing."""
     units = context.cached(observe_pass).units
@@ -196,6 +203,7 @@ def _extremes(signals: Sequence[tuple[str, float]], where: str) -> tuple[float, 
     return least, most, f"{most:.3g} {where} {high}, {least:.3g} {where} {low}, of {len(signals)}"
 
 
+@check("model")
 def activation_scale(context: CheckContext) -> Result:
     """Activations that vanish or explode with the depth of the model."""
     observed = context.cached(observe_pass)
@@ -210,6 +218,7 @@ def activation_scale(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=fail, warn=warn)
 
 
+@check("model")
 def gradient_scale(context: CheckContext) -> Result:
     """Gradients that vanish or explode with the depth of the model."""
     gradients = context.cached(observe_pass).gradients
@@ -256,6 +265,7 @@ def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tupl
         yield from _nested_tensors(each, f"{name}{key}", depth - 1)
 
 
+@check("reach")
 def unregistered_parameters(context: CheckContext) -> Result:
     """Tensors that require gradients but are not parameters: layers in lists or dicts, plain tensors, layers made in forward."""
     model, loss = context.model, context.training.parts.loss
@@ -276,6 +286,7 @@ def unregistered_parameters(context: CheckContext) -> Result:
     return none_of(shown, "tensors that require gradients are not in the optimizer", fix, otherwise)
 
 
+@check("reach")
 def equal_units(context: CheckContext) -> Result:
     """Units of a layer that start equal and get equal gradients, so that they stay equal: constant initial weights."""
     context.disable_dropout()  # it makes gradients differ by chance
@@ -303,6 +314,7 @@ def equal_units(context: CheckContext) -> Result:
     return none_of(equal, what, fix, f"the units of {count} weights differ, or learn to")
 
 
+@check("model")
 def repeated_norms(context: CheckContext) -> Result:
     """BatchNorm layers that update their running statistics several times in a step."""
     modules = context.model.named_modules()
@@ -320,6 +332,7 @@ def repeated_norms(context: CheckContext) -> Result:
     return none_of(often, "BatchNorm layers run several times in a forward pass", fix, f"{len(norms)} run once", "warn")
 
 
+@check("model")
 def trainable_set(context: CheckContext) -> Result:
     """Parameters whose requires_grad changes during a step or an evaluation."""
     need(context.config.freeze is None, "freeze is set")

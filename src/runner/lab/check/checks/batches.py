@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.lab.check.baselines import chance_level, image_features, linear_accuracy
+from runner.lab.check.checks.baselines import chance_level, image_features, linear_accuracy
+from runner.lab.check.checks.data import moments_without_padding
 from runner.lab.check.context import CheckContext
-from runner.lab.check.data import moments_without_padding
 from runner.lab.check.near_duplicates import unit_vectors
-from runner.lab.check.result import NotApplicable, Result, failed, graded, need, passed
+from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed
 from runner.lab.check.split_stats import is_classes, thumbnails
 
 _SAME, _CLOSE = 0.9999, 0.1  # correlation of two images of a batch that are the same, and most deviations apart
@@ -46,6 +46,7 @@ def first_batches(context: CheckContext) -> TrainingBatches:
     return TrainingBatches(images.float(), plain.images.float().cpu(), targets, plain.targets.cpu(), numbers)
 
 
+@check("batches")
 def batch_repeats(context: CheckContext) -> Result:
     """Batches with the same picture for several samples."""
     found = context.cached(first_batches)
@@ -61,6 +62,7 @@ def batch_repeats(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=share > 0.2, warn=share > 0.02)
 
 
+@check("batches")
 def batch_pairing(context: CheckContext) -> Result:
     """Images that are paired with the target of another sample of the batch."""
     found = context.cached(first_batches)
@@ -82,6 +84,7 @@ def batch_pairing(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=share > 0.1)
 
 
+@check("batches")
 def shuffling(context: CheckContext) -> Result:
     """Batches with a single class each: samples sorted by class that are not shuffled."""
     split = context.splits.train
@@ -98,6 +101,7 @@ def shuffling(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=share > overall + 0.6 * (1 - overall))
 
 
+@check("batches")
 def model_input(context: CheckContext) -> Result:
     """Images that reach the model with another scale than data.normalize gives: normalized twice, or not at all."""
     found, measured = context.cached(first_batches), context.train_stats.channel_statistics()
@@ -131,6 +135,7 @@ def _jumps(values: Tensor) -> tuple[float, int]:
     return whole / max(1, half), whole
 
 
+@check("batches")
 def wrap_around(context: CheckContext) -> Result:
     """Pixel values that overflowed 255 and wrapped around to 0, as in uint8 arithmetic."""
     sources = {f"{name} as the data set returns it": images for name, (images, _) in context.sample_images.items()}
@@ -150,6 +155,7 @@ def wrap_around(context: CheckContext) -> Result:
     return passed(f"{len(sources)} sources of images have no such jumps")
 
 
+@check("batches")
 def augmented_classes(context: CheckContext) -> Result:
     """Augmentation that removes what distinguishes the classes, such as crops that miss the object."""
     need(context.classes, "there are no classes")

@@ -19,7 +19,7 @@ from runner.engine.plan import EpochPlan, Limits
 from runner.engine.step import StepConfig, StepFunction
 from runner.lab.check.context import BATCH_NORM, CheckContext
 from runner.lab.check.guess import loss_range, overfit_samples
-from runner.lab.check.result import Result, failed, need, none_of, passed, warned
+from runner.lab.check.result import Result, check, failed, need, none_of, passed, warned
 from runner.run.evaluation import evaluate_both
 from runner.run.metrics import build_callbacks, fresh_metrics
 
@@ -157,6 +157,7 @@ def held_out_loader(context: CheckContext) -> Loader:
     return loader
 
 
+@check("loop")
 def overfit(context: CheckContext) -> Result:
     """A model that cannot memorize one batch, with AdamW and without augmentation and dropout."""
     curve = context.cached(overfit_batch)
@@ -179,6 +180,7 @@ def overfit(context: CheckContext) -> Result:
     return failed(evidence, fix)
 
 
+@check("loop")
 def zero_input(context: CheckContext) -> Result:
     """Images that make no difference: the model memorizes targets of zero images just as well."""
     images, targets, _ = overfit_samples(context)
@@ -240,6 +242,7 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
     return found
 
 
+@check("loop")
 def stale_gradients(context: CheckContext) -> Result:
     """Gradients of an earlier step that are left when the next one begins: zero_grad is missing or undone."""
     found = context.cached(_observe_steps)
@@ -251,6 +254,7 @@ def stale_gradients(context: CheckContext) -> Result:
     return none_of(found.hooked, what, fix, f"zero at the start of each of {found.steps} steps")
 
 
+@check("loop")
 def mode_in_training(context: CheckContext) -> Result:
     """Training steps in evaluation mode, for example after an evaluation in a callback."""
     found, fix = context.cached(_observe_steps), "call model.train() after whatever calls model.eval()"
@@ -258,6 +262,7 @@ def mode_in_training(context: CheckContext) -> Result:
     return none_of(sorted(found.in_evaluation), "modules are in evaluation mode when a step begins", fix, otherwise)
 
 
+@check("loop")
 def evaluation_leaves_state(context: CheckContext) -> Result:
     """An evaluation that changes weights or buffers."""
     training = context.training
@@ -288,6 +293,7 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return [name for name, new in after.items() if not equal(before.get(name), new)]
 
 
+@check("loop")
 def repeatability(context: CheckContext) -> Result:
     """Three training steps that give different weights the second time."""
     training, plan, runs = context.training, context.training.plan, []

@@ -18,10 +18,10 @@ from runner.engine.errors import Diverged, NotFinite
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean
+from runner.lab.check.checks.loop import build_loop, held_out_loader, run_callbacks, train_on_batch, without_noise
 from runner.lab.check.context import CheckContext
 from runner.lab.check.guess import guess_loss, loss_range, overfit_samples
-from runner.lab.check.loop import build_loop, held_out_loader, run_callbacks, train_on_batch, without_noise
-from runner.lab.check.result import Result, failed, graded, need, passed, warned
+from runner.lab.check.result import Result, check, failed, graded, need, passed, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
 _EXPLODED, _RISEN = 15, 3  # how often the loss rises by the range between the first one, or a guess, and the lowest
@@ -38,6 +38,7 @@ def _count_every_loss(context: CheckContext) -> None:
     context.training.state.meter = RunningMean(next(context.model.parameters()).device)
 
 
+@check("loop")
 def learning_rate(context: CheckContext) -> Result:
     """A learning rate at which the loss explodes within a few steps, or nothing changes."""
     training, (guess, lowest) = context.training, context.cached(loss_range)
@@ -91,6 +92,7 @@ def _squeezed(context: CheckContext, steps: int, scale: float = 1.0, constant: b
         state.schedule = real
 
 
+@check("loop")
 def training(context: CheckContext) -> Result:
     """A short training like that of the run that ends at the loss of a guess, or with a higher loss (train=true)."""
     need(context.config.train, "only with train=true")
@@ -168,6 +170,7 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
         return math.inf
 
 
+@check("steps")
 def short_training(context: CheckContext) -> Result:
     """Schedule, clipping, callbacks or optimizer that undo training: the loss of one batch does not fall in 32 steps."""
     count, (guess, lowest) = len(overfit_samples(context).images), context.cached(loss_range)

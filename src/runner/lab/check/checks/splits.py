@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.lab.check.baselines import chance_level, image_features, linear_accuracy
+from runner.lab.check.checks.baselines import chance_level, image_features, linear_accuracy
 from runner.lab.check.context import CheckContext
-from runner.lab.check.result import NotApplicable, Result, graded, join_names, need
+from runner.lab.check.result import NotApplicable, Result, check, graded, join_names, need
 from runner.lab.check.split_stats import SplitStats, is_classes
 
 _APART = 0.72  # chance that an image of one split has more of something than one of the other; equal splits have 0.5
@@ -46,6 +46,7 @@ def _measures(images: Tensor) -> dict[str, Tensor]:
     return found
 
 
+@check("splits")
 def split_source(context: CheckContext) -> Result:
     """Held-out images that differ from training images in color, scale, sharpness, compression or decoding."""
     from sklearn.metrics import roc_auc_score
@@ -90,6 +91,7 @@ def _train_features(context: CheckContext, least: int) -> tuple[Tensor, Tensor, 
     return found
 
 
+@check("splits")
 def split_targets(context: CheckContext) -> Result:
     """A held-out split whose targets do not match its images, while those of train do."""
     features, targets, _ = _train_features(context, _LEAST)
@@ -109,6 +111,7 @@ def split_targets(context: CheckContext) -> Result:
     return graded(f"the accuracy of a linear model is {', '.join(scores)}", fix, fail=bool(bad))
 
 
+@check("splits")
 def target_blocks(context: CheckContext) -> Result:
     """One part of the training set whose targets do not match its images, while those of other parts do."""
     features, targets, indices = _train_features(context, _BLOCKS * _LEAST)
@@ -126,6 +129,7 @@ def target_blocks(context: CheckContext) -> Result:
     return graded(evidence, fix, warn=max(chances) < 0.6 and max(gain) > 0.25 and min(gain) < 0.2 * max(gain))
 
 
+@check("splits")
 def target_shift(context: CheckContext) -> Result:
     """Held-out regression targets with another distribution than those of train, for example in another unit."""
     from scipy.stats import ks_2samp

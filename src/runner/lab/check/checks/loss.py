@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from runner.lab.check.checks.loop import train_on_batch
 from runner.lab.check.context import CheckContext
 from runner.lab.check.guess import free_outputs, optimize_outputs, overfit_samples, takes_logits
-from runner.lab.check.loop import train_on_batch
-from runner.lab.check.result import Result, failed, graded, join_names, need, passed, warned
+from runner.lab.check.result import Result, check, failed, graded, join_names, need, passed, warned
 from runner.lab.check.split_stats import is_classes
 
 _COMPARED, _FREE = 12, 32  # samples that are compared with each other, and whose outputs are optimized
@@ -30,6 +30,7 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-5)
 
 
+@check("loss")
 def initial_loss(context: CheckContext) -> Result:
     """A first loss that is not that of a guess: ln C for C equally likely classes, the variance for regression."""
     need(context.found is None, "the weights come from a checkpoint")
@@ -84,6 +85,7 @@ def _probe(context: CheckContext) -> tuple[Tensor, Tensor, Tensor]:
     return outputs, targets, torch.tensor(pairs, dtype=torch.float64)
 
 
+@check("loss")
 def loss_of_samples(context: CheckContext) -> Result:
     """A loss that is not the mean over the samples: a sum, or one that depends on which samples are together."""
     outputs, targets, pairs = context.cached(_probe)
@@ -97,6 +99,7 @@ def loss_of_samples(context: CheckContext) -> Result:
     return warned(evidence, "compare each row of the outputs with its own target, and average over the batch")
 
 
+@check("loss")
 def loss_axis(context: CheckContext) -> Result:
     """A softmax over the batch instead of the classes."""
     outputs, targets, _ = context.cached(_probe)
@@ -112,6 +115,7 @@ def loss_axis(context: CheckContext) -> Result:
     return graded(evidence, "dim=1 in softmax or log_softmax: dim=0 is the batch", fail=over_batch)
 
 
+@check("loss")
 def loss_broadcast(context: CheckContext) -> Result:
     """Shapes that broadcast, (B,) against (B, 1): every output is compared with every target."""
     outputs, targets, pairs = context.cached(_probe)
@@ -122,6 +126,7 @@ def loss_broadcast(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=_close(together, every) or _close(together, every * len(pairs)))
 
 
+@check("loss")
 def accumulation(context: CheckContext) -> Result:
     """Gradients of small batches that do not add up to that of the large batch, as accumulate requires."""
     batch, model, parts = context.batch, context.model, context.training.parts
@@ -147,6 +152,7 @@ def accumulation(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=apart > 0.02)
 
 
+@check("objective")
 def loss_minimum(context: CheckContext) -> Result:
     """A loss that is not lowest at the right answers: of the wrong sign, detached, constant, or independent of the targets."""
     targets = context.targets(context.batch)[:_FREE]
@@ -166,6 +172,7 @@ def loss_minimum(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=not related >= _CORRELATED)
 
 
+@check("objective")
 def loss_coverage(context: CheckContext) -> Result:
     """Samples, classes or outputs that the loss ignores, for example with a class weight of 0 or ignore_index."""
     targets = context.targets(context.batch)

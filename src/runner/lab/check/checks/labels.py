@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.lab.check.context import CheckContext
 from runner.lab.check.near_duplicates import nearest_matches
-from runner.lab.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.lab.check.split_stats import SplitStats
 
 _LEAKED, _SOME = 0.005, 0.001  # shares of a held-out split that are also in train
@@ -21,6 +21,7 @@ _MOSTLY = 0.5  # share of copies that no collection of pictures has
 _EXPECTED = 10  # expected samples of a class above which their absence is not an accident
 
 
+@check("labels")
 def target_range(context: CheckContext) -> Result:
     """Class numbers that are out of range, or targets that are not finite."""
     if not context.classes or _label_shares(context):
@@ -54,6 +55,7 @@ def _class_counts(context: CheckContext) -> dict[str, Tensor]:
     return {name: torch.bincount(each, minlength=count).double() for name, each in kept.items()}
 
 
+@check("labels")
 def missing_classes(context: CheckContext) -> Result:
     """Classes without training samples, for example because labels count from 1."""
     if shares := _label_shares(context):
@@ -80,6 +82,7 @@ def missing_classes(context: CheckContext) -> Result:
     return passed(f"all {context.classes} classes have training samples")
 
 
+@check("labels")
 def class_balance(context: CheckContext) -> Result:
     """A single class, or classes of very different sizes, within a split or between splits."""
     config = context.config
@@ -112,6 +115,7 @@ def class_balance(context: CheckContext) -> Result:
     return passed(f"{evidence}; handled by {' and '.join(handled)}") if handled else graded(evidence, fix, warn=warn)
 
 
+@check("labels")
 def class_order(context: CheckContext) -> Result:
     """Splits that list their classes in another order, so that class numbers have another meaning."""
     named = {name: [*map(str, getattr(each.dataset, "classes", None) or ())] for name, each in context.stats.items()}
@@ -130,6 +134,7 @@ def _digests(stats: SplitStats) -> list[tuple[int, bytes]]:
     return [(place, stats.digests[place]) for place in (~stats.constant).nonzero().flatten().tolist()]
 
 
+@check("labels")
 def duplicates(context: CheckContext) -> Result:
     """The same image several times in a split."""
     found = []
@@ -145,6 +150,7 @@ def duplicates(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=share > _MOSTLY, warn=share > _FEW)
 
 
+@check("labels")
 def conflicting_labels(context: CheckContext) -> Result:
     """The same image with different targets."""
     known: dict[bytes, tuple[str, object]] = {}
@@ -163,6 +169,7 @@ def conflicting_labels(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=len(conflicts) > _FEW * total, warn=True)
 
 
+@check("labels")
 def leakage(context: CheckContext) -> Result:
     """Held-out images that are also in the training split, bit for bit."""
     need(context.held_out_stats, "there is no other split")
@@ -181,6 +188,7 @@ def leakage(context: CheckContext) -> Result:
     return graded(f"{', '.join(evidence)} are also in train", fix, fail=most[0], warn=most[1])
 
 
+@check("labels")
 def near_duplicates(context: CheckContext) -> Result:
     """Held-out images that nearly equal training images: mirrored, shifted, rescaled, brighter or compressed again."""
     train = context.train_stats
@@ -206,6 +214,7 @@ def near_duplicates(context: CheckContext) -> Result:
     return graded(evidence, "keep pictures of the same object in one split", warn=bool(found))
 
 
+@check("labels")
 def target_scale(context: CheckContext) -> Result:
     """Regression targets that are all equal, or whose scale is far from 1."""
     need(not context.classes, "there are classes")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext
-from runner.lab.check.result import NotApplicable, Result, failed, graded, need, passed
+from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed
 from runner.run.evaluation import Evaluator
 
 _FEWEST = 30  # held-out samples of a score
@@ -117,6 +117,7 @@ def score_baselines(context: CheckContext) -> Baselines:
     )
 
 
+@check("baselines")
 def learnable(context: CheckContext) -> Result:
     """Targets that a linear model cannot predict from the pixels at all: shuffled, or paired with the wrong images."""
     found = context.cached(score_baselines)
@@ -125,6 +126,7 @@ def learnable(context: CheckContext) -> Result:
     return graded(evidence, fix, warn=found.related < _ERRORS)
 
 
+@check("baselines")
 def class_meaning(context: CheckContext) -> Result:
     """Classes with other numbers in the held-out split: a linear model confuses them systematically."""
     from scipy.optimize import linear_sum_assignment
@@ -142,6 +144,7 @@ def class_meaning(context: CheckContext) -> Result:
     return passed(evidence)
 
 
+@check("baselines")
 def beats_baselines(context: CheckContext) -> Result:
     """A checkpoint (ckpt_path) that is not better than the most frequent class or a linear model."""
     need(context.found is not None, "ckpt_path names no run to compare")

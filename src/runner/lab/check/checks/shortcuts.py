@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext
-from runner.lab.check.result import Result, need, passed, warned
+from runner.lab.check.result import Result, check, need, passed, warned
 
 _FEWEST = 15  # samples of a class
 _REVEALING = 0.97  # balanced accuracy of a single value
@@ -68,6 +68,7 @@ def _find_mark(images: Tensor, positive: Tensor) -> tuple[float, int, int] | Non
     return (best, row, column) if isolated or only_there or bool(constant.any()) else None
 
 
+@check("shortcuts")
 def image_shortcut(context: CheckContext) -> Result:
     """A mark in the image that reveals the label: a border, a corner, a stamp, or a channel that is constant per class."""
     need(context.classes and "train" in context.labels, "there are no classes")
@@ -100,6 +101,7 @@ def _path(dataset: object, index: int) -> Path:
     return Path(samples[index][0])  # type: ignore[index]
 
 
+@check("shortcuts")
 def file_shortcut(context: CheckContext) -> Result:
     """Properties of the files that reveal the label: format, color mode, size in pixels or bytes."""
     from PIL import Image

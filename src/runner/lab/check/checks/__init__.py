@@ -1,0 +1,1 @@
+"""The checks: a function with the decorator `check` is one, wherever it stands in this folder."""
