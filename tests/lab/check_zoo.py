@@ -35,7 +35,7 @@ class Listed(Dataset[Any]):
 
 def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **unused: Any) -> dict[str, Any]:
     """400 images of 8x8 pixels in three colours, and 100 to test on, with one fault."""
-    made = synthetic(samples, 8, 3, CLASSES, kind, noise=0.3)  # type: ignore[arg-type]
+    made = synthetic(samples, 8, 3, CLASSES, kind=kind, noise=0.3)  # type: ignore[arg-type]
     train, test = made["train"], made["test"]
     images, targets, classes = train.images.clone(), train.targets.clone(), train.classes
     theirs, right = test.images.clone(), test.targets.clone()
@@ -49,6 +49,10 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         return {"train": Listed(images, targets + 1), "test": Listed(theirs, right + 1)}
     elif fault == "labels out of range":
         return {"train": Listed(images, targets + 1, classes), "test": Listed(theirs, right + 1, classes)}
+    elif fault == "one name":
+        classes = ["a", "b", "c", "a"]
+    elif fault == "channels last":
+        return {"train": Listed(images.permute(0, 2, 3, 1), targets, classes)}
     elif fault == "one glyph twice":
         theirs[0] = images[0]
     elif fault == "white pages":
@@ -363,6 +367,8 @@ CASES = [
     _data("not a number", "finite-images", "fail", "sample 17 of train", "data.normalize={mean: [0.5], std: [0.25]}"),
     _data("outlier", "outlier-images", "warn", "sample 17 of train"),
     _data("other shapes", "image-shapes", "fail", "2 shapes"),
+    _data("channels last", "image-shapes", "warn", "read as 8 channels of 8x3"),
+    _data("one name", "missing-classes", "warn", "several classes are called a"),
     _data("unreadable", "readable", "fail", "OSError: the file is truncated"),
     Case("wrong normalisation", ("data.normalize.mean=[127,127,127]", "data.normalize.std=[60,60,60]"),
          "normalization", "fail", "mean [127, 127, 127]"),

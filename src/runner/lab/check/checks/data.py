@@ -37,7 +37,7 @@ def readable(context: CheckContext) -> Result:
 
 @check("data")
 def image_shapes(context: CheckContext) -> Result:
-    """Images of different shapes or dtypes, which cannot form a batch."""
+    """Images of different shapes or dtypes, which cannot form a batch, or whose channels come last."""
     shapes = {shape: name for name, stats in reversed(context.stats.items()) for shape in stats.shapes}
     dtypes = [*dict.fromkeys(dtype for stats in reversed(context.stats.values()) for dtype in stats.dtypes)]
     if len(shapes) > 1:
@@ -46,7 +46,11 @@ def image_shapes(context: CheckContext) -> Result:
         return failed(evidence, "data.image_size=..., or a transform that gives all images one shape")
     if len(dtypes) > 1:
         return failed(f"dtypes {', '.join(dtypes)}", "one dtype in every split: uint8, or float in [0, 1]")
-    return passed(f"{'x'.join(map(str, next(iter(shapes), ())))} {''.join(dtypes)} in every split")
+    shape = next(iter(shapes), ())
+    if shape and shape[-1] in (1, 3, 4) and min(shape[:-1]) > 4:
+        fix = "image.permute(2, 0, 1) in the data set, if the channels come last"
+        return warned(f"images of shape {tuple(shape)} are read as {shape[0]} channels of {shape[1]}x{shape[2]}", fix)
+    return passed(f"{'x'.join(map(str, shape))} {''.join(dtypes)} in every split")
 
 
 @check("data")

@@ -57,7 +57,7 @@ def _class_counts(context: CheckContext) -> dict[str, Tensor]:
 
 @check("labels")
 def missing_classes(context: CheckContext) -> Result:
-    """Classes without training samples, for example because labels count from 1."""
+    """Classes without training samples, for example because labels count from 1, or with one name."""
     if shares := _label_shares(context):
         never = (shares["train"] == 0).nonzero().flatten().tolist()
         otherwise = f"training samples have each of {context.classes} labels"
@@ -79,6 +79,9 @@ def missing_classes(context: CheckContext) -> Result:
             evidence = f"no sample of {name} is of class {join_names(gone)}"
             evidence += f"; with the class shares of train there would be {float(expected[gone[0]]):.0f}"
             return warned(evidence, f"data.split.stratified=true, or samples of every class in {name}")
+    names = Counter(context.splits.classes)
+    if twins := [name for name, count in names.items() if count > 1]:
+        return warned(f"several classes are called {join_names(twins)}", "different names, or one class of them")
     return passed(f"all {context.classes} classes have training samples")
 
 
