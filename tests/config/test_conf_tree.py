@@ -37,7 +37,7 @@ def compose() -> Callable[..., Composition]:
         schema = VERBS[verb]
         checked = overrides.check_overrides([*words], schema, SOURCES, multirun=True)
         with app.application(verb, SOURCES, schema) as application:
-            return app.compose(application, verb, checked, schema, SOURCES, lambda *_: [])[0]
+            return app.compose(application, verb, checked, schema, SOURCES, also=lambda *_: [])[0]
 
     return call
 
