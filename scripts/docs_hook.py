@@ -1,7 +1,7 @@
 """Hook of mkdocs: fills in what the documentation takes from the code, so that it cannot go stale.
 
-A line `<!-- generated: NAME -->` in a page is replaced by the text of the function `NAME` in `GENERATED`. The changelog, the
-security policy and the rules for contributors, which are in the root of the repository, become pages.
+A line `<!-- generated: NAME ARGUMENT... -->` in a page is replaced by the text of the function `NAME` in `GENERATED`. The
+changelog, the security policy and the rules for contributors, which are in the root of the repository, become pages.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from runner.config.changes import declared
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS
-from runner.verbs.show import Commented, _read, files_of, page_of, page_of_verb
+from runner.verbs.show import Commented, _read, files_of, option_named, page_of, page_of_verb
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -29,7 +30,7 @@ ROOT_PAGES = {
     "project/contributing.md": "CONTRIBUTING.md",
     "project/security_policy.md": "SECURITY.md",
 }
-_MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- generated: (\w+)((?: \S+)*) -->$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -58,6 +59,22 @@ def _keys_of(path: Path, section: str, option: str) -> Iterator[Commented]:
             yield found
 
 
+def _config_of(verb: str) -> Path:
+    path = Sources().primary(verb)
+    assert path is not None, f"no verb '{verb}' has a config"
+    return path
+
+
+def _section_of(option: Option) -> str:
+    return "" if option.is_global else f"{option.group.replace('/', '.')}."
+
+
+def _cells(found: Commented, anchor: str = "", notes: str = "") -> list[str]:
+    """Key, default and meaning."""
+    value = f"`{found.value}`".replace("|", "\\|") if found.value else ""
+    return [f"`{found.key}`" + anchor, value, cell(found.comment) + notes]
+
+
 def _row(found: Commented, verb: str) -> list[str]:
     """Key, default and meaning, with the values that the schema admits and what a resumed run may change."""
     annotation = keys.find(SCHEMAS[verb], found.key)
@@ -66,15 +83,8 @@ def _row(found: Commented, verb: str) -> list[str]:
     notes = [f"values: {cell(kind)}"] if kind != "any value" else []
     if verb == "train":
         notes.append(f"change when resuming: {declared(found.key).value}")
-    text = f"{cell(found.comment)}<br><small>{'; '.join([*notes, link_of(page)])}</small>"
-    anchor = f"`{found.key}`" + (f"{{ #{found.key} }}" if verb == "train" else f"{{ #{verb}.{found.key} }}")
-    value = f"`{found.value}`".replace("|", "\\|") if found.value else ""
-    return [anchor, value, text]
-
-
-def _component_row(found: Commented, option: Option) -> list[str]:
-    anchor = f"`{found.key}`{{ #{option.group.replace('/', '.')}-{option.name}-{found.key} }}"
-    return [anchor, f"`{found.value}`".replace("|", "\\|") if found.value else "", cell(found.comment)]
+    anchor = f"{{ #{found.key} }}" if verb == "train" else f"{{ #{verb}.{found.key} }}"
+    return _cells(found, anchor, f"<br><small>{'; '.join([*notes, link_of(page)])}</small>")
 
 
 def all_keys() -> str:
@@ -83,9 +93,7 @@ def all_keys() -> str:
     ordered = ["train", *(verb.name for verb in VERBS.values() if verb.takes_config and verb.name != "train")]
     in_train: set[str] = set()
     for verb in ordered:
-        path = sources.primary(verb)
-        assert path is not None
-        found = [each for each in _keys_of(path, "", verb) if each.comment and each.key not in in_train]
+        found = [each for each in _keys_of(_config_of(verb), "", verb) if each.comment and each.key not in in_train]
         if verb == "train":
             in_train = {each.key for each in found}
         text += [f"## `{verb}`", table(head, (_row(each, verb) for each in found))]
@@ -93,16 +101,51 @@ def all_keys() -> str:
         text += [f"## Group `{group}`", f"Described in {link_of(page_of(group))}."]
         common: set[Path] = set()
         for option in sources.options(group):
-            section = "" if option.is_global else f"{group.replace('/', '.')}."
+            section = _section_of(option)
             own, *base = files_of(option)
             for path in set(base) - common:
                 common.add(path)
                 rows = (_row(each, "train") for each in _keys_of(path, section, group) if each.comment)
                 text += [f"Every `{group}` has", table(head, rows)]
             text += [f"### `{group}={option.name}`", option.description]
-            of_option = [_component_row(each, option) for each in _keys_of(own, section, option.name) if each.comment]
+            found = [each for each in _keys_of(own, section, option.name) if each.comment]
+            anchor = f"{{ #{group.replace('/', '.')}-{option.name}-%s }}"
+            of_option = [_cells(each, anchor % each.key) for each in found]
             text += [table(head, of_option)] if of_option else []
     return "\n\n".join(text)
+
+
+def _chosen(places: Iterable[Commented], patterns: Sequence[str]) -> str:
+    """Key, default and meaning of the keys that match patterns (all if there are none), each pattern at least one."""
+    known = [each for each in places if each.comment and not each.key.endswith("_target_")]
+    chosen: dict[str, Commented] = {}
+    for pattern in patterns or "*":
+        found = {each.key: each for each in known if fnmatchcase(each.key, pattern)}
+        if not found:
+            raise ValueError(f"a table of keys: no key matches '{pattern}'")
+        chosen |= found
+    return table(("key", "default", "meaning"), map(_cells, chosen.values()))
+
+
+def keys_of_runs(*patterns: str) -> str:
+    """Keys of a run that do not depend on the options chosen: of `train`, and those that all options of a group have."""
+    sources = Sources()
+    options = [option for group in sources.groups() for option in sources.options(group)]
+    bases = {path: option.group for option in options for path in files_of(option)[1:]}
+    shared = (each for path, group in bases.items() for each in _keys_of(path, f"{group}.", group))
+    return _chosen([*_keys_of(_config_of("train"), "", "train"), *shared], patterns)
+
+
+def keys_of_verb(verb: str, *patterns: str) -> str:
+    """Keys of the config of a verb."""
+    return _chosen(_keys_of(_config_of(verb), "", verb), patterns)
+
+
+def component(name: str, *patterns: str) -> str:
+    """Keys of the file of an option, `group=option`."""
+    group, _, of_group = name.partition("=")
+    option = option_named("docs", group, of_group, Sources())
+    return _chosen(_keys_of(option.path, _section_of(option), of_group), patterns)
 
 
 def all_options() -> str:
@@ -156,11 +199,14 @@ def other_names() -> str:
     return table(("elsewhere", "here"), ([", ".join(names), f"`{key}`"] for key, names in by_key.items()))
 
 
-GENERATED: dict[str, Callable[[], str]] = {
+GENERATED: dict[str, Callable[..., str]] = {
     "all_keys": all_keys,
     "all_options": all_options,
     "all_verbs": all_verbs,
     "check_findings": check_findings,
+    "component": component,
+    "keys": keys_of_runs,
+    "keys_of_verb": keys_of_verb,
     "other_names": other_names,
 }
 
@@ -190,7 +236,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks of a page by what they stand for."""
-    return _MARK.sub(lambda mark: GENERATED[mark[1]](), markdown)
+    return _MARK.sub(lambda mark: GENERATED[mark[1]](*mark[2].split()), markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

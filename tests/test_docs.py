@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import runs_that_ended_early
 import yaml
+from docs_pages import rendered
 
 from runner.base.errors import Problem
 from runner.cli import main
@@ -154,7 +155,7 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     sources = app.sources_of(flags)
     known = overrides.check_overrides(flags.overrides, schema, sources, multirun=True)
     with app.application(verb, sources, schema) as application:
-        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, lambda *_: [])
+        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, also=lambda *_: [])
     return problems_in(composition.values, composition, schema)[1]
 
 
@@ -234,7 +235,7 @@ def cells(line: str) -> list[str]:
 def tables(document: Path) -> Iterator[tuple[tuple[str, str] | None, list[str], list[list[str]]]]:
     """(option of the heading, head, rows) of every table."""
     option: tuple[str, str] | None = None
-    lines = FENCE.sub("", document.read_text(encoding="utf-8")).splitlines()
+    lines = FENCE.sub("", rendered(document)).splitlines()
     table: list[list[str]] = []
     for line in [*lines, ""]:
         if line.startswith("|"):
@@ -267,7 +268,7 @@ def option_values(group: str, name: str) -> dict[str, Any]:
     for base in content.pop("defaults", []):
         if isinstance(base, str) and base != "_self_":
             values |= option_values(group, base)
-    prefix = "" if option.is_global else f"{group}."
+    prefix = "" if option.is_global else f"{group.replace('/', '.')}."
     return values | {f"{prefix}{key}": value for key, value in keys.flatten(content).items() if content}
 
 
@@ -286,6 +287,8 @@ def top_values(page: str) -> dict[str, Any]:
     shared = [group for group in Sources().groups() if Sources().option(group, "_base")]
     for group in shared:
         values |= option_values(group, "_base")
+    for option in Sources().options("hydra/launcher"):
+        values |= option_values("hydra/launcher", option.name)
     return values | option_values("transform", "standard")
 
 
@@ -319,7 +322,7 @@ def test_every_argument_of_a_component_is_in_the_table_of_its_option() -> None:
 
 
 def test_every_key_of_the_schema_is_in_the_docs() -> None:
-    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    text = "\n".join(rendered(page) for page in PAGES)
     every = dict.fromkeys(key for schema in VERBS.values() for key in keys.all_keys(schema))
     missing = [key for key in every if not re.search(rf"`{re.escape(key)}[`=.]|\b{re.escape(key)}=", text)]
     assert not missing

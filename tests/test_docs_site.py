@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -17,10 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import docs_pages
 import pytest
 import runs_that_ended_early
 import yaml
 
+from runner.base.errors import UserError
 from runner.config import keys
 from runner.config.changes import CHANGES
 from runner.config.schema import VERBS
@@ -38,12 +39,7 @@ OTHERS = sorted((DOCS / "coming_from").glob("*.md"))
 
 @pytest.fixture(scope="module")
 def hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_hook", REPOSITORY / "scripts" / "docs_hook.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_pages.hook()
 
 
 def test_the_page_of_all_keys_has_every_key_and_option(hook: ModuleType) -> None:
@@ -67,10 +63,36 @@ def test_every_finding_of_check_is_listed_with_what_to_do(hook: ModuleType) -> N
 
 def test_marks_are_replaced_and_pages_of_the_root_have_their_links(hook: ModuleType) -> None:
     marks = [mark for page in DOCS.rglob("*.md") for mark in hook._MARK.findall(page.read_text(encoding="utf-8"))]
-    assert sorted(marks) == sorted(hook.GENERATED)
+    assert {name for name, _ in marks} == set(hook.GENERATED)
     assert "<!-- generated" not in hook.on_page_markdown("<!-- generated: all_verbs -->")
     assert "(migrating.md)" in hook.root_page("project/changelog.md")
     assert "(../explanation/architecture.md)" in hook.root_page("project/contributing.md")
+
+
+def test_a_mark_for_a_table_of_keys_gives_their_defaults_and_meanings(hook: ModuleType) -> None:
+    table = hook.on_page_markdown("<!-- generated: keys grad_clip.* seed -->").splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [
+        f"| `{key}`" for key in ("grad_clip.norm", "grad_clip.value", "grad_clip.agc", "seed")
+    ]
+    assert "| `optimizer.lr` | `0.02` | learning rate of Muon; " in hook.component("optimizer=muon", "optimizer.lr")
+    assert "| `split` | `test` | split to evaluate: train, val or test |" in hook.keys_of_verb("eval")
+    assert "`data.batch_size` | `64`" in hook.keys_of_runs("data.*")
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["keys seed grad_clip.nrom", "keys optimizer.betas", "keys_of_verb eval splits", "component loss=focal model.*"],
+)
+def test_a_mark_with_a_pattern_that_no_key_matches_fails(hook: ModuleType, mark: str) -> None:
+    with pytest.raises(ValueError, match=f"no key matches '{re.escape(mark.split()[-1])}'"):
+        hook.on_page_markdown(f"<!-- generated: {mark} -->")
+
+
+def test_a_mark_with_an_unknown_option_or_verb_fails(hook: ModuleType) -> None:
+    with pytest.raises(UserError, match="focla"):
+        hook.on_page_markdown("<!-- generated: component loss=focla -->")
+    with pytest.raises(AssertionError, match="no verb 'evla'"):
+        hook.on_page_markdown("<!-- generated: keys_of_verb evla -->")
 
 
 def test_every_page_is_in_the_navigation() -> None:
