@@ -34,7 +34,7 @@ def composed(workdir):
         with application("train", sources, schema) as app:
             for words in COMMANDS:
                 checked = overrides.check_overrides(words, schema, sources, False)
-                composition, cfg = compose(app, "train", checked, schema, sources, lambda composition: [])
+                composition, cfg = compose(app, "train", checked, schema, sources, also=lambda composition: [])
                 parts = composition.values, composition.overrides, composition.group_choices
                 found.append((copy.deepcopy(parts), cfg.hydra.overrides.task))
         return found
@@ -57,7 +57,7 @@ def test_a_job_does_not_change_what_the_next_one_gets(workdir):
     sources = sources_of(parse([], []))
     checked = overrides.check_overrides(["model=mlp"], schema, sources, False)
     with application("train", sources, schema) as app, merged_once():
-        _, cfg = compose(app, "train", checked, schema, sources, lambda composition: [])
+        _, cfg = compose(app, "train", checked, schema, sources, also=lambda composition: [])
         cfg.optimizer.lr = -1
-        composition, _ = compose(app, "train", checked, schema, sources, lambda composition: [])
+        composition, _ = compose(app, "train", checked, schema, sources, also=lambda composition: [])
     assert composition.values["optimizer"]["lr"] > 0
