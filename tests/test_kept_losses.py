@@ -176,7 +176,7 @@ def test_a_gradient_of_the_loss_that_is_not_finite_is_named(run: Callable[..., A
 
 def test_groups_have_the_parameters_of_the_loss_with_the_rules_of_the_model() -> None:
     model, criterion = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), nn.Linear(4, 4)
-    groups = parameter_groups(model, "auto", {"loss": 0.1, "loss.bias": 0.2}, 0.5, loss=criterion)
+    groups = parameter_groups(model, "auto", {"loss": 0.1, "loss.bias": 0.2}, layer_decay=0.5, loss=criterion)
     found = {id(each): group for group in groups for each in group["params"]}
     assert found[id(criterion.weight)]["lr_mult"] == 0.1
     assert found[id(criterion.bias)]["lr_mult"] == 0.2

@@ -61,8 +61,8 @@ def telling(tell: Tell) -> None:
             at["batch"] += 1
             tell("after fetch", at["batch"])
 
-        def step_watched(*values: Any) -> None:
-            train_on(*values)
+        def step_watched(*values: Any, update: bool) -> None:
+            train_on(*values, update=update)
             tell("after update", at["batch"])
 
         self.source = _Watched(  # type: ignore[assignment]

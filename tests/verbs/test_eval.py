@@ -139,7 +139,7 @@ def test_other_data_with_the_same_classes_is_evaluated_with_the_training_statist
     assert Path(other["written"][0]) == Path("other/eval_test.json")
     selected = evaluate(
         f"ckpt_path={trained.directory}", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4",
-        metrics="data.image_size=8", autocast="data.split.val=0.3",
+        "data.image_size=8", "data.split.val=0.3",
     )  # fmt: skip
     assert selected["metrics"] == same["metrics"], "the same data said in full is the same data"
 

@@ -270,8 +270,11 @@ def _of_verbs(config: Train) -> Broken:
         yield missing, f"is missing, and {given} is given", allowed
     if isinstance(config, Audit) and config.a is not None and config.vary:
         yield "vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"
-    if isinstance(config, Export) and not config.format:
-        yield "format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript"
+    if isinstance(config, Export):
+        if not config.format:
+            yield "format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript"
+        if not config.batch_sizes:
+            yield "batch_sizes", "names no batch size", "such as [1,8]"
     ending = PurePath(getattr(config, "output", None) or "").suffix
     if isinstance(config, Inspect) and config.features and ending not in ("", *FEATURE_FILES):
         allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"
