@@ -66,6 +66,7 @@ def build_run(
         make_cache: whether to make a cache of `data.cache` that does not exist yet.
         fresh: whether weights begin here; if a checkpoint brings them, no others are read or drawn.
     """
+    # A search for the batch size builds runs of its own, so it comes before anything of this one exists
     config, choices = auto_batch_size(config, functools.partial(build_run, make_cache=make_cache, fresh=fresh))
 
     # Device and precision first: data are read into the memory, and as the numbers, of the device
@@ -142,7 +143,8 @@ def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
         The best value of the monitored metric, or None.
     """
     record.begin()
-    with contextlib.ExitStack() as ending:  # closes what is open, the last one first, whatever becomes of the others
+    # Closes what is open, the last one first, whatever becomes of the others
+    with contextlib.ExitStack() as ending:
         best = _train(_build(record, signals, ending), record, signals, ending, also_call)
     if world().first:
         record.draw_curves(record.setup.config.log.curves)
@@ -152,16 +154,19 @@ def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
 def _build(record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack) -> Run:
     """What is trained: what the config says, at the position of the checkpoint, with the rate that `lr=auto` finds."""
     config, found, data = record.setup.config, record.setup.found, None
+    # Only a command of the user creates a cache; a job or a config from a file opens one that exists
     build = functools.partial(build_run, make_cache=may_write_cache(config, record.composition))
     start = resume.made_of(found, "position", Position) if found else None
     if config.compile:
         forget_compiled()
+    # The range test trains a run that is thrown away; only its data, which cost time to read, are used again
     if config.lr == "auto":
         folder, tell = record.directory.path, record.console.line
         config, data = auto_lr(config, build, folder=folder, tell=tell, interrupted=signals.asked)
         ending.callback(data.close)
     run = build(config, start, data)
     ending.callback(run.data.close)
+    # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
     run.warnings += validate_limits(run)
     check_same(run, world())
     return run
@@ -254,6 +259,7 @@ def _note_losses(record: RunRecord, data: DataModule, compiled: list[CompileRepo
     for report in compiled:
         record.summary |= report.summary()
     data.close()
+    # Workers count unreadable samples, so the count is complete once they are closed
     if said := data.bad_samples.summary():
         record.summary["skipped"] = len(data.bad_samples)
         record.console.warn(said)

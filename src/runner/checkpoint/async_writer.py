@@ -37,6 +37,7 @@ class Snapshot:
         self._devices: set[torch.device] = set()
         self._copies: dict[Hashable, torch.Tensor] = {}  # tied tensors are copied once, and stay tied
         copy: dict[str, Any] = mapped(contents, lambda tensor, place: self._copied(tensor, place, later))
+        # Copies from a GPU are still under way here: the events tell `finish` when they are complete
         for device in self._devices:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
@@ -60,12 +61,14 @@ class Snapshot:
         key = identity(tensor)
         if key in self._copies:
             return self._copies[key]
+        # Buffers are used for every checkpoint, because pinned memory is slow to allocate
         buffer = self._buffers.get(place)
         if buffer is None or _layout(buffer) != _layout(tensor):
             buffer = self._buffers[place] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._copies[key] = buffer
         if tensor.is_cuda:
             self._devices.add(tensor.device)
+        # On the CPU a copy takes the time of training, so the large and late part is left to the thread
         if tensor.device.type == "cpu" and later(place):
             self._later.append((buffer, tensor))
             return buffer

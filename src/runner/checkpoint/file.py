@@ -54,10 +54,12 @@ def write(path: Path, contents: dict[str, Any]) -> None:
             file is untouched.
     """
     assert set(contents) - set(OPTIONAL) == set(KEYS), f"a checkpoint has the keys {KEYS}"
+    # Everything becomes text and tensors before the file is opened, so that unsupported values write nothing
     try:
         tensors = Tensors()
         metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
         with _replacing(path) as temporary, temporary.open("wb") as file:
+            # The file goes to the disk before it gets its name: a crash leaves the old file or the new one
             layout.write(file, str(contents["format"]), metadata, tensors.by_name)
             file.flush()
             os.fsync(file.fileno())
@@ -72,17 +74,20 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A temporary name for a file that becomes `path` if no error is raised; errors of writing become sentences."""
+    # The name tells the process, so that leftovers of a killed one can be recognised and removed
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
         yield temporary
         os.replace(temporary, path)
+        # The new name is an entry of the folder, which has to reach the disk too
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as error:
+        # A user can act on a full disk or a limit, so errors of the system become sentences about them
         reason = getattr(error, "strerror", None) or str(error)
         if getattr(error, "errno", None) == errno.EFBIG:
             reason = "it would be larger than files may be here (ulimit -f, or the file system)"
@@ -99,6 +104,7 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
         if not isinstance(value, str):
             raise Unsupported(f"config is a {type(value).__name__}")
         return value
+    # Weights of the model keep their plain names, so that other programs find them in the file
     if key == "model" and isinstance(value, dict):
         encoded: Any = {
             name: encode(item, str(name) if isinstance(item, torch.Tensor) else f"model/{name}", tensors)
@@ -117,6 +123,7 @@ def link(source: Path, target: Path) -> None:
     """
     with _replacing(target) as temporary:
         try:
+            # A link costs no space and no time, and many file systems have them
             os.link(source, temporary)
         except OSError:
             with source.open("rb") as reading, temporary.open("wb") as writing:
@@ -174,11 +181,12 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
         raise UserError(str(path), f"has format {header.format}, and this version reads up to {FORMAT}: update runner")
     if header.format < FORMAT:
         raise layout.Damaged(f"is not a checkpoint of runner's: it has format {header.format}; {layout.OTHERS}")
+    # The metadata has one text for each part, so a reader decodes only what it needs
     texts = {key: text for key, text in header.metadata.items() if key not in ("format", "sha256", "digests")}
     values = {key: text if key == "config" else json.loads(text) for key, text in texts.items()}
     named: dict[str, set[str]] = {key: set() for key in values}
 
-    # Contents are first built without values, so that no tensor is read of a file that is no checkpoint.
+    # Contents are first built without values, so that no tensor is read of a file that is not a checkpoint.
     blanks = {
         name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in header.tensors.items()
     }
@@ -188,13 +196,16 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
         return blanks[name]
 
     contents = {key: decode(value, partial(blank, key)) for key, value in values.items()}
+    # Tensors without a place are a sign of a file made by hand, as writing makes none
     if len(set().union(*named.values())) < len(header.tensors):
         raise layout.Damaged("is not a checkpoint of runner's: it has tensors that belong to no part")
     contents = {"format": header.format, **contents}
     if set(contents) - set(OPTIONAL) != set(KEYS):
         raise layout.Damaged(f"is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
+    # Types are checked once here, so that the rest of the program can rely on them
     if problem := wrong_type(contents):
         raise layout.Damaged(f"is not a checkpoint of runner's: {problem}")
+    # Callers that need only the weights do not read the moments, which are most of the file
     keys = [key for key in (values if parts is None else parts(contents)) if key in values]
     needed = set[str]().union(*(named[key] for key in keys))
     left = set[str]()
@@ -203,6 +214,7 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
         layout.verify(file)
         states = set[str]().union(*(named[key] for key in keys if key in _LARGE))
         left = {name for name in needed & states if header.tensors[name].large}
+    # Small tensors are read at once; the large ones come when the run copies them to its device
     now = needed - left
     tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in now])
     for name in left:
@@ -220,6 +232,7 @@ def _read_now(path: Path, header: layout.Header, name: str) -> torch.Tensor:
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """A file open for reading; whatever a damaged file or one made by hand raises becomes a sentence."""
     try:
+        # Special files and links are refused: a file from someone else must not block or read elsewhere
         file = open_regular(path)
     except OSError as error:
         raise UserError("checkpoint", f"cannot read {path}: {error.strerror or error}") from error

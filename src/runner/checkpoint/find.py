@@ -37,6 +37,7 @@ def load(
     Raises:
         UserError: if nothing is there, or nothing valid.
     """
+    # Words find the run by time; a path may name a file, a run directory, or a folder of checkpoints
     if ckpt_path in ("last", "best"):
         run, prefer = newest_run(runs, key), ckpt_path
     else:
@@ -46,9 +47,11 @@ def load(
         if not path.is_dir():
             raise _missing(path, key)
         run = path
+    # Checkpoints may have been moved out of their run directory
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if prefer == "best" and (best := named(folder, "best")):
         return _load_file(best, key, parts, later)
+    # Whoever asks for the best one by name does not want another; a verb that only prefers it gets the last
     if prefer == "best" and ckpt_path == "best":
         raise UserError(key, f"{run} has no best checkpoint", f"{key}=last")
     return _newest_valid(folder, key, parts, later)
@@ -62,6 +65,7 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     """
     patterns = (f"{runs_of}/checkpoints/last{SUFFIX}" for runs_of in ("*", "sweeps/*/*"))
     found = [path for pattern in patterns for path in runs.glob(pattern) if path.is_file()]
+    # The message names runs that exist, because a wrong name or output_root is the usual cause
     if not found:
         begun = max(runs.glob("*/overrides.yaml"), key=lambda path: modified(path) or _LONG_AGO, default=None)
         none = f"no run with a checkpoint in {runs}" + (f": the newest, {begun.parent}, has none yet" if begun else "")
@@ -74,6 +78,7 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
         written = modified(path) or _LONG_AGO
         return start_time(path.parents[1]) or written, written
 
+    # Times of files change when runs are copied, so the recorded start counts first
     return max(found, key=age).parents[1]
 
 
@@ -96,6 +101,7 @@ def _load_file(path: Path, key: str, parts: Parts | None, later: bool) -> Loaded
     try:
         return LoadedCheckpoint(path, read(path, parts, later), [])
     except DamagedCheckpoint as error:
+        # A file that was named is not replaced silently: the error names the newest valid one, and the user decides
         for other in _newest(path.parent):
             if other.name == path.name or other.samefile(path):
                 continue

@@ -71,6 +71,7 @@ def write(file: BinaryIO, written: str, metadata: dict[str, str], tensors: Mappi
         OSError: if it cannot be written.
         ValueError: if the header is too large, or a text in it is not Unicode.
     """
+    # Positions first, as the header with them stands before the tensors
     entries, end = dict[str, dict[str, Any]](), 0
     # Larger elements come first, so that all are aligned when the file is mapped.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -80,15 +81,19 @@ def write(file: BinaryIO, written: str, metadata: dict[str, str], tensors: Mappi
     def header(digests: dict[str, str]) -> bytes:
         known = {"format": written, "sha256": _ZEROS, **metadata, "digests": _compact(digests)}
         text = _compact({"__metadata__": known, **entries}).encode()
+        # safetensors aligns the tensors by padding the header
         text += b" " * (-len(text) % 8)
+        # A reader refuses such headers, so a writer must not make one
         if len(text) > _LARGEST_HEADER or _too_dense(text):
             problem = "what is saved beside tensors is over 32 MiB, 1,048,576 values, or 262,144 lists and mappings"
             raise ValueError(problem)
         return len(text).to_bytes(8, "little") + text
 
+    # The place of the header is skipped now and filled last, when the digests are known
     file.seek(len(header(dict.fromkeys(entries, _ZEROS))))  # digests have one length, and follow from what is written
     made = header({name: _write_tensor(file, tensors[name]) for name in entries})
     file.seek(0)
+    # The checksum of the header is computed with zeros in its place
     file.write(made.replace(_ZEROS.encode(), hashlib.sha256(made).hexdigest().encode(), 1))
 
 
@@ -131,6 +136,7 @@ def read_header(file: BinaryIO) -> Header:
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
+    # The length is checked against the file before anything of that size is read
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= size - 8:
         raise Damaged(f"is truncated, or is not a checkpoint of runner's; {OTHERS}")
@@ -138,20 +144,24 @@ def read_header(file: BinaryIO) -> Header:
         raise Damaged("is not a checkpoint of runner's: its header is larger than 32 MiB")
     file.seek(0)
     data = file.read(8 + length)
+    # The checksum comes before the JSON parser: damage is reported as damage
     head = _HEAD.match(data)
     if head is None:
         raise Damaged(f"is not a checkpoint of runner's: its header has no checksum; {OTHERS}")
     if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
         raise Damaged("its contents do not match its checksum (header): the file is damaged")
+    # A small file can hold millions of values, which would need far more memory than its size
     if _too_dense(data):
         raise Damaged("is not a checkpoint of runner's: its header has more values, lists or mappings than runs save")
     entries = json.loads(data[8:], object_pairs_hook=_unique)
     metadata = entries.pop("__metadata__")
     if not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("a value of the header's metadata is not a string")
+    # Two entries of one name could mean different tensors to different readers
     digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)  # a newer format may have none
     tensors = _tensors(entries, digests, 8 + length)
     end = max((stored.end for stored in tensors.values()), default=8 + length)
+    # Missing or extra bytes at the end are damage, even where every tensor can be read
     if end != size:
         raise Damaged(f"is truncated, or has bytes after its end: it should have {end:,} bytes and has {size:,}")
     return Header(int(head[1]), metadata, tensors)
@@ -169,6 +179,7 @@ def _tensors(entries: dict[str, Any], digests: Any, start: int) -> dict[str, Sto
     found, end = dict[str, Stored](), 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, stop) = NATIVE[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        # Whatever is wrong with an entry is found here, before a shape allocates memory
         numbers = (*shape, begin, stop)
         if len(entry) != 3 or len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise ValueError(f"the entry of {name[:100]} is not one of a tensor")

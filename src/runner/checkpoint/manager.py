@@ -34,6 +34,7 @@ def require_space(folder: Path, size: int) -> None:
         UserError: if it does not.
     """
     free = _free(folder)
+    # A failed write would cost the time of a checkpoint, and may take the last space of other programs
     if free < size:
         raise UserError(
             "checkpoint",

@@ -57,8 +57,10 @@ def contents(
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.run.data_check`.
     """
     saved, ranks = state.state_dict(), world()
+    # Ranks of a sharded model have parts of tensors, and a checkpoint has them whole
     if ranks.size > 1:
         saved = _collected(saved, state.model, partial(gathered, world=ranks))
+    # Callbacks of the user are saved if they have a state
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
@@ -70,6 +72,7 @@ def contents(
 def _collected(saved: dict[str, Any], model: nn.Module, collect: Callable[[Tensor], Any]) -> dict[str, Any]:
     """A state with what `collect` makes of its tensors; weights that are tied stay one, which a file has once."""
     first: dict[nn.Parameter, str] = {}
+    # Tied weights are one tensor with several names: gathering each name would make copies of it
     tied = {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
     once: dict[tuple[str, str], Any] = {}
 
@@ -109,6 +112,7 @@ def restore(found: LoadedCheckpoint, state: Stateful, callbacks: dict[str, Any])
     """
     try:
         state.load_state_dict(found.contents)
+        # A callback that is new or gone on resuming keeps its fresh state, or loses its saved one
         for name, saved in found.contents["metrics"]["callbacks"].items():
             callback: Any = callbacks.get(name)
             if hasattr(callback, "load_state_dict"):
@@ -122,6 +126,7 @@ def restore(found: LoadedCheckpoint, state: Stateful, callbacks: dict[str, Any])
                         f"saved are: {keys or 'nothing'}",
                         "a load_state_dict that takes this state, or callbacks=none or another option without this callback",
                     ) from error
+        # Last, so that random numbers drawn while loading leave no trace
         rng.restore(found.contents["rng"])
     except UserError:
         raise
@@ -142,11 +147,13 @@ def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bo
     whether there was a valid one.
     """
     best, step = (source.with_name(f"{stem}{SUFFIX}") for stem in ("best", step_stem(global_step)))
+    # The best file may be gone, but the resumed checkpoint or one of its step may be the same state
     for path in (best, source, step):
         try:
             found = file.read(path, later=True)
         except UserError:
             continue
+        # A file named best may be of another evaluation, so the step decides
         if found["position"]["global_step"] == global_step:
             manager.make_best(path)
             return True

@@ -35,10 +35,12 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     ranks = world()
+    # A generator of a device that was never used would start the device
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all() if ranks.size == 1 else [torch.cuda.get_rng_state()]
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
+    # Ranks with equal generators need one copy: another number of ranks can then resume
     if ranks.size > 1:
         states = ranks.gather(state)
         values = {repr(mapped(one, _as_bytes)) for one in states}
@@ -53,6 +55,7 @@ def _as_bytes(tensor: torch.Tensor, _: str) -> Any:
 
 def restore(state: dict[str, Any]) -> None:
     """Restore what `capture` returned; states of missing devices are skipped."""
+    # States of every rank fit only the same number of ranks; otherwise all begin with that of the first
     ranks = world()
     if len(state.get("ranks", ())) == ranks.size:
         state = state["ranks"][ranks.rank]
@@ -62,6 +65,7 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
+        # Each rank uses one GPU, whatever its number is there
         if ranks.size > 1:
             torch.cuda.set_rng_state(state["cuda"][0])
             return

@@ -71,9 +71,11 @@ class Tensors:
         Raises:
             Unsupported: if it is sparse, quantized or without values.
         """
+        # Such tensors have no plain bytes to write
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             raise Unsupported(f"{name} is a tensor that is sparse, quantized or without values")
         key, native = identity(tensor), tensor.dtype in BY_DTYPE
+        # Tensors that share memory are written once, and shared again after reading
         if key not in self._names:
             while name in self.by_name or name == "__metadata__":
                 name += "'"  # another tensor has this name already
@@ -94,14 +96,17 @@ def encode(value: Any, place: str, tensors: Tensors, depth: int = 0) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return {TENSOR: tensors.add(place, value)}
+    # What JSON can hold exactly stays readable in the file; everything else gets a tag
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind in _TO_TEXT:
         return {f"${kind.__name__}": _TO_TEXT[kind](value)}
+    # A reader has the same limit, so that no file overflows its stack
     if depth == _DEEPEST:
         raise Unsupported(f"{place[:200]} has over {_DEEPEST} levels of nesting")
     if kind in (dict, OrderedDict, Counter):
         items = [(key, encode(item, f"{place}/{key}", tensors, depth + 1)) for key, item in value.items()]
+        # A key such as "$tensor" would be taken for a tag, so such mappings are written as pairs
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return dict(items)
         return {f"${kind.__name__}": [[encode(key, f"{place}/key", tensors, depth + 1), item] for key, item in items]}
@@ -119,6 +124,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) ->
     """
     if not isinstance(value, list | dict):
         return value
+    # Hostile nesting is refused before Python's recursion limit is reached
     if depth > 2 * _DEEPEST:  # a tagged container is two levels
         raise ValueError(f"it has over {_DEEPEST} levels of nesting")
     if isinstance(value, list):
@@ -126,6 +132,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) ->
     tag = next(iter(value), "")
     if not tag.startswith("$"):
         return {key: decode(item, tensor, depth + 1) for key, item in value.items()}
+    # Tags stand alone: a second key is a sign of a file that this program did not write
     if len(value) != 1:
         raise ValueError("a kind of value has a second key")
     if tag != TENSOR:

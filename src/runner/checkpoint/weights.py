@@ -48,6 +48,7 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
     Raises:
         UserError: if the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
     """
+    # Checkpoints of runs without an average have none of these
     averaged = contents["averaged"] or {"kind": "", "weights": None, "calibrated": True}
     kind, weights = averaged["kind"], averaged["weights"]
     if which == "averaged" and weights is None:
@@ -56,6 +57,7 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
             "is averaged, but the checkpoint holds no average",
             "auto or raw, or a checkpoint of a run with ema or swa",
         )
+    # Without statistics for the mean weights, a model with BatchNorm would give nonsense
     if which == "averaged" and not averaged["calibrated"]:
         raise UserError(
             "weights",
@@ -63,6 +65,7 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
             "computes BatchNorm's statistics for their mean",
             "raw, or a checkpoint of an evaluation such as best.safetensors",
         )
+    # The best evaluation decides what `auto` means: the weights that gave the best value
     best = contents["metrics"]["best"]
     of_average = best is not None and bool(kind) and best["metric"].startswith(f"val/{kind}_")
     if weights is not None and (which == "averaged" or (of_average and averaged["calibrated"] and which == "auto")):
@@ -128,6 +131,7 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     Raises:
         UserError: if nothing is there, it is damaged, or holds more than tensors and plain containers.
     """
+    # Files of other programs have tensors only; those of this one have a config and classes too
     path = Path(init_from)
     if path.is_file() and not is_checkpoint(path):
         return Weights(path, _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path))
@@ -154,16 +158,20 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 def _state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that torch saved: a state dict, or a mapping that has one under a usual name."""
     try:
+        # Only tensors and plain containers are unpickled, so that nothing in the file can run
         with open_regular(path) as file, warnings.catch_warnings(action="ignore"):
             size, zipped = path.stat().st_size, file.read(4) == b"PK\3\4"
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        # Training scripts put the weights beside an optimizer and more, under a few usual names
         inner = [contents, *(contents.get(key) for key in _INSIDE)] if isinstance(contents, Mapping) else []
         states = [each for each in inner if isinstance(each, Mapping)]
         named = ({str(name): value for name, value in each.items() if isinstance(value, Tensor)} for each in states)
         tensors = next(filter(None, named), {})
+        # Strides can make a small file claim a huge tensor, so every tensor has to fit into the file
         odd = next((name for name, value in tensors.items() if not _is_plain(value, size)), None)
         tensors = {name: value.detach() for name, value in tensors.items()}
     except pickle.UnpicklingError as error:
+        # torch names the class that it refused, which tells a user what the file really is
         found = re.search(r"GLOBAL ([\w.]{1,200})", str(error))
         raise UserError(
             _KEY,

@@ -141,7 +141,7 @@ def bind(
         return [*problems, Problem(f"{key}._args_", f"cannot be {shown(component.positional)}", "a list")]
     if component.parameters is None:
         return problems
-    # What the program passes by position is no argument that a config could give.
+    # What the program passes by position is not for a config to give.
     parameters = list(component.parameters.values())
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     parameters = parameters[positional + len(component.positional) :]

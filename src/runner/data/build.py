@@ -128,6 +128,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
         warnings.append(f"data.image_size={data.image_size} {problem}")
     mean, std, choices = _normalization(data, parts["train"], sample_eval, channels)
 
+    # Mixing needs the number of classes to make probabilities of targets
     mixing = None
     if (node := config.transform.mix) is not None:
         mixing = Mixing(_callable("transform.mix", node), config.seed, len(classes) or None)
@@ -145,7 +146,9 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
         loader = loaders.build(name, transforms, prepare, mix, training=training)
         return SplitData(loader, prepare, loader.samples, mix)
 
+    # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
     train, train_for_eval = split("train", training=True), split("train")
+    # Balanced sampling is only for training: evaluations count every sample once
     if data.sampler == "balanced":
         train.loader.balance = _balance(known.get("train"), train_indices, len(classes))
         sizes = train.loader.balance.sizes
@@ -208,6 +211,7 @@ class _LoaderBuilder:
         if training:
             plan = dataclasses.replace(plan, batch_size=data.samples_a_batch, shuffle=data.shuffle)
         replacements, note = self.replacements.get(name), self.bad_samples.noting(name, dataset, len(indices))
+        # Workers read files; what is in memory or in a cache needs no processes
         if self.placement.in_memory is None:
             reader = SeededDataset(self.placement.source(dataset), plan.seed, transforms, replacements, name)
             return WorkerLoader(
@@ -237,6 +241,7 @@ class _LoaderBuilder:
 
 def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
     """The samples of the training split by class; raises `UserError` if it has none, or they are not known."""
+    # Unknown targets and targets without classes need different advice
     if targets is None and classes:
         problem = "is balanced, and the classes of the training samples are not known without reading them"
         raise UserError(
@@ -306,8 +311,10 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
     if named:
         return tuple(str(name) for name in named)
     targets = targets_of(dataset)
+    # Numbers are classes only if they can be counted
     if targets is None or targets.is_floating_point() or targets.ndim != 1 or isinstance(dataset, ImageArrays):
         return ()
+    # Millions of classes from a few samples are identifiers and not classes
     if (largest := int(targets.max())) >= max(_MOST_CLASSES, len(targets)):
         raise UserError(
             "data.dataset",
@@ -350,6 +357,7 @@ def _measure(
     dataset, indices = part
 
     def chunks() -> Iterator[tuple[int, Tensor]]:
+        # Arrays in memory are measured whole; of files, an even part is enough
         if isinstance(dataset, ImageArrays) and not transforms:
             for start in range(0, len(indices), 4096):
                 yield start, dataset.images[indices[start : start + 4096]]
@@ -375,6 +383,7 @@ def _measure(
         raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read", allowed)
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
+    # A single NaN in the data spoils every statistic, so its sample is named
     if not bool((mean + std).isfinite().all()):
         given = "or data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
         for index, image in chunks():
@@ -385,5 +394,6 @@ def _measure(
                 raise UserError("data.dataset", problem, f"this sample corrected or removed, {given}")
         problem = "the mean or the standard deviation of 'train' is not finite, as its values are too large"
         raise UserError("data.normalize", problem, f"smaller values, {given}")
+    # A constant channel would be divided by zero
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]

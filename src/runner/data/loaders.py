@@ -94,6 +94,7 @@ class Loader:
 
     def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch, or every `step`-th of them; of each batch the rows of this rank."""
+        # The order is a function of seed and epoch, so any part of it can be computed without the rest
         size, order = self.batch_size, EpochOrder(self.samples, self._plan.seed, epoch, self._plan.shuffle)
         if self.balance is not None:
             order = BalancedOrder(self.balance, self._plan.seed, epoch)
@@ -105,11 +106,13 @@ class Loader:
         copied = self._copied((self._places(positions) for positions in pieces), epoch)
         # Only what uses no stateful generator may run before it is requested.
         early = self._prepare is None or self._prepare.per_sample
+        # Random numbers of samples are keyed by their number, so preparing ahead does not change them
         if self._prefetches and not early:
             copied = prefetch_to_cuda(copied, self._device)
         batches = self._prepared(copied, epoch)
         if self._prefetches and early:
             batches = prefetch_to_cuda(batches, self._device)
+        # Mixing takes two samples of one batch, so it comes after everything that treats them alone
         mix = self._mix
         if mix is not None and self.world.size > 1:
             batches = self._mixed(mix, batches, epoch, range(start, stop, step))
@@ -117,6 +120,7 @@ class Loader:
             batches = (
                 Batch(*mix(batch.images, batch.targets, batch.indices, epoch), batch.indices) for batch in batches
             )
+        # Balanced sampling numbers its draws; callers want the numbers of the samples
         return (
             batches if self.balance is None else (batch._replace(indices=sample_of(batch.indices)) for batch in batches)
         )
@@ -132,6 +136,7 @@ class Loader:
         """The positions of this rank's rows of the batches `numbers`, several batches together where they are whole."""
         size, whole = self.batch_size, self.samples // self.batch_size
         at_once = self._chunk if numbers.step == 1 else 1
+        # Several batches are read at once, as a large gather is faster than many small ones
         # Whole batches have one shape and are gathered together; the last, partial one is cut by itself.
         for first in range(numbers.start, numbers.stop, at_once * numbers.step):
             last = min(first + at_once, numbers.stop)
@@ -166,6 +171,7 @@ class Loader:
             if len(images) <= size:
                 yield Batch(images, targets, places)
                 continue
+            # Several batches were prepared together, and are cut apart again
             pieces = torch.split(images, size)
             bytes_of_batch = size * images.shape[1:].numel() * images.element_size()
             if bytes_of_batch % _ALIGNMENT.get(self._device.type, _ALIGNMENT_ELSEWHERE):
@@ -240,6 +246,7 @@ def _ahead(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors
         with torch.cuda.stream(side):
             return next(batches, None)
 
+    # The batch after the current one is made while the device trains on this one
     upcoming = made()
     while upcoming is not None:
         batch = upcoming

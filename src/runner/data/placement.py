@@ -157,7 +157,7 @@ def _place(
     wanted = data.placement
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
-    # A missing cache is no mistake of the user, while images that are read one by one cannot be placed in memory.
+    # A missing cache is not the mistake of the user, while images that are read one by one cannot be placed in memory.
     if wanted in ("device", "ram") and not possible:
         if not plan.cache_missing:
             problem = f"'{wanted}' needs a data set of image tensors in memory"

@@ -113,9 +113,11 @@ class EpochOrder:
         distance in rows. From five rounds on, tens of thousands of such pairs show nothing. Eight leave a margin, as in the
         NIST standard for small domains (SP 800-38G, FF3).
         """
+        # A permutation that is computed for single positions needs no memory, however many samples there are
         rows = math.isqrt(self.samples - 1) + 1
         columns = -(-self.samples // rows)
         (moved, size), (others, other_size) = zip(np.divmod(numbers, np.uint64(columns)), (rows, columns), strict=True)
+        # Each turn shifts one coordinate by a hash of the other, which can be undone and so is a permutation
         for turn in range(_TURNS):
             key = hash_ints(self.seed, self.epoch, 0, 0, turn)
             step = splitmix64(others + np.uint64(key)) >> np.uint64(32)

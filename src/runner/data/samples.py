@@ -73,12 +73,14 @@ class SeededDataset(Dataset[Any]):
         # A replacement is read with the random numbers of the sample that it replaces, so an epoch has the same draws.
         def read(source: int) -> tuple[Any, Any]:
             seed_generators(self._seed, epoch, place)
+            # A cut reads only the region that is used, which is faster for large images
             if self._cut is None:
                 item = self.dataset[source]
             else:
                 item = self.dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
             return as_pair(item, source, self._split)
 
+        # Samples that cannot be read are replaced here if data.on_error=skip
         replacements, reader = self._replacements, read
         if replacements is not None:
             reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
@@ -102,6 +104,7 @@ def read_sample(
 
     `dataset` is asked for the file of the sample.
     """
+    # The message tells reading from transforming, as each has another cure
     transforming = False
     try:
         image, target = read(index)
@@ -114,6 +117,7 @@ def read_sample(
         raise UserError("", str(error), "data.on_error=skip, which reads other samples instead") from error
     except Exception as error:
         name, why = _name(index, split), _located(error)
+        # A path finds the file faster than the number of a sample
         if (path := path_of(dataset, index)) is not None and path not in why:
             name = f"{name}, {path},"
         if transforming:
@@ -182,6 +186,7 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
     Raises `UserError` if images have different shapes or dtypes, or something is not an image or a number.
     """
     images, targets = [as_tensor(image) for image, _ in items], [as_target(target) for _, target in items]
+    # Stacking would fail with sizes that say nothing about the cause
     for what, tensors, allowed in (
         (
             "images",
@@ -228,6 +233,7 @@ def as_tensor(image: Any) -> Tensor:
             raise UserError("data.dataset", problem, "a tensor, an array or a PIL image")
         # Always a copy: the memory may be shared or read-only.
         tensor = torch.from_numpy(np.array(array.transpose(2, 0, 1) if array.ndim == 3 else array, order="C"))
+    # Grey images have no channel axis in arrays and files
     if tensor.ndim == 2:
         tensor = tensor[None]
     if tensor.ndim != 3:

@@ -100,6 +100,7 @@ class WorkerLoader(Loader):
         timeout_s: float | None = None,
     ) -> None:
         super().__init__(plan, device, prepare=prepare, mix_batch=mix_batch)
+        # The task sets it later, once targets have a meaning
         self.check: Callable[[Tensor, Tensor], None] | None = None
         self.workers = workers
         self.could_be_resident = isinstance(reader.dataset, ImageArrays | CachedImages) and not reader.changes_images
@@ -143,6 +144,7 @@ class WorkerLoader(Loader):
     def _read(self) -> Iterator[Read]:
         iterator, pending = None, self._requests.pending
         try:
+            # Starting workers takes longer than a batch, so the limit of time does not apply to the first
             with self._watched(pending, None if self._iterator is None else self._timeout_s), _starting():
                 iterator = self._iterator = iter(self._loader)
             while True:
@@ -171,6 +173,7 @@ class WorkerLoader(Loader):
         try:
             with worker_failures.wait_for_batch(timeout_s):
                 yield
+        # torch reports a killed worker as a RuntimeError without its number or reason
         except (RuntimeError, OSError, EOFError) as error:
             failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
             if failure is None and not isinstance(error, worker_failures.TimedOut):
@@ -180,6 +183,7 @@ class WorkerLoader(Loader):
             self.close()
             if failure is not None:
                 raise DataFailed("data.num_workers", failure[0], failure[1]) from error
+            # The samples that were requested first are those that a worker hangs on
             samples = sample_of(pending[0]).tolist() if pending else []
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
             raise DataFailed(

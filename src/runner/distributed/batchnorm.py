@@ -55,12 +55,15 @@ class GlobalBatchNorm(_BatchNorm):
         nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
 
     def _over_all(self, input: Tensor, own: int, samples: int) -> Tensor:
+        # Sums of squares overflow or lose digits in 16 bits
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         others, shape = [0, *range(2, input.ndim)], (1, -1, *(1,) * (input.ndim - 2))
         count = samples * (input.numel() // (input.shape[1] * max(1, own)))
         if count < 2:
             raise ValueError(f"Expected more than 1 value per channel when training, got {count} on all ranks together")
+        # A rank without rows computes on a row of another, which must not count
         kept = slice(None if own else 0)
+        # Two exchanges, mean before variance, as the sum of squares minus the squared mean loses digits
         mean = _Total.apply(wide[kept].sum(others)) / count
         centred = wide - mean.view(shape)
         variance = _Total.apply(centred[kept].square().sum(others)) / count
@@ -100,10 +103,12 @@ def synchronize(model: nn.Module) -> int:
         UserError: if a layer computes more than torch's BatchNorm.
     """
     norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    # A custom norm may compute something else, so that changing its class would change the model
     for name, norm in norms.items():
         if type(norm) not in _KNOWN:
             problem = f"cannot be used with the layer '{name}', as {type(norm).__name__} is not torch's BatchNorm"
             raise UserError("sync_batchnorm", problem, "false, or a model with torch's own layers")
+    # The class is changed in place: hooks, parameters and references to the layer stay valid
     for norm in norms.values():
         on_gpu = any(tensor.is_cuda for tensor in (*norm.parameters(), *norm.buffers()))
         norm.__class__ = GlobalBatchNormOnGPU if on_gpu else GlobalBatchNorm

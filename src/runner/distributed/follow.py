@@ -44,6 +44,7 @@ def compare(words: Sequence[str]) -> None:
         RanksMissing: if some were not started in time.
     """
     gather_ranks(_store(), "words", _timeout_s(), json.dumps(list(words)))
+    # Only rank 0 compares, so that one message and not N of them says what is different
     for other in range(1, 0 if rank() else size()):
         for own, its in itertools.zip_longest(words, json.loads(_store().get(f"words/{other}"))):
             if own != its:

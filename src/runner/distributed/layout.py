@@ -122,12 +122,15 @@ def fsdp_memory(
         averaged: whether an average of the weights is kept.
         activations: bytes that autograd keeps, without parameters.
     """
+    # Frozen weights have no gradient and no moments
     trained = [weight for weight in weights if weight.trained]
     sizes, gradients = defaultdict[str, int](int), defaultdict[str, int](int)
     for weight in weights:
         sizes[weight.unit] += weight.bytes
         gradients[weight.unit] += weight.bytes * weight.trained
+    # The root unit holds what is in no block, and is gathered for the whole step
     rest = sizes.pop("", 0)
+    # With resharding one block is whole at a time, without it all of them
     gathered = rest + (max if reshard else sum)(sizes.values() or [0])
     return Memory(
         parameters=sum(weight.share(ranks) for weight in weights),

@@ -74,6 +74,7 @@ class ParallelStep:
         )
         if self._find_unused:  # the order is never changed
             return
+        # The extra backward must leave no trace: buffers and generators are put back
         buffers, generators = SavedBuffers(self._model, parts.loss), SavedRNG()
         with parts.autocast():
             loss = self._parallel(batch.images, parts.targets(batch.targets))
@@ -98,18 +99,22 @@ class ParallelStep:
 
     def __call__(self, state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
         """Train on this rank's rows of a batch of `samples`, see `runner.engine.step.train_step`."""
+        # Batches are divided by rows and not by sampler, so that a rank count does not change which samples meet
         own = rows(samples, self._world.rank, self._world.size)
         count = own.stop - own.start
         set_rows(self._norms, (count, samples))
         try:
+            # Random numbers depend on position and rank, so a resume draws the same ones
             at = state.position
             with own_draws(at.epoch, at.batch, self._world.rank, batch.images.device):
                 trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+                # Retries and sharding do not use torch's module, so its copies of the loss's buffers are made here
                 if self._retries or self._sharded:
                     self._world.copy_first(self._learner.loss.buffers())
                 elif trained != self._trained:
                     self._trained = trained  # weights are frozen and unfrozen as training goes on
                     self._build(parts, batch)
+                # Ranks may have different numbers of rows: the weight makes the average over ranks one over samples
                 self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update=update)
         finally:
             set_rows(self._norms, None)

@@ -40,9 +40,12 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # With replicas, weights are divided within each group and equal across groups
     shape = (world.size,) if replicas == 1 else (replicas, world.size // replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    # Sharding replaces parameters, and frozen parts refer to the old ones
     before = list(model.parameters())
+    # Blocks come before the model, which takes what is left
     for module in (*(block for block in blocks if block is not model), model):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return dict(zip(before, model.parameters(), strict=True))

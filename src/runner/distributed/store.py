@@ -40,6 +40,7 @@ def open_store(timeout_s: float) -> PrefixStore:
     Raises:
         RanksMissing: if nothing serves it: after `timeout_s`, or at once if that was the launcher's task.
     """
+    # torchrun serves the store itself; otherwise rank 0 does
     address, of_launcher = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), served_by_launcher()
     serves = rank() == 0 and not of_launcher
     deadline = time.monotonic() + (0 if of_launcher else timeout_s)
@@ -52,6 +53,7 @@ def open_store(timeout_s: float) -> PrefixStore:
                 who = "the launcher of the ranks" if of_launcher else f"rank 0 of {size()}"
                 raise RanksMissing(f"{who} does not answer at {address[0]}:{address[1]}: {error}") from None
         time.sleep(_LOOKED_S)
+    # Ranks of an attempt before a restart left keys, so each attempt has its own prefix
     timeout = datetime.timedelta(seconds=timeout_s)
     store = TCPStore(*address, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     return of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -83,6 +85,7 @@ def gather_ranks(store: Store, name: str, timeout_s: float, value: str = "") -> 
     Raises:
         RanksMissing: naming those that have not after `timeout_s`.
     """
+    # Rank 0 waits for every rank, and the others only for rank 0: it is the one to know who is missing
     store.set(f"{name}/{rank()}", value)
     keys = [f"{name}/all"] if rank() else [f"{name}/{other}" for other in range(size())]
     patience_s = timeout_s + _LATER_S * (rank() != 0)
@@ -92,6 +95,7 @@ def gather_ranks(store: Store, name: str, timeout_s: float, value: str = "") -> 
         ranks = [str(number) for number, key in enumerate(keys) if not store.check([key])]
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_SHOWN])}{', ...' * (len(ranks) > _SHOWN)} of {size()}"
 
+    # Say after a while who is missing: the usual cause is a command that was not started everywhere
     if not appear(store, keys, silent_s):
         if rank() == 0:
             print(f"waiting for {missing()}, up to dist.timeout_s={timeout_s:g}", file=sys.stderr, flush=True)
@@ -99,4 +103,5 @@ def gather_ranks(store: Store, name: str, timeout_s: float, value: str = "") -> 
             problem = f"{missing()} did not come within {timeout_s:g} s: not started, ended, or hanging"
             allowed = "the same command for every rank, whose own output says why it ends; a larger value if it is slow"
             raise RanksMissing("dist.timeout_s", problem, allowed)
+    # All ranks have come: the others may go on
     store.set(f"{name}/all", "")

@@ -49,6 +49,7 @@ class World:
         """The answer of rank 0, which alone is asked; an exception there is raised everywhere."""
         if self.size == 1:
             return question()
+        # The answer and the exception travel together, so that no rank waits for one that failed
         answer: list[Any] = [None, None]
         if self.first:
             try:
@@ -56,6 +57,7 @@ class World:
             except Exception as error:
                 answer[1] = _portable(error)
         dist.broadcast_object_list(answer, src=0, group=_control())
+        # All ranks end with the same error, as none could continue alone
         if answer[1] is not None:
             raise answer[1]
         return answer[0]  # type: ignore[no-any-return]
@@ -95,12 +97,14 @@ def started_by_launcher() -> bool:
     environ = os.environ
     # Only srun sets the number of tasks of a step: a script that calls the program without it wants one process.
     if "RANK" not in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        # Only SLURM's names differ from those that torch reads
         a_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
         environ["RANK"], environ["WORLD_SIZE"] = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
         environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = (
             environ["SLURM_LOCALID"],
             a_node.split("(")[0].split(",")[0],
         )
+        # The port follows from the job, so that all ranks agree on it and two jobs on a node differ
         environ.setdefault("MASTER_ADDR", environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"))
         environ.setdefault("MASTER_PORT", str(10_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000))
     return int(environ.get("WORLD_SIZE", "1")) > 1
@@ -127,9 +131,11 @@ def joined(timeout_s: float, device: torch.device, store: Any = None) -> Iterato
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ.get(name, "1" if "SIZE" in name else "0")) for name in names)
     timeout = datetime.timedelta(seconds=timeout_s)
+    # Waiting here names missing ranks; torch's own wait would end with a timeout that names none
     store = store or open_store(timeout_s)
     gather_ranks(store, "joined", timeout_s)
     group = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
+    # Both backends: tensors travel by NCCL, and small Python objects by gloo without touching the GPU
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **group)

@@ -165,15 +165,18 @@ class Log:
         step = loop.state.position.global_step
         if step % self.every_steps and not loop.finished:
             return
+        # Reading the loss waits for the device anyway, so it is the time to ask the guard
         loop.check_nonfinite()
         loss = loop.state.meter.read()
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
         self._warn_of_spike(loss, step)
+        # Speed is of training alone: pauses such as compilation and evaluations are subtracted
         now = _clock(loop)
         passed, samples, waited, paused = (after - before for after, before in zip(now, self._began, strict=True))
         self._began, seconds = now, max(passed - paused, 1e-9)
         rate = samples / seconds
+        # A large share of waiting means that data and not the device limit the speed
         speed = {"samples_per_s": rate, "data_wait": waited / seconds}
         metrics = {"loss": loss}
         loop.collect("on_log", metrics)
@@ -240,6 +243,7 @@ class Checkpointing:
         self._best: Any = None
         self._delayed = False
         self._pause = min_seconds
+        # The first save comes early, as a kill before it loses everything
         self._first = min(_FIRST_S, min_seconds) if every_steps or every_epochs else 0.0  # 0 once there was a save
         self._since = self._clock()
 
@@ -249,17 +253,21 @@ class Checkpointing:
 
     def on_boundary(self, loop: Loop) -> None:
         """Save if it is time."""
+        # Background writing may have failed, and is reported at the next boundary
         self._check()
         position, steps, epochs = loop.state.position, self.every_steps, self.every_epochs
+        # These cannot wait: the end, a signal, and a step that the user named
         if loop.finished or bool(loop.stopping) or (steps is not None and position.global_step % steps == 0):
             self._write(loop)
             return
+        # Others may wait until min_seconds have passed, so that fast epochs do not spend their time on writing
         if loop.improved or (epochs is not None and loop.epoch_ended and position.epoch % epochs == 0):
             self._delayed = True
         if not (self._delayed or self._first):
             return
         if self._clock() - self._since >= (self._first or self._pause):
             self._write(loop)
+        # The best state is copied in memory, as the weights change before it is written
         elif loop.improved:
             self._best = self._copy(loop)
 

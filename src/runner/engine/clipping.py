@@ -37,6 +37,7 @@ class AdaptiveClip:
         pairs = [(each, each.grad) for each in self.parameters if each.grad is not None]
         if not pairs:
             return
+        # foreach kernels: a loop over weights would launch thousands of small ones
         factors: Any = [_norms(weight) for weight, _ in pairs]
         norms: Any = [_norms(gradient) for _, gradient in pairs]
         torch._foreach_clamp_min_(factors, _SMALLEST)

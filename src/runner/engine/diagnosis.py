@@ -42,9 +42,12 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     Weights, buffers, gradients and random generators are left as they are. Where the model is sharded, ranks that stop in
     the middle of a forward pass would leave the others waiting, so only batches and weights are searched.
     """
+    # The failing step is computed again without compilation, as compiled code hides the modules
     with no_trace(state.model, parts.loss), torch.enable_grad(), uncompiled():
         for batch in batches:
+            # Images, targets and weights first: what goes in may explain everything that comes out
             cause = _cause_before(state, parts, batch)
+            # One rank alone cannot run forward on a sharded model, so only inputs and weights are searched
             if is_sharded(state.model):
                 cause = next(filter(None, world().gather(cause)), "")
             elif not cause:
@@ -52,6 +55,7 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
             if cause:
                 content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
+    # An honest answer: dropout draws other numbers, or the weights have changed since
     cause = "the cause could not be reproduced, so it depends on random draws or on the weights at that step"
     if is_sharded(state.model):
         cause = "images, targets and weights are finite, and strategy=fsdp does not search further"
@@ -75,6 +79,7 @@ def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     with nonfinite_outputs(model) as outputs, parts.autocast():
         logits = model(batch.images)
         loss = parts.loss(logits, targets)
+    # From the inside out: the first module, then the loss, then gradients
     if outputs:
         samples = nonfinite_samples(logits, batch.indices)
         label = module_label(outputs[0], model.get_submodule(outputs[0]), "the model")

@@ -59,6 +59,7 @@ def evaluate(
         batch: Batch
         every: Any = source.batches  # loaders can skip those of other ranks
         own = source.batches(0, 0, batches) if ranks.size == 1 else every(0, ranks.rank, batches, ranks.size)
+        # Every rank has to take part in each forward pass of a sharded model, so one with fewer batches repeats one
         if sharded and own_batches < math.ceil(batches / ranks.size):
             own = itertools.chain(own, source.batches(0, 0, 1))
         for number, batch in enumerate(own):
@@ -74,9 +75,11 @@ def evaluate(
                 value = loss(logits, targets)
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()
+            # The repeated batch of such a rank counts for nothing
             if number < own_batches:
                 parts.add(ranks.rank + number * ranks.size, value, outputs, targets)
         reshard(model)
+        # Only here do the ranks exchange what they found
         return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
 
 
@@ -99,12 +102,14 @@ class _Parts:
     def add(self, number: int, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add batch `number`, with its mean loss."""
         size = len(targets)
+        # Sums over many batches lose digits in float32; MPS has no float64
         wide = (loss.double() if loss.device.type != "mps" else loss.float()) * size
         if self._ranks.size == 1:
             self._add(wide, size)
             for metric in self._metrics.values():
                 metric.update(outputs, targets)
             return
+        # Several ranks: keep the parts, which are merged in the order of the batches later
         states = {}
         for name, ways in self._merges.items():
             if ways is not None:
@@ -114,6 +119,7 @@ class _Parts:
                 found = {state: getattr(part, state) for state in ways}
                 # The next `reset` empties lists in place.
                 states[name] = {key: list(value) if isinstance(value, list) else value for key, value in found.items()}
+        # A metric that cannot be merged needs the outputs of all ranks
         whole = (outputs, targets) if None in self._merges.values() else None
         self._kept.append((number, size, wide, states, whole))
 
@@ -133,8 +139,10 @@ class _Parts:
 
     def _exchange(self, device: torch.device) -> None:
         found = self._ranks.gather((self.interrupted, list(self._metrics), tensors_moved(self._kept, "cpu")))
+        # All ranks raise, or those that go on would wait for the ones that stopped
         if any(interrupted for interrupted, _, _ in found):
             raise Interrupted
+        # A metric that exists on some ranks only cannot be merged: its numbers would be of a part of the data
         names = [metrics for _, metrics, _ in found]
         if wrong := [rank for rank, own in enumerate(names) if own != names[0]]:
             raise RankMismatch(f"rank {wrong[0]} has the metrics {names[wrong[0]]}, and rank 0 has {names[0]}")
@@ -173,6 +181,7 @@ def merges(metric: Metric) -> dict[str, Callable[[Any, Any], Any]] | None:
         return dict.fromkeys(metric.states, operator.add)
     if not hasattr(metric, "_reductions"):
         return None
+    # torchmetrics warns of a metric that was never updated; this one was, in parts
     from torchmetrics.utilities import data
 
     known: Any = {data.dim_zero_sum: operator.add, data.dim_zero_max: torch.max, data.dim_zero_min: torch.min}

@@ -100,14 +100,17 @@ class Loop:
         self._prepare()
         self.emit("on_start")
         with collecting_between_steps():
+            # An evaluation may be left over from the process before, which was stopped while it was due
             while self.state.position.evaluation_due or not self.finished:
                 try:
                     if self.state.position.evaluation_due:
                         self._boundary()
+                    # A rollback goes back and trains again, so it stays inside the loop
                     else:
                         self._epoch()
                 except NotFinite as found:
                     self._return_from(found)
+                # Data and models of the user fail here, so the message says how far training was
                 except Exception as error:
                     position = self.state.position
                     error.add_note(f"in epoch {position.epoch + 1}, after {position.global_step} optimizer steps")
@@ -126,32 +129,40 @@ class Loop:
         state, plan, parts, step = self.state, self.plan, self.parts, self.step
         position, interval = state.position, self.limits.evaluate_every_steps
         self._restart_batches = False
+        # The position says which batches are next, so a resumed run does not replay the epoch
         batches = self.source.batches(position.epoch, position.batch, plan.batches)
         for size, weight, update in plan.parts(position.batch):
             began = perf_counter()
             try:
                 batch = next(batches)
             except Exception as error:
+                # Unreadable data do not spoil the state: save it, so that the fixed run resumes from here
                 self._save_after(error)
                 raise
             self.waited_s += perf_counter() - began
+            # After a rollback, the batches of the faulty step are read and not trained on
             if not (position.skipped_steps and position.global_step + 1 in position.skipped_steps):
                 step(state, parts, batch, weight, size, update=update)
             elif update and parts.guard is not None:
                 parts.guard.stepped()
             self.samples_seen += size
+            # The position moves once the batch is part of the state; a checkpoint before would repeat it
             position.batch += 1
+            # Everything below happens once a step, at the only point where a checkpoint is possible
             if not update:
                 continue
             position.global_step = done = position.global_step + 1
             self.epoch_ended = position.batch == plan.batches
             if self.epoch_ended:
                 position.epoch, position.batch = position.epoch + 1, 0
+            # Collections happen between steps and only of young objects, because a full one takes long
             if done % _STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect(1)
             for method in self._on_step:
                 method(self)
+            # The rate of the next step is part of the state that is saved
             state.set_learning_rate()
+            # Decide now and store it: if the process ends before the evaluation, the resumed one makes it up
             if self.epoch_ended or self.finished or (interval is not None and done % interval == 0):
                 position.evaluation_due = self._evaluation_due()
             self._boundary()
@@ -169,6 +180,7 @@ class Loop:
                 # A callback requested the end after the decision whether to evaluate; others have yet to save.
                 self.state.position.evaluation_due = True
                 self._evaluate_if_due()
+        # Only now, when callbacks have saved the step
         if self.stopping:
             raise Preempted(self.stopping)
 
@@ -176,6 +188,7 @@ class Loop:
         """Evaluate if it is due, and ask for signals."""
         position = self.state.position
         if position.evaluation_due and not self.interrupted():
+            # Weights that are not finite are reported as such, not as a bad evaluation
             self.check_nonfinite()
             try:
                 self._run_evaluation()
@@ -205,11 +218,13 @@ class Loop:
         value = metrics[name]
         loss_name = loss_for(name)  # missing if a user-defined metric happens to be called ema_...
         loss = metrics[loss_name if loss_name in metrics else "val/loss"]
+        # A value that is not finite is never the best; the loss decides between equal values
         if math.isfinite(value) and (state.best is None or state.best.beaten_by(value, loss)):
             state.best = Best(
                 name, mode, value, loss=loss, global_step=state.position.global_step, epoch=state.position.epoch
             )
             self.improved = True
+        # Plateau schedules change the rate by the metric, so the rate is set again
         state.schedule.observe(value)
         state.set_learning_rate()
         self.collect("on_evaluation", metrics)
@@ -220,6 +235,7 @@ class Loop:
         With several ranks nothing is saved: the others, which read other samples, would have to take part.
         """
         position = self.state.position
+        # Ranks cannot save alone, and inside an accumulation window no state is complete
         if world().size > 1 or not position.global_step or position.batch % self.plan.accumulate:
             return
         self.stopping = type(error).__name__
@@ -275,9 +291,11 @@ class Loop:
         guard = self.parts.guard
         if guard is None or guard.steps == 0:
             return
+        # The guard counts steps since it was asked; add them to the step at which that was
         before = self.state.position.global_step - guard.steps
         for index in guard.found():
             step = before + index + 1
+            # A diagnosis computes the step again, so only the first few skipped steps get one
             if guard.policy == "skip" and self._diagnosed >= _MOST_DIAGNOSES:
                 self.emit("on_step_skipped", step, None)
                 continue
@@ -304,12 +322,14 @@ class Loop:
 
     def _return_from(self, found: NotFinite) -> None:
         """Go back to an earlier state, from where training skips the step that was found."""
+        # A faulty step is computed again with the same result, so training skips it
         assert self._roll_back is not None, "the policy rollback requires roll_back"
         self._rollbacks += 1
         if self._rollbacks > _MOST_ROLLBACKS:
             raise Diverged(f"{found}; training was rolled back {_MOST_ROLLBACKS} times before") from found
         earlier = self.state.position.skipped_steps
         self._roll_back(self)
+        # Steps that were found earlier stay skipped, although the state that is loaded does not know them
         self.state.position.skipped_steps = sorted({*earlier, *self.state.position.skipped_steps, found.step})
         self.epoch_ended = False
         self._prepare()
@@ -334,6 +354,7 @@ def _check_metrics(source: str, metrics: dict[str, Any]) -> None:
         if not isinstance(name, str) or name.removeprefix("val/") in _RESERVED:
             raise BadMetric(f"{source}: the metric cannot be named {name!r}", f"text other than {', '.join(_RESERVED)}")
         try:
+            # Trackers convert later, in the background: refuse here, where the source is still known
             if isinstance(value, str | bytes):
                 raise TypeError
             float(value)

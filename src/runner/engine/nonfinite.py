@@ -92,10 +92,12 @@ class NonFiniteGuard:
 
     def allows_step(self) -> bool:
         """True if the optimizer is to be called; where nothing waits it always is, and `undo` has to follow."""
+        # GradScaler looks at the gradients itself, so only what the ranks found has to be joined
         if self.scaled:
             world().highest(self._found)  # gradients are averaged by now, and losses are those of each rank's rows
             return True
         self._look()
+        # Where no kernel obeys the flag, the step is taken and undone later, or the host waits for the flag
         if self._before is not None:
             self._before = {key: tensor.clone() for key, tensor in self._changed_by_a_step()}
         elif not self._by_kernel:
@@ -108,6 +110,7 @@ class NonFiniteGuard:
         """Undo the step that was taken if the flag is up, where no kernel obeys it."""
         if not self._before:
             return
+        # torch.where keeps the decision on the device: the host never waits for the flag
         skipped = self._found > 0
         for key, tensor in self._changed_by_a_step():
             kept = self._before.get(key)
@@ -128,6 +131,7 @@ class NonFiniteGuard:
         if self._lasting:
             self._count.add_(self._found)
         else:
+            # A skipped step must leave no trace: BatchNorm has already seen its batch
             self._flags.append(self._found.clone())
             for kept, buffer in zip(self._kept, self._now(), strict=True):
                 buffer.copy_(torch.where(self._found > 0, kept, buffer))
@@ -151,11 +155,13 @@ class NonFiniteGuard:
         for parameters in self._parameters:
             gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
             gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
+            # GradScaler's kernel checks all gradients in one call; a device without it checks them one by one
             if gradients and self._has_kernel:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
             elif gradients:
                 flags = torch.stack([gradient.isfinite().all() for gradient in gradients])
                 self._found.copy_(torch.where(flags.all(), self._found, self._one))
+        # A rank sees only its part of each gradient, and all ranks have to skip together
         if self._divided:
             world().highest(self._found)
 

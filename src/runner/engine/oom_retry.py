@@ -57,13 +57,16 @@ class OOMRetryStep:
         Raises:
             torch.OutOfMemoryError: if single samples do not fit either.
         """
+        # A retry begins at the start of the window, so what forward changes is kept
         if not self._window:
             self._before = [SavedBuffers(state.model, parts.loss), SavedRNG()]
         self._window.append((batch, weight, samples))
+        # It counts as done only if forward and backward fit; otherwise the whole window is computed in smaller parts
         if not self._fits(state, parts, len(self._window) - 1):
             self._retry(state, parts)
         if not update:
             return
+        # Losses are added once the window is done, or a retry would count them twice
         for loss, (_, _, count) in zip(self._losses, self._window, strict=True):
             state.meter.add(loss, count)
             if parts.guard is not None:

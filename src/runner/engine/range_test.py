@@ -73,6 +73,7 @@ def range_test(
     mean, stopped, guard = 0.0, "", parts.guard
     meter = state.meter = RunningMean(next(state.model.parameters()).device)
     state.averaged = None  # averaging weights during a sweep of the rate is meaningless
+    # The guard reports gradients that are not finite; it needs the state before the first step
     state.train()
     if guard is not None:
         guard.start()
@@ -85,6 +86,7 @@ def range_test(
         for batch, size, weight, update in window:
             step(state, parts, batch, weight, size, update=update)
         loss = meter.read()
+        # The three ends of the test: no number, a loss far above its lowest, and gradients that are not finite
         if not math.isfinite(loss):
             stopped = f"the loss is {loss} at a rate of {rate:.3g}"
             break

@@ -148,6 +148,7 @@ class TrainState:
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"])
+        # Schedule and scaler have counters that the position alone does not tell
         self.schedule.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
@@ -177,6 +178,7 @@ def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> 
 def load_weights(model: nn.Module, weights: dict[str, Any], what: str = "model") -> None:
     """Load a complete state dict; `ValueError` names the first tensors that do not fit, and `what` they do not fit."""
     own = model.state_dict()
+    # All problems at once, as one mistake usually causes many
     problems = {
         "missing": [name for name in own if name not in weights],
         "unexpected": [name for name in weights if name not in own],
@@ -233,6 +235,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     Raises:
         ValueError: if the parameter groups do not match, or moments have another shape or kind of values than their weights.
     """
+    # A learning rate that the command line changed has to survive the load
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     groups = state["param_groups"]
     if len(groups) == len(settings):
@@ -244,9 +247,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
             if not isinstance(value, torch.Tensor) or (name not in _MOMENTS and value.numel() == 1):
                 continue
             if value.shape == weight.shape:
+                # torch loads moments in the layout of the file; kernels want that of the weight
                 if value.stride() != weight.stride():
                     moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
             elif name in _MOMENTS or any(group.get("fused") for group in optimizer.param_groups):
+                # Fused kernels do not check shapes, and would read beyond the end of the memory
                 shapes = f"{tuple(value.shape)} for a weight of {tuple(weight.shape)}"
                 raise ValueError(f"the optimizer's {name} has the shape {shapes}")
     for group, own in zip(optimizer.param_groups, settings, strict=True):

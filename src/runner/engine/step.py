@@ -51,6 +51,7 @@ def train_step(
         batch: samples on the device.
         weight, samples, update: see `EpochPlan.parts`.
     """
+    # Inside a window, gradients only add up: ranks exchange them once, at its end
     if not update:
         with parts.no_sync():
             backward(state, forward(state, parts, batch, samples), weight)
@@ -89,12 +90,14 @@ def backward(state: TrainState, loss: Tensor, weight: float) -> None:
 def update_weights(state: TrainState, parts: StepConfig) -> None:
     """Unscale and clip the gradients, take an optimizer step unless the guard forbids it, and drop the gradients."""
     optimizer, scaler, guard = state.optimizer, state.scaler, parts.guard
+    # Where backward has not averaged the gradients over the ranks, as in retries, it happens here
     if parts.average_gradients is not None:
         parts.average_gradients()
     if parts.on_gradients is not None:
         parts.on_gradients()
     # The guard looks at the gradients before clipping, which would spread a NaN over all of them.
     if guard is None or guard.allows_step():
+        # Clipping needs the gradients as they are, so the loss scale is removed first
         if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -109,6 +112,7 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
             optimizer.step()
         if guard is not None:
             guard.undo()
+        # After the update, as it is the updated weights that are averaged
         if state.averaged is not None:
             state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
     if guard is not None:

@@ -74,6 +74,7 @@ class AveragedModel:
         self._calibrated = True  # whether BatchNorm's statistics are those of the average
         self._updates = 0
         self._counted: Tensor | None = None
+        # Skipped steps are known only on the device, so the number of updates is counted there
         if can_skip:
             device = self._current[0].device
             wide = torch.float32 if device.type == "mps" else torch.float64
@@ -94,14 +95,17 @@ class AveragedModel:
 
         `skipped` is above 0 if the device skipped the step, which then changes nothing; None if it cannot have.
         """
+        # SWA begins late and takes one set of weights per period
         if step <= self.start or (step - self.start) % self.every:
             return
+        # The mean of the weights has other activations than any of them, so the statistics are out of date
         if self.kind == "swa":
             self._calibrated = not self.norms()
         if self._counted is None or skipped is None:
             torch._foreach_lerp_(self._average, self._current, self._share(self._updates))
             self._updates += 1
             return
+        # A skipped step has a share of 0, which leaves the average as it is without asking the device
         counts = skipped <= 0
         share = self._share(self._counted) * counts
         torch._foreach_lerp_(self._average, self._current, [share.to(tensor.dtype) for tensor in self._average])
@@ -117,6 +121,7 @@ class AveragedModel:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """The model with averaged weights; weights and buffers are restored bit for bit."""
+        # Weights are copied back and not recomputed: training must continue with the same bits
         saved = [tensor.clone() for tensor in self._current]
         try:
             with preserved_buffers(self._model):
@@ -198,6 +203,7 @@ class AveragedModel:
 
         A `ValueError` says which names, shapes or kinds of values do not match.
         """
+        # Anything that the file does not have begins as the current weights
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._current)
         self._statistics, self._calibrated, updates = {}, True, 0
@@ -212,6 +218,7 @@ class AveragedModel:
                         expected = f"{tuple(parameter.shape)}, {parameter.dtype}"
                         raise ValueError(f"the averaged weights have no '{name}' of the shape and kind {expected}")
                     self._average[place].copy_(local(divided_like(found, parameter)))
+            # Statistics computed for the average belong to it, and are stored among its weights
             for name, tensor in self._norm_buffers().items():
                 self._statistics[name] = loaded(state["weights"][name]).to(tensor.device, copy=True)
         self._updates = updates

@@ -115,9 +115,11 @@ def run(
     """
     running = 0
     stop = _Stop(launcher)
+    # The launcher is closed however this ends, so that no job outlives the sweep
     with contextlib.closing(launcher), listening(stop.note):
         while True:
             started = list(_startable(launcher, next_job, running, stop))
+            # Jobs start in groups, as SLURM takes them as one array
             if started:
                 for job, place in zip(started, launcher.start(started), strict=True):
                     on_start(job, place)
@@ -125,8 +127,10 @@ def run(
                 if stop.name and not launcher.survives:  # a signal that came before there was anything to stop
                     launcher.stop(kill=False)
             more = on_time()
+            # Jobs of SLURM run on without this process: the same command finds them again
             if stop.name and launcher.survives:
                 return stop.name
+            # After a signal, jobs that run may save first; without one, there is nothing left to start
             if not running and (stop.name or not more):
                 return stop.name
             for ended in launcher.wait(period_s):

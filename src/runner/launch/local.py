@@ -67,16 +67,19 @@ class Local:
         self._environment = {"OMP_NUM_THREADS": str(threads)} if threads is not None else {}
         self._running: dict[int, tuple[BaseProcess, Slot]] = {}
         self._free = [Slot("")]
+        # A single slot needs no device of its own: the job chooses as if it ran alone
         if most != 1:
             self._free = self._slots(devices, per_device, threads, values)[:most]
         self.slots: int | None = len(self._free)
 
     def _slots(self, given: Any, per_device: int | None, threads: int | None, values: Mapping[str, Any]) -> list[Slot]:
         devices = _devices(given, str(values.get("device")))
+        # Every slot has one GPU, so a job that asks for several could not run
         if devices != ["cpu"]:
             _require_one_device(values)
         # Jobs keep the number of threads that they have one after the other, as their bits depend on it.
         text = str(values.get("threads") or threads or os.environ.get("OMP_NUM_THREADS"))
+        # Without a number, torch takes every core for each job
         each = int(text) if text.isdecimal() else cores()
         usual = 1 if devices != ["cpu"] else max(1, cores() // each) if text.isdecimal() else 2
         visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
@@ -86,6 +89,7 @@ class Local:
                 own = "" if device == "cpu" else visible[int(device)] if visible else device
                 name = f"CPU {len(slots)}" if device == "cpu" else f"GPU {device}"
                 slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
+        # More threads than cores: threads that spin while they wait would slow down the others
         if len(slots) * each > cores():
             # Threads that wait leave the cores to the others.
             self._environment.setdefault("OMP_WAIT_POLICY", "passive")
@@ -117,6 +121,7 @@ class Local:
             slot = self._free.pop(0)
             job.log.parent.mkdir(parents=True, exist_ok=True)
             environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
+            # A process of its own: its memory is free afterwards, and an abort takes only this job
             process: BaseProcess = _context().Process(
                 target=_work, args=(job.call, str(job.log.absolute()), environment), name=f"job {job.number}"
             )
@@ -127,6 +132,7 @@ class Local:
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """See `Launcher.wait`."""
+        # No job runs, but the caller still expects a pause
         if not self._running:
             time.sleep(timeout_s)
             return []
@@ -161,10 +167,12 @@ class Local:
 def _devices(given: Any, device: str) -> list[str]:
     """The GPUs that jobs get, by number, or `cpu` alone."""
     key, allowed = "hydra.launcher.devices", "auto, cpu, a number of GPUs, or a list of them such as [0, 1]"
+    # A sweep on the CPU need not import torch
     if given == "cpu" or (given == "auto" and device in ("cpu", "mps")):
         return ["cpu"]
     import torch
 
+    # The launcher asks for devices before any job: a wrong number fails before the first one starts
     there = torch.cuda.device_count()
     if given == "auto":
         return [str(number) for number in range(there)] or ["cpu"]
@@ -194,11 +202,13 @@ def _context() -> Any:
 
 def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     """Run a job in its process: in a session and with a log of its own, until it ends or the sweep's process is gone."""
+    # Output goes to the log of the job at the level of the system, as C libraries print too
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    # The server blocks signals, and so do the processes that it forks until they call this
     accept_signals()
     os.environ.clear()  # the server may be older than what is set now
     os.environ.update(environment)

@@ -30,6 +30,7 @@ def start_fork_server(modules: Sequence[str]) -> None:
     """
     multiprocessing.set_forkserver_preload([__name__, *modules])  # this one, as it runs what is at the end of this file
     resource_tracker.ensure_running()  # which unblocks SIGINT
+    # The server inherits the blocked signals; this process gets its own mask back
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         forkserver.ensure_running()

@@ -86,14 +86,17 @@ def run_ranks(
     """
     import resource
 
+    # Too few file descriptors would show up as an obscure error of one of the ranks
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES + _FILES_OF_RANK * size:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     logs.mkdir(parents=True, exist_ok=True)
     start_fork_server([entry.__module__, "torch._dynamo"])  # DistributedDataParallel imports that, for a second
     context = multiprocessing.get_context("forkserver")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # ranks meet there, and say how they ended
+    # The variables of torchrun, so that a rank cannot tell who started it
     environment = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
     environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # A restart begins again from the last checkpoint, with another attempt number in the store
     for attempt in range(max_restarts + 1):
         environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         ranks = [context.Process(target=_rank, args=(number, entry, job, logs, environment)) for number in range(size)]
@@ -102,8 +105,10 @@ def run_ranks(
         failed = [outcome for outcome in outcomes.values() if outcome.status not in (0, PREEMPTED)]
         if signalled or not failed:
             break
+    # A signal that came before the ranks listened killed them: nothing was trained, so it counts as preempted
     if signalled and any(rank.exitcode in (None, -signal.Signals[signalled]) for rank in ranks):
         return Outcome(0, PREEMPTED, sentence=f"{signalled}, before the ranks had started")
+    # The first one that failed by itself is the cause; the others lost their partner
     if failed:
         raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)))
     sentence = f"{signalled}, and rank 0 did not save within {_PATIENCE_S:g} s and was killed"
@@ -125,14 +130,17 @@ def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[
             if not (alive := [rank.sentinel for rank in ranks if rank.is_alive()]):
                 break
             wait(alive, _LOOKED_S)
+        # The others notice by themselves that one is gone, and their reports are better than a kill
         _join(ranks, 0 if signalled else _NOTICED_S)
         ended = set() if signalled else {number for number, rank in enumerate(ranks) if not rank.is_alive()}
+        # Those that still run are asked: a signal lets them save, SIGTERM ends those that hang
         for rank in ranks:
             if rank.is_alive() and rank.pid is not None:
                 with contextlib.suppress(ProcessLookupError):  # it has ended just now
                     os.kill(rank.pid, signal.Signals[signalled or "SIGTERM"])
         _join(ranks, _PATIENCE_S if signalled else _TERMINATED_S, -signal.Signals[signalled] if signalled else None)
         return signalled, ended
+    # No rank outlives this, whatever happens above
     finally:
         for rank in ranks:
             if rank.is_alive():
@@ -158,10 +166,12 @@ def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> di
     for number, rank in enumerate(ranks):
         if store.check([f"ended/{number}"]):
             found[number] = Outcome(**json.loads(store.get(f"ended/{number}")))
+        # A rank that was killed could not report, so its exit code speaks for it
         elif number in ended:
             code = rank.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             found[number] = Outcome(number, FAILED, sentence=how, clause=True)
+    # If every report is about a lost partner, the one without a report is the cause
     if ended and all(outcome.lost for outcome in found.values()):
         late = "took no part for dist.timeout_s: it hangs, is suspended, or reads its data too slowly"
         silent = set(range(len(ranks))) - set(found)
@@ -177,6 +187,7 @@ def _rank(number: int, entry: Callable[[Any], float | None], job: Any, logs: Pat
     multiprocessing.set_start_method(None, force=True)
     accept_signals()
     end_with_parent()
+    # Rank 0 has the terminal; the others write to their log
     if number:
         log = os.open(logs / f"rank_{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
@@ -185,6 +196,7 @@ def _rank(number: int, entry: Callable[[Any], float | None], job: Any, logs: Pat
         outcome = Outcome(number, 0, entry(job))
     except (Exception, SystemExit) as error:
         outcome = outcome_of(number, error)
+    # The parent learns how the rank ended, also where it ends by an exception
     with contextlib.suppress(RanksMissing, DistNetworkError):  # a launcher that was killed reads nothing
         store = open_store(_REPORTED_S)
         store.set(f"ended/{number}", json.dumps(asdict(outcome)))

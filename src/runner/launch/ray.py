@@ -48,6 +48,7 @@ class Ray:
         init: Mapping[str, Any] | None = None,
         remote: Mapping[str, Any] | None = None,
     ) -> None:
+        # An optional package, so that the other launchers work without it
         try:
             import ray
         except ImportError:
@@ -71,6 +72,7 @@ class Ray:
         Raises:
             UserError: Ray cannot be started, or there is no cluster at the address.
         """
+        # Ray starts with the first job, as a sweep with nothing to do needs no cluster
         if not self._ray.is_initialized():
             handler = signal.getsignal(signal.SIGTERM)
             try:
@@ -119,9 +121,11 @@ class Ray:
 
 
 def _work(command: list[str], folder: str, log: str, environment: dict[str, str]) -> int:
+    # The log is on the file system that the jobs share
     """Run a command in a session of its own; the first cancellation asks it to stop, the second one kills it."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:  # noqa: PTH123
+        # The shell watches its input: when this process dies, the pipe closes and the job ends
         process = subprocess.Popen(
             ["sh", "-c", _START, "sh", *command],
             cwd=folder,
@@ -135,6 +139,7 @@ def _work(command: list[str], folder: str, log: str, environment: dict[str, str]
     while process.poll() is None:
         try:
             time.sleep(_POLLED_S)  # a cancellation does not interrupt `process.wait`
+        # A closed input is the first request to stop, and a kill the second
         except KeyboardInterrupt:
             if process.stdin.closed:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -79,16 +79,19 @@ class Slurm:
         additional_parameters: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        # Fail before the sweep makes its folder
         if shutil.which("sbatch") is None:
             allowed = "a machine that has SLURM's commands, or hydra/launcher=pool"
             raise UserError("hydra/launcher", "is slurm, and there is no sbatch on this machine", allowed)
         self._name = re.sub(r"[^\w.-]", "_", str(name or values["name"]))
         self._setup, self._most = list(setup or []), array_parallelism
         cpus = options.get("cpus_per_task")  # srun does not take it from sbatch
+        # Keys are those of Hydra's SLURM launcher, and options those of sbatch
         self._srun = ["srun", *([f"--cpus-per-task={cpus}"] if cpus else []), *(srun_args or [])]
         renamed = {"tasks_per_node": "ntasks-per-node", "timeout_min": "time", "mem_gb": "mem"}
         gigabytes = options.get("mem_gb")
         given = {**options, "mem_gb": gigabytes and f"{gigabytes}G"}
+        # SLURM warns the job before its time ends, so that it saves and starts again
         signals = values["slurm"]["signal"] or []
         warning = [signals] if isinstance(signals, str) else signals
         self._options = {
@@ -107,9 +110,11 @@ class Slurm:
         Raises:
             UserError: SLURM refuses the jobs, or does not answer.
         """
+        # A sweep that was killed finds its jobs in the queue, and does not submit them twice
         active = {each.place: each.id for each in self._queue() if not each.over}
         found = {job.number: active[self._place(job)] for job in jobs if self._place(job) in active}
         new = [job for job in jobs if job.number not in found]
+        # An array has numbers of one group, because SLURM limits how many it takes
         for group, array in itertools.groupby(new, key=lambda job: self._place(job)[0]):
             found |= self._submit(f"{self._name}-{group}", list(array))
         self._running |= found
@@ -119,6 +124,7 @@ class Slurm:
     def wait(self, timeout_s: float) -> list[Ended]:
         """See `Launcher.wait`."""
         time.sleep(timeout_s)
+        # Asking often would burden the controller
         if not self._running or time.monotonic() < self._due:
             return []
         try:
@@ -148,6 +154,7 @@ class Slurm:
 
     def _submit(self, name: str, jobs: Sequence[Job]) -> dict[int, str]:
         """Submit an array, and return the number of each job there."""
+        # A file for each element, appended to: a job that starts again continues its log
         logs = jobs[0].log.parent.absolute()
         logs.mkdir(parents=True, exist_ok=True)
         group = int(jobs[0].log.stem) // _ELEMENTS
@@ -162,6 +169,7 @@ class Slurm:
         given = {key: value for key, value in options.items() if value is not None and value is not False}
         words = [f"--{key}" if value is True else f"--{key}={value}" for key, value in given.items()]
         text = _call(["sbatch", "--parsable", *words], "\n".join(self._script(jobs)))
+        # On a cluster of several, the answer has the name of the cluster too
         array = text.strip().partition(";")[0]
         return {number: f"{array}_{element}" for number, element in numbers.items()}
 

@@ -50,12 +50,14 @@ def parameter_groups(
     of_loss = list(loss.named_parameters("loss")) if loss is not None else []
     pairs = [*of_loss, *model.named_parameters()]
     named = dict(pairs)
+    # Biases, norms and embeddings are usually exempt from decay
     if no_decay == "auto":
         spared = tables(model) | {f"loss.{name}" for name in (tables(loss) if loss is not None else ())}
     else:
         spared = {name for _, name in _matches("optimizer.no_decay", no_decay or (), named)}
     factors = lr_mult or {}
     chosen = {name: pattern for pattern, name in _matches("optimizer.lr_mult", factors, named)}
+    # Layers near the input learn more slowly, as their features are the most general
     deep = depths(model, blocks) if layer_decay is not None else {}
     last = max(deep.values(), default=0)
     groups: dict[str, dict[str, Any]] = {}
@@ -80,6 +82,7 @@ def parameter_groups(
         group["params"].append(parameter)
         if parameter.ndim == 2:
             last_matrix[label] = index
+    # Muon finds the head by its position: the last matrix of the last group
     return sorted(groups.values(), key=lambda group: last_matrix.get(group["name"], -1))
 
 
@@ -111,6 +114,7 @@ def depths(model: nn.Module, blocks: Sequence[str] = ()) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     if len(blocks) < 2:
+        # Without blocks, every matrix begins a new layer
         layer = -1
         for name, parameter in model.named_parameters():
             layer += parameter.ndim > 1
@@ -119,6 +123,7 @@ def depths(model: nn.Module, blocks: Sequence[str] = ()) -> dict[str, int]:
     passed = 0
     for name, _ in model.named_parameters():
         inside = next((layer for layer, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)
+        # What comes after the blocks, such as the head, belongs to the layer after the last one
         passed = max(passed, inside)
         found[name] = inside or passed + (passed > 0)
     return found
@@ -131,6 +136,7 @@ def _matches(key: str, patterns: Iterable[str], named: Mapping[str, object]) -> 
         UserError: if a pattern matches nothing.
     """
     pieces = [name.split(".") for name in named]
+    # A pattern may name a module, so all prefixes of parameter names are known names
     known = [".".join(parts[:end]) for parts in pieces for end in range(1, len(parts) + 1)]
     found = []
     for pattern in patterns:

@@ -45,10 +45,12 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     component = Component("optimizer", node)
     target, name = component.target, str(getattr(component.target, "__name__", component.target))
     has = [kind for kind in KINDS if component.takes(kind)]
+    # A request that the optimizer does not know would be dropped silently
     for kind in KINDS:
         if node.get(kind) and kind not in has:
             allowed = f"null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
             raise UserError(f"optimizer.{kind}", f"{name} has no such kernels", allowed)
+    # Other classes choose for themselves
     if not (target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))):
         return Kernels({}, "", "")
 
@@ -59,10 +61,12 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
             return (
                 "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
             )
+        # A kernel has to work for every kind of weight, so each is tried with one number
         types = {(parameter.device, parameter.dtype) for parameter in parameters}
         failures = (_failure(component, kind, parameters[0], *each) for each in sorted(types, key=str))
         return next(filter(None, failures), "")
 
+    # The order is that of speed: one fused kernel, several for all tensors, one tensor after the other
     def automatic() -> tuple[str, str]:
         device, reason = parameters[0].device.type, f"{name} has no fused kernel"
         if "fused" in has:
@@ -80,6 +84,7 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
         return ("", f"auto: {reason}; {against}") if against else ("foreach", f"auto: {reason}")
 
     chosen = next((kind for kind in has if node.get(kind)), "")
+    # What the user asks for is used or refused, and never replaced
     if chosen:
         reason = f"optimizer.{chosen}=true"
         if problem := obstacle(chosen):
@@ -96,6 +101,7 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
 
 def _failure(component: Component, kind: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> str:
     """The reason why an optimizer cannot update one weight with a kind of kernels (empty for plain ones), or an empty string."""
+    # A weight of one value is enough to see whether a kernel exists
     weight = divided_like(torch.zeros(1, device=device, dtype=dtype), like).requires_grad_()
     weight.grad = torch.zeros_like(weight)
 
@@ -137,12 +143,14 @@ def plain_step(optimizer: Optimizer) -> Callable[[], object]:
     torch wraps the steps of its optimizers in a profiler range and in hooks; if none are registered and the class is torch's
     own, the function inside can be called directly. A replaced `step` is kept.
     """
+    # The bookkeeping of other classes may matter
     if not type(optimizer).__module__.startswith("torch.optim") or "step" in vars(optimizer):
         return optimizer.step
     inside = inspect.unwrap(type(optimizer).step)
     hooks = [vars(optimizer).get(name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
 
     def step() -> None:
+        # Hooks can be registered later, so each step looks
         if any(hooks) or optimizer.defaults.get("differentiable"):
             optimizer.step()
             return

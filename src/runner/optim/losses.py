@@ -127,6 +127,7 @@ class Focal(_ClassLoss):
         terms = -log_p * rest.pow(self.gamma)
         if weight is not None:
             terms = terms * weight
+        # Probabilities of a mixed batch: every class counts by its share
         if targets.is_floating_point():
             return (terms * targets.to(terms.dtype)).sum() / logits.shape[0]
         return terms.gather(1, targets[:, None]).sum() / logits.shape[0]
@@ -239,10 +240,12 @@ def _positive_weights(
             raise ValueError(
                 "pos_weight=auto needs a data set with an attribute targets, in which labels can be counted"
             )
+        # A label that never occurs would have an infinite weight
         if empty := (label_counts[1] == 0).nonzero().flatten().tolist():
             raise ValueError(f"pos_weight=auto needs training samples with every label; labels without: {empty}")
         if full := (label_counts[0] == 0).nonzero().flatten().tolist():
             raise ValueError(f"pos_weight=auto needs training samples without every label; labels of all: {full}")
+        # The ratio of negatives to positives gives both the same total weight
         weights = label_counts[0].double() / label_counts[1]
     else:
         weights = torch.tensor(given if isinstance(given, Sequence) else [given], dtype=torch.float64)
@@ -266,6 +269,7 @@ def _class_weights(
             raise ValueError("class_weights=balanced needs data with classes, whose samples can be counted")
         if empty := (class_counts == 0).nonzero().flatten().tolist():
             raise ValueError(f"class_weights=balanced needs training samples of every class; classes without: {empty}")
+        # The inverse frequency gives every class the same total weight
         weights = 1.0 / class_counts.double()
     else:
         weights = torch.tensor(given, dtype=torch.float64)
@@ -275,4 +279,5 @@ def _class_weights(
             raise ValueError("class_weights must not all be 0")
     if num_classes is not None and len(weights) != num_classes:
         raise ValueError(f"class_weights must have one weight for each of {num_classes} classes, got {len(weights)}")
+    # With a mean of 1, the loss keeps its scale, and so does the learning rate
     return (weights / weights.mean()).float()

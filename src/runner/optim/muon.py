@@ -54,6 +54,7 @@ class Muon(Optimizer):
         for name, value, least in (("lr", lr, 0), ("adamw_lr", adamw_lr, 0), ("ns_steps", ns_steps, 1)):
             if not value >= least:
                 raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
+        # Two optimizers with their own arguments: Muon for hidden matrices, AdamW for everything else
         own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"betas": (betas[0], betas[1]), "eps": eps, "foreach": foreach, "fused": fused}
         self._options: dict[_Part, dict[str, Any]] = {
@@ -65,6 +66,7 @@ class Muon(Optimizer):
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         # Parameters are walked through twice, so an iterator becomes a list.
         groups = [{**group, "params": _listed(group["params"])} for group in groups]
+        # The head is a matrix too, but AdamW trains it
         matrices = [_tensor(item) for group in groups for item in group["params"] if _tensor(item).ndim == 2]
         self._head = matrices[-1] if matrices else None
         super().__init__(groups, {})

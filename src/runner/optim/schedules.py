@@ -246,6 +246,7 @@ class Torch(Schedule):
     def _made(self, optimizer: Any, name: str, options: Mapping[str, Any]) -> Any:
         from torch.optim import lr_scheduler
 
+        # Names come from the installed torch, so that new schedules work without a change here
         kinds = {each.__name__: each for each in lr_scheduler.LRScheduler.__subclasses__()}
         kinds = {word: kind for word, kind in kinds.items() if word in lr_scheduler.__all__}
         kinds.pop("ReduceLROnPlateau")
@@ -254,11 +255,14 @@ class Torch(Schedule):
         if name not in kinds:
             raise UserError("scheduler.name", f"torch has no '{name}'", ", ".join(kinds), nearest(name, kinds))
         takes, given = inspect.signature(kinds[name]).parameters, dict(options)
+        # Momentum would change without the optimizer's settings showing it
         if given.setdefault("cycle_momentum", False):
             raise ValueError("options cannot have cycle_momentum, as momentum is not scheduled")
+        # Most of torch's schedules ask for their length, which is known here
         length = self.total_steps if self.interval == "step" else math.ceil(self.total_steps / self.steps_per_epoch)
         given = {"T_max": length} | ({} if "epochs" in given else {"total_steps": length}) | given
         given = {word: value for word, value in given.items() if word in takes or word in options}
+        # Some schedules are made of others
         if "schedulers" in given:
             given["schedulers"] = [self._made(optimizer, **each) for each in given["schedulers"]]
         return kinds[name](optimizer, **given)
@@ -291,6 +295,7 @@ class Plateau:
         warmup: float = 0.0,
         clock: Clock | None = None,
     ) -> None:
+        # Its own steps follow the metric, and only the warmup follows the clock
         self._warming = Schedule(total_steps, warmup, clock=clock or Clock())
         _check({"mode": mode, "factor": factor, "patience": patience, "min_factor": min_factor, "threshold": threshold})
         self._sign = 1.0 if mode == "max" else -1.0

@@ -68,6 +68,7 @@ def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Calla
     Raises:
         UserError: if the optimizer has no rate to scale, there is not enough memory, or the loss hardly falls at any rate.
     """
+    # The test scales the rate that the user gave, so there has to be one
     node = run.config.optimizer
     reference = node.get("lr") or run.state.optimizer.defaults.get("lr")
     if not isinstance(reference, int | float) or reference <= 0:
@@ -88,12 +89,14 @@ def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Calla
     except ValueError as error:
         allowed = "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"
         raise UserError("lr", f"no rate was found: {error}", allowed) from error
+    # Other rates of the optimizer, such as Muon's for its AdamW part, keep their ratio to the main one
     further = {
         name: _rounded(value * suggestions.fifth / reference)
         for name, value in node.items()
         if name.endswith("_lr") and isinstance(value, int | float) and names_argument(node, name)
     }
     warning = ""
+    # A loss that still falls at the last rate has no edge yet: the suggestion is only a lower bound
     if not curve.stopped and suggestions.edge == curve.rates[-1]:
         warning = f"the loss had not risen by the last rate, {end:g}: a larger end may suggest a larger rate"
     return FoundRate(curve, suggestions, {"lr": _rounded(suggestions.fifth), **further}, warning)

@@ -45,17 +45,21 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple
     """
     if config.data.batch_size != "auto":
         return config, []
+    # One sample at a time always comes first: its memory is what the size is computed from
     run = build(with_changes(config, {"data.batch_size": 1}))
     with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
         samples = run.data.train.samples
         with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
             each = _bytes_of_sample(run)
+        # Workspaces and fragmentation grow with the model, so a part of the free memory is left alone
         weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
         room = int(_SHARE * free_memory(run.device)) - _BESIDE * weights
         if room < each:
             problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
             raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
+        # A power of two, not above the training samples: more would have no effect
         size = largest_power(min(samples, room // each))
+        # The estimate is linear, and memory is not: on a GPU the size is tried, and halved until it fits
         while run.device.type == "cuda" and size > 1 and not _fits(run, size):
             size //= 2
     limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"

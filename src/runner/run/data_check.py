@@ -24,6 +24,7 @@ def source_digests(config: Train) -> dict[str, str]:
 
     Installed packages are not read: their versions are recorded. The components must have been built.
     """
+    # Code of the user changes between runs without a version number; installed packages have one
     packages = {target.partition(".")[0] for _, target in targets_in(to_plain(config))} - _KNOWN
     found = {}
     for name in sorted(name for name in sys.modules if name.partition(".")[0] in packages):
@@ -51,6 +52,7 @@ def compare_data(
     before, inside_epoch = checkpoint["metrics"]["data"], checkpoint["position"]["batch"] > 0
     stored: dict[str, str] = checkpoint["metrics"]["sources"]
     warnings = []
+    # A changed source is a warning only: most edits do not change what the data are
     if changed := [name for name in sources if stored.get(name, sources[name]) != sources[name]]:
         since = "has changed since the checkpoint was written: the resumed run may differ"
         warnings.append(f"the source of {', '.join(changed)} {since}")
@@ -58,6 +60,7 @@ def compare_data(
         before, identity, splits.fingerprint
     )
     if not others:
+        # An earlier run that did not hash the samples left nothing to compare with
         if any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items()):
             warnings.append("data.identity=full: the checkpoint has no digest of every sample to compare with")
         return warnings

@@ -51,6 +51,7 @@ def claim(parent: Path, stamp: str) -> Path:
     try:
         with writing(parent):
             parent.mkdir(parents=True, exist_ok=True)
+            # mkdir decides who gets the name: runs that start in the same second get different directories
             while True:
                 try:
                     path.mkdir()
@@ -71,6 +72,7 @@ def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple
     """
     skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
 
+    # A run that cannot be read is skipped with a warning, as an older one may be fine
     def opened(folder: Path) -> RunDirectory | None:
         try:
             if same(folder):
@@ -81,9 +83,11 @@ def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple
             skipped.append(f"resume=auto skips {folder}: {error}")
         return None
 
+    # Every run has this file, because it is written first
     folders = sorted(path.parent for path in runs.glob("*/overrides.yaml"))[-most:]
     for folder in sorted(folders, key=_recency, reverse=True):
         if (read_summary(folder) or {}).get("status") == "finished":
+            # A finished run that is newer than the unfinished one wins: what was interrupted was done again
             finished.append(folder)
         elif found := opened(folder):
             return (None if any(map(opened, finished)) else found), skipped
@@ -114,6 +118,7 @@ def hold(folder: Path) -> int | None:
     """
     if sys.platform == "win32":
         return None
+    # The lock belongs to the process, so the system drops it however the process ends
     path = folder / ".lock"
     with writing(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
@@ -129,6 +134,7 @@ def hold(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     _descriptors.add(descriptor)
+    # Whoever finds the folder occupied learns by whom
     try:
         with writing(path):
             os.ftruncate(descriptor, 0)
@@ -146,9 +152,11 @@ def works(folder: Path, elsewhere: bool = True) -> bool:
         if _is_own(path):
             return False
         with open_regular(path) as file:
+            # A lock says nothing across machines: the owner's name in the file has to do
             owner = re.fullmatch(r"process \d+ on (.*)", file.read(200).decode().strip())
             if owner is None or owner[1] != socket.gethostname() or sys.platform == "win32":
                 return owner is not None and elsewhere
+            # A shared lock on another byte asks without taking the folder, see `hold`
             with contextlib.suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _SEEN)
                 return False
@@ -187,6 +195,7 @@ class RunDirectory:
         self.progress_file = path / progress_file.NAME  # while it trains
         self.text_file = path / "summary.txt"  # the same for a person, with the commands that continue from it
         self._lock: int | None = None
+        # Before anything is written, as a link would lead the first write elsewhere
         self._refuse_special_files()
         for folder in (self.checkpoints, self.plots):
             with writing(folder):
@@ -194,6 +203,7 @@ class RunDirectory:
 
     def _refuse_special_files(self) -> None:
         """Refuse links, named pipes, sockets and devices, because a directory may come from someone else."""
+        # The names that this program or a tracker writes to
         own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
         own |= {self.path / name for name in (".lock", "nonfinite", "skipped.jsonl", "trackers", "wandb")}
         for path in sorted({*own, *self.path.glob("metrics_*.csv")}):

@@ -80,9 +80,11 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> N
 def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     """The layout that `devices` and `strategy` ask for, from a step of a single process; see `dry_run`."""
     ranks, strategy = _asked(config)
+    # A layout of GPUs may be predicted on a machine without any
     here = config.device if config.device in ("auto", "cpu") or torch.cuda.is_available() else "cpu"
     run = build(with_changes(config, _ALONE | {"device": here}))
     with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
+        # The rank with the most samples needs the most memory, so its share is the one to measure
         batch = run.plan.size(0)
         samples = layout.samples_of_ranks(batch, ranks)
         samples = samples[0], max(1 + config.sync_batchnorm, samples[1])  # a rank without samples computes with one
@@ -95,12 +97,14 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     warnings = [*run.warnings, *validate_limits(run)]
     if config.compile:
         warnings.append("compile has no effect on the measured step, and may make real ones smaller")
+    # What one process cannot show is said, so that nobody takes the numbers for a promise
     if config.sync_batchnorm:
         warnings.append("sync_batchnorm=true has no effect on the measured step, but sends more data")
     if config.devices == "auto":
         warnings.append(f"devices=auto is {ranks} on this machine; set a number to predict for others")
     if samples[0] == 0:
         warnings.append(f"data.batch_size={batch} is smaller than {ranks} ranks, so some ranks are idle")
+    # FSDP divides weights within a replica, so the number of replicas decides what a rank holds
     if strategy == "fsdp":
         settings, batches = config.fsdp, config.accumulate
         if ranks % settings.replicas:
@@ -138,11 +142,13 @@ def _activations(run: Run, samples: int) -> int:
 
 def _weights(run: Run) -> list[Weight]:
     """The sizes of the parameters, of the optimizer state after a step, and the blocks they are in."""
+    # FSDP gathers a block at a time, so each weight is counted with its block
     blocks, _ = gathered_apart(run.model, run.config.fsdp.blocks)
     units = {id(parameter): name for name, block in blocks for parameter in block.parameters()}
     found = []
     for parameter in run.model.parameters():
         unit, trained = units.get(id(parameter), ""), parameter.requires_grad
+        # State of a weight's shape is divided with the weight; step counters are whole on every rank
         state = tensors_in(dict(run.state.optimizer.state.get(parameter, {})))
         divided = sum(tensor.nbytes for tensor in state if tensor.shape == parameter.shape)
         whole = sum(tensor.nbytes for tensor in state) - divided

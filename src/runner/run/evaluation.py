@@ -59,6 +59,7 @@ class Evaluator:
                 limit=run.config.limit.eval_batches,
                 interrupted=self._interrupted,
             )
+        # A loss of NaN has two causes, the weights or the data: a sample that is not finite settles which
         warn_of_nonfinite(found["loss"], run.data, name, self._warn)
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
@@ -85,7 +86,9 @@ class Evaluator:
     def _tested(self, manager: CheckpointManager) -> dict[str, Any]:
         state = self._run.state
         summary: dict[str, Any] = {"test_step": state.position.global_step}
+        # Rank 0 decides for all, because ranks that disagree would wait for each other
         if state.best is not None and world().decide(manager.best.is_file):
+            # Only the weights that are tested are read: the moments of the optimizer are twice as large
             contents = file.read(manager.best, part_with(), later=True)
             kind = load_best(self._run, contents)
             summary["test_step"] = contents["position"]["global_step"]
@@ -100,6 +103,7 @@ class Evaluator:
 def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
     """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
     split = splits.eval_split(name)
+    # One search for each split: it reads samples again, and would find the same one
     if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
         return
     splits.searched_for_nonfinite.add(name)
@@ -125,6 +129,7 @@ def evaluate_both(
             if averaged.kind == "swa":
                 with explaining_memory("data.batch_size", run.plan.batch_size, _LESS):
                     averaged.recalibrate(lambda: _feed(run, interrupted))
+            # The average gets its own prefix in the log, so that both curves can be compared
             others = evaluate()
     start = f"/{prefix(averaged.kind)}"
     return found | {name.replace("/", start, 1): value for name, value in others.items()}
@@ -139,11 +144,13 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     batches = math.ceil(loader.samples / size)
     if batches > 1 and loader.samples % size == 1:
         batches -= 1  # a single sample has no variance
+    # The loader is borrowed from evaluations, and gets its batch size back
     of_evaluations, loader.batch_size = loader.batch_size, size
     stopped, sharded = False, is_sharded(run.model)
     try:
         with preserved_rng(), torch.no_grad():
             for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+                # With sharded weights, all ranks need each other for a forward pass, so they stop together
                 if stopped := any(world().gather(interrupted())) if sharded else interrupted():
                     break
                 with run.precision.autocast():
@@ -151,6 +158,7 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
         reshard(run.model)
     finally:
         loader.batch_size = of_evaluations
+    # Ranks of a whole model may have stopped alone; afterwards all of them agree that they did
     if any(world().gather(stopped)):
         raise Interrupted
 

@@ -48,6 +48,7 @@ def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: T
     head = head_of(model, image, "model.head")
     hidden = None if setting == "none" else [] if isinstance(setting, str) else setting
     replace_head(model, head, hidden, outputs)
+    # A head that forward does not call would never be trained
     ran: list[str] = []
     with Observer(model, after=lambda name, *_: ran.append(name), names=[head.path]):
         try_forward(model, image)
@@ -110,8 +111,10 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     """
     parts = [_frozen(model, image, entry) for entry in entries(config.freeze, config.unfreeze_at)]
     waiting = {parameter for part in parts for parameter in part.parameters}
+    # Everything frozen in the first step would fail in backward, with an error of torch that names nothing
     if parts and all(parameter in waiting for parameter in model.parameters() if parameter.requires_grad):
         raise UserError("freeze", "leaves nothing to train in the first step", "all-but-head, or fewer patterns")
+    # What is frozen only for a while still requires a gradient, so that the optimizer has it from the start
     for part in parts:
         if part.permanent:
             for parameter in part.parameters:
@@ -130,14 +133,17 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
         weightless = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
         names = set(apart) - weightless
     else:
+        # A pattern may name modules, or single parameters
         names = matching("freeze", entry.pattern, own, "module or parameter", others=[ALL_BUT_HEAD])
     modules = [module for name, module in model.named_modules() if name in names]
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
     parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     parameters |= dict.fromkeys(parameter for name, parameter in model.named_parameters() if name in names)
+    # Weights that are not trained anyway need no freezing
     trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
     if not trained:
         raise UserError("freeze", f"'{entry.pattern}' has no trainable weights", "names of layers with weights")
+    # A module goes to evaluation mode only if all its weights are frozen, so that BatchNorm keeps its statistics
     weights = [(module, set(module.parameters(recurse=False))) for module in model.modules()]
     whole = [module for module, own_weights in weights if own_weights and own_weights <= set(trained)]
     return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)

@@ -85,6 +85,7 @@ class ResolvedCheckpoint(Generic[T]):
     def set_up_device(self, verb: str, report: Report) -> tuple[torch.device, Precision]:
         """Choose device and precision, set torch's switches, and warn of what has no effect."""
         hardware = choose_hardware(dataclasses.replace(self.config, detect_anomaly=False))
+        # A key that has no effect on this verb is often a misunderstanding, so it is named
         given = {word.split("=")[0] for word in self.words}
         unused = [f"{key} has no effect on {verb}, {why}" for key, why in _TRAINING_ONLY.items() if key in given]
         report.warnings(self.found.warnings, hardware.warnings, hardware.precision.warnings, unused)
@@ -105,6 +106,7 @@ class ResolvedCheckpoint(Generic[T]):
 
     def data_facts(self) -> DataFacts:
         """The data that the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
+        # The stored config may leave the size to the data, so the shape of the images is stored beside it
         channels, height, width = self.found.contents["metrics"]["images"]
         if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
             height = width = self.config.data.image_size
@@ -137,6 +139,7 @@ class ResolvedCheckpoint(Generic[T]):
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
         """The task, and the model with the selected weights on the device, in evaluation mode."""
+        # No weights are fetched: those of the checkpoint replace them
         task = build_task(self.config, data)
         model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
         self.load_weights(model)
@@ -212,6 +215,7 @@ def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
     if len(trained) != len(given):
         problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
         raise UserError("data", problem, f"data with the classes {names}")
+    # Sorted names agree for the same classes in another order: accuracy would look like chance
     if list(trained) != list(given) and sorted(trained) == sorted(given):
         problem = "has the checkpoint's classes in another order, so class numbers mean something else"
         raise UserError("data", problem, f"the order {names}")
@@ -234,10 +238,12 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
         names: of the views.
         mean: `logits` or `probabilities`.
     """
+    # A mean of probabilities needs to know how outputs become probabilities
     activation = activation_of(task) if mean == "probabilities" else None
     if mean == "probabilities" and activation is None:
         raise UserError("tta_mean", "this task has no classes, and so no probabilities", "logits")
     views = views_named(as_list(names))
+    # A view such as a transpose needs square images, so each is tried before the long evaluation
     try:
         for view in views:
             view(image)

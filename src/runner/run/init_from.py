@@ -90,20 +90,24 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     given = read_weights(config.init_from, Path(config.output_root) / config.name)
     own, policy = model.state_dict(), config.init_mismatch
     tensors = _without_prefix(given.tensors, own)
+    # A head of the same shape may still mean other classes, so the names are compared too
     other_classes = bool(given.classes and classes) and given.classes != tuple(classes)
     misfits = _misfits(tensors, own, head, other_classes)
     left = {each.name for each in misfits}
     fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
+    # `head` allows only what follows from other classes; any other misfit suggests the wrong file
     refused = [each for each in misfits if policy == "raise" or (policy == "head" and not each.in_head)]
     if refused or not fitting:
         lacks: dict[str, list[str]] = {}
         for each in refused or misfits:
+            # Group the names by what is wrong, because one cause usually affects many tensors
             shapes = f" {each.given} for {each.wanted}" if each.lack == "of another shape" else ""
             lacks.setdefault(each.lack, []).append(each.name + shapes)
         told = _other_model(given, config.model)
         problem = f"the tensors of {given.path} are not those of this model{told}: {list_problems(lacks)}"
         others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         raise UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")
+    # Integers instead of floats would be converted silently, and are never what was meant
     for name, tensor in fitting.items():
         wanted = kind_of(own[name])
         # In a state dict converted to half precision, counters are floats too.
@@ -138,6 +142,7 @@ def _other_model(given: Weights, own: dict[str, Any]) -> str:
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
     """Remove prefixes that all names have and the model's do not, such as `module.` and `_orig_mod.`."""
+    # DDP and torch.compile put a prefix before every name; it is removed only if no name fits as it is
     while tensors and not any(name in own for name in tensors):
         first = {name.partition(".")[0] for name in tensors}
         if len(first) > 1 or not all("." in name for name in tensors):

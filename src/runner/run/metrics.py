@@ -44,6 +44,7 @@ def expected_monitor(config: Train) -> Monitor:
         UserError: if that does not tell it.
     """
     task = resolve(config.task["_target_"])
+    # The task names a metric of the weights; with an average, that of the average is the one to watch
     named, start = config.checkpoint.monitor, f"val/{prefix(averaging(config))}"
     if named is None and (named := getattr(task, "monitor", None)) is not None:
         named = str(named).replace("val/", start, 1)
@@ -51,6 +52,7 @@ def expected_monitor(config: Train) -> Monitor:
         raise UserError("checkpoint.monitor", "is null, and the task's class names no metric", "such as val/loss")
     name = named if "/" in named else f"val/{named}"
     plain = name.replace(start, "val/", 1)
+    # A direction belongs to a metric: the task's is used only for the metric that the task names
     mode = config.checkpoint.mode or (getattr(task, "mode", None) if plain == getattr(task, "monitor", None) else None)
     if mode is None and plain.removeprefix("val/") in _SMALLER_IS_BETTER:
         mode = "min"
@@ -84,6 +86,7 @@ def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "ma
     """Whether the `min` or the `max` of a metric, by its full name, is best; `key` is what to set if it is not known."""
     names = {"loss", *metric_names(config, task)}
     plain = name.removeprefix("val/")
+    # A metric of the average is named after the one of the weights, and as good in the same direction
     plain = plain if plain in names else plain.removeprefix(prefix(averaging(config)))
     if f"val/{plain}" == task.monitor and plain not in (config.metrics or {}):
         return task.mode
@@ -92,6 +95,7 @@ def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "ma
     higher = getattr(metric, "higher_is_better", None)
     if isinstance(higher, bool):
         return "max" if higher else "min"
+    # Some names, such as loss, leave no doubt
     if plain in _SMALLER_IS_BETTER:
         return "min"
     if f"val/{plain}" == task.monitor:
@@ -100,6 +104,7 @@ def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "ma
     raise UserError(key, problem, "min or max, or a metric with the attribute higher_is_better")
 
 
+# The metric of the best evaluation and its direction are facts that a callback may take as arguments
 def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:
     """Build the callbacks of the config by name; one that names no metric watches that of the best evaluation."""
     built = {}
@@ -125,6 +130,7 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     """Fresh metrics: those of the task, and those that the config adds or puts in their place."""
     if config.metrics is None:
         return task.metrics(device)
+    # torchmetrics has classes for each kind of task; the arguments say which one is meant
     classes, threshold = getattr(task, "num_classes", None), getattr(task, "threshold", None)
     facts = {"num_classes": classes, "task": "multiclass"}
     if threshold is not None:
@@ -132,6 +138,7 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     metrics = {name: build(f"metrics.{name}", node, facts=facts) for name, node in config.metrics.items()}
     for name, metric in metrics.items():
         require_methods(f"metrics.{name}", config.metrics[name]["_target_"], metric, calls_of(Metric))
+    # Metrics of the config come last, so that they replace those of the task with the same name
     return task.metrics(device) | {
         name: converting(metric.to(device) if hasattr(metric, "to") else metric, task)
         for name, metric in metrics.items()
@@ -175,6 +182,7 @@ def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[
 
     def metrics() -> dict[str, Any]:
         nonlocal built
+        # Building is expensive, so metrics are used again where they can be reset
         if built and all(hasattr(metric, "reset") for metric in built.values()):
             for metric in built.values():
                 metric.reset()

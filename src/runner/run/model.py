@@ -73,17 +73,21 @@ def build_task(config: Train, data: KnownData) -> Task:
     """Build the task, which must fit the data."""
     facts, shape = _task_facts(data), data.target_shape or ()
     shipped = str(config.task["_target_"]).startswith("runner.")
+    # A mask has a target for every pixel, and the shipped tasks would take it for a long vector
     if shipped and len(shape) > 1 and math.prod(shape) > 1:
         problem = (
             f"the target of a sample has shape {shape}, as the mask of a segmentation: segmentation is not supported"
         )
         raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a custom task")
+    # Only data with class names or vectors tell how many outputs there are
     if facts["num_classes"] is None and config.task.get("num_classes", 0) is None:
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
+    # A number in the config that contradicts the data is a mistake, even if it would run
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _filled(config.task, facts), facts=facts)
     require_methods("task", config.task["_target_"], task, calls_of(Task), attributes=("monitor", "mode"))
+    # Class numbers as regression targets run without an error, and their distances mean nothing
     if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
         problem = f"predicts numbers, and the targets are class numbers with names such as '{named[0]}'"
         raise UserError("task", problem, "task=classification with a loss such as loss=cross_entropy, or other targets")
@@ -111,6 +115,7 @@ def build_model(
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
 
+    # Hooks see every tensor as it is registered, so an absurd size is refused before its memory is filled
     with _of_bounded_size():
         model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
         if not isinstance(model, nn.Module):
@@ -156,6 +161,7 @@ def _check_targets(task: Task, splits: DataModule) -> None:
             problem = f"the target of sample {int(samples[found[0]])} of '{split}' {found[1]}"
             raise UserError("data.dataset", problem, f"{allowed}, or another task")
 
+    # Targets in memory are checked all at once; files are checked as they are read, and one example now
     for name, (_, indices) in splits.parts.items():
         if name in splits.targets:
             samples = indices[:]
@@ -171,6 +177,7 @@ def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
     """Build the loss, which must be a module."""
     facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
     loss = build("loss", config.loss, facts=facts | {"label_counts": _label_counts(task, data)})
+    # A softmax over independent outputs may run without an error, so it is refused by its kind
     if isinstance(loss, CrossEntropy | Focal) and isinstance(task, MultiLabel | Regression):
         what, fit = ("sigmoid", "loss=bce") if isinstance(task, MultiLabel) else ("number", "loss=mse")
         problem = (
@@ -196,6 +203,7 @@ def with_facts(config: Train, task: Task, data: DataModule) -> Train:
 
 def _label_counts(task: Task, data: DataModule) -> Tensor | None:
     """Training samples without and with each class or label, int64 (2, C); None if they are not known without reading them."""
+    # Reading every file to count its labels would take as long as an epoch
     if "train" not in data.targets or num_classes_of(task) is None:
         return None
     targets = data.targets["train"][data.parts["train"][1][:]]

@@ -68,26 +68,32 @@ def build_optimizer(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("model", "has no trainable parameter", "a model with weights that require gradients")
+    # A loss with weights of its own, such as class centres, is trained as well
     if loss is not None:  # first, as Muon takes the last matrix as the head
         parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    # Fused kernels refuse sparse gradients
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     kernels = choose_kernels(config.optimizer, parameters, sparse)
     extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
     groups = divide(config, extras, model, loss)
     try:
+        # Facts are arguments that the optimizer takes only if it names them
         optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError("optimizer", f"{config.optimizer['_target_']} refuses its arguments: {error}") from error
+    # Any class may be named in the config, so what it built is checked
     if not isinstance(optimizer, torch.optim.Optimizer):
         problem = f"{config.optimizer['_target_']} gives a {type(optimizer).__name__}"
         raise UserError("optimizer._target_", problem, "a torch.optim.Optimizer")
+    # Without lr_mult in its groups, the loop below would give every group the same rate
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
         problem = (
             f"{config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate"
         )
         allowed = "null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer"
         raise UserError("optimizer", problem, allowed)
+    # Rates are scaled here once, and the schedule multiplies the result
     scale, base = 1.0, extras.lr_base_batch_size
     if base is not None:  # the linear scaling rule of Goyal et al., 2017
         scale = config.data.samples_a_batch * config.accumulate / base
@@ -107,6 +113,7 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
         UserError: if it refuses its arguments, or is not a schedule.
     """
     node, clock, timeline, total_steps = config.scheduler, Clock(), length.timeline, length.total_steps
+    # The clock counts scaled epochs, so that a schedule keeps its place if an epoch has another length now
     if timeline.turns and names_argument(node, "clock"):
         follows = length.limits.epochs_decide(timeline) and node.get("total_steps") is None
         run = timeline.scaled if follows else clock.run
@@ -114,6 +121,7 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
         total_steps = round(clock.run(total_steps))
     facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": monitor.mode, "clock": clock}
     schedule: Schedule = build("scheduler", node, facts=facts | {"lr": float(config.optimizer.get("lr") or 1.0)})
+    # A class of the user may lack a method that is called only at the end of the first epoch
     wanted = [name for name in vars(Schedule) if not name.startswith("_")]
     if missing := [name for name in wanted if not callable(getattr(schedule, name, None))]:
         problem = f"{node['_target_']} gives a {type(schedule).__name__} without {', '.join(missing)}"

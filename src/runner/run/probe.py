@@ -25,6 +25,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
     Returns:
         Names of the BatchNorm layers that get a single value per channel, which has no variance.
     """
+    # BatchNorm refuses one value per channel in training, so the names of such layers are noted in this pass
     target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
 
     def note(name: str, module: nn.Module, inputs: list[Any]) -> None:
@@ -35,6 +36,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
     norms = [name for name, module in model.named_modules() if isinstance(module, kind)]
     with Observer(model, before=note, names=norms):
         logits = try_forward(model, example_input(data))
+    # Layers of a fixed input size fail at the first evaluation otherwise, after an epoch of training
     _probe_other_sizes(model, data)
     with evaluating(model, loss):
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
@@ -43,9 +45,11 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
             raise UserError("model", f"gives {got} for one image", allowed)
         _loss_of(task, loss, logits, target)
         evaluated = data.train_for_eval
+        # A loss may accept one sample and fail on a batch, for example because it squeezes its input
         if min(evaluated.loader.batch_size, evaluated.samples) > 1:
             _loss_of(task, loss, torch.cat([logits, logits]), torch.cat([target, target]))
         _probe_augmentation(task, loss, data, logits)
+    # Last, as it is the only step that runs in training mode
     _probe_gradient(task, model, loss, data, bool(single))
     return single
 
@@ -55,11 +59,13 @@ def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPla
 
     `ranks` is how many processes share a batch, of which each computes statistics of its own.
     """
+    # All batches but the last are of one size, so the last one decides
     if not single or plan.size(plan.batches - 1) // ranks > 1:
         return
     model.train()  # as training does; a custom model may keep some layers in evaluation mode
     for name in single:
         norm = model.get_submodule(name)
+        # A frozen layer uses its statistics; one without weights at all still computes those of the batch
         trained = [parameter.requires_grad for parameter in norm.parameters()]
         if norm.training and (any(trained) or not trained):
             which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
@@ -83,6 +89,7 @@ def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor
 
 def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, single: bool) -> None:
     """Compute the loss of two samples (one, if batches have one) as in training, which must have a gradient."""
+    # Two samples, as BatchNorm refuses one; a batch of one is tried only where no such layer is in the way
     copies = min(2, data.train.loader.batch_size, data.train.samples)
     if copies == 1 and single:
         return  # see `check_batches_of_one`
@@ -94,12 +101,15 @@ def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, data: DataMod
             logits = model(images)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return  # some models take only larger batches
+        # Some models return other shapes in training, such as auxiliary outputs or a mean over the batch
         if isinstance(logits, Tensor) and (logits.ndim == 0 or len(logits) != copies):
             problem = f"gives {tuple(logits.shape)} in training for a batch of {copies}"
             raise UserError("model", problem, f"one row for each image, ({copies}, {task.outputs(data.classes)})")
+        # Without a gradient, training would run to its end and change nothing
         value = _loss_of(task, loss, logits, target)
         if value.requires_grad or not any(parameter.requires_grad for parameter in model.parameters()):
             return
+    # Say which of the two is at fault: the outputs have no gradient, or the loss cuts it off
     detached = isinstance(logits, Tensor) and not logits.requires_grad
     key, what = ("model", "its outputs have") if detached else ("loss", "its value has")
     allowed = f"a {key} without detach(), no_grad() or item() between the weights and the loss"

@@ -131,6 +131,7 @@ def check_one_process(config: Train) -> None:
     Raises:
         ConfigError: if there are several, and the config asks for what needs a single one.
     """
+    # A dry run starts a single process, whatever number it predicts for
     if config.dry_run:
         return
     size = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else count_ranks(config)
@@ -160,11 +161,13 @@ def synchronize_norms(config: Train, model: nn.Module) -> list[str]:
 
 def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
     """A warning if the loss of a batch is not the mean of its samples' losses, found out on some targets; or nothing."""
+    # Targets in memory are quick to take; else the examples that were read at the start have to do
     targets = torch.stack([target for _, target in data.examples.values()])
     if "train" in data.targets:
         targets = data.targets["train"][data.parts["train"][1][:_TRIED]]
     targets = task.targets(targets.to(data.example[0].device))
     size = (len(targets), task.outputs(data.classes))
+    # Any logits will do if they differ from row to row; a sine needs no random numbers
     logits = torch.arange(size[0] * size[1], device=targets.device).view(size).sin()
     with evaluating(loss):
         try:
@@ -172,6 +175,7 @@ def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
             whole = float(loss(logits, targets))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return []  # some losses take only larger batches
+    # Weighted losses fail this test: they divide by the weights in the batch, not by its size
     if math.isclose(whole, sum(each) / len(each), rel_tol=1e-3, abs_tol=1e-6):
         return []
     return [
@@ -186,10 +190,12 @@ def check_same(run: Run, world: World) -> None:
     Raises:
         UserError: naming the first rank that differs from rank 0.
     """
+    # Differences found here have a message; found later, they would be silent or hang a collective call
     if world.size == 1:
         return
     own = {"a different version of torch": torch.__version__, "different data": _digest(repr(run.data.fingerprint()))}
     own |= {"a different config": _digest(stored.dump(run.config))}
+    # The weights of a sharded model were compared before they were divided
     loss = {f"loss/{name}": tensor for name, tensor in run.state.loss.state_dict().items()}
     own |= {_WEIGHTS: weights_sha256(loss | ({} if is_sharded(run.model) else run.model.state_dict()))}
     _require_same(own, world)
@@ -236,13 +242,16 @@ def shard_model(
     Raises:
         UserError: if the ranks have different weights, or the settings do not fit model, device or number of ranks.
     """
+    # DDP keeps the whole model on every rank
     if config.strategy != "fsdp":
         return {}
     if world().size == 1:
         warnings.append("strategy=fsdp has no effect: one process trains, and has the whole model")
         return {}
     settings, ranks = config.fsdp, world()
+    # Each rank keeps its part of its own weights, so they have to agree before they are divided
     _require_same({_WEIGHTS: weights_sha256(model.state_dict())}, ranks)
+    # Settings that torch refuses later, in its own words
     if ranks.size % settings.replicas:
         allowed = f"a divisor of {ranks.size}, the number of processes"
         raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
@@ -252,6 +261,7 @@ def shard_model(
     if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         problem = f"has weights without dimensions, which strategy=fsdp cannot shard: {', '.join(scalars[:3])}"
         raise UserError("model", problem, "weights of shape (1,), or strategy=ddp")
+    # Blocks are gathered apart, so that a rank holds the whole weights of one block at a time
     blocks, shared = gathered_apart(model, settings.blocks)
     if shared:
         warnings.append(

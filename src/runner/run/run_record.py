@@ -74,12 +74,15 @@ class RunRecord:
         Rank 0 writes into it. Any other writes what nobody needs into `scratch`, and its messages into its own log.
         """
         record = cls(composition)
+        # Only rank 0 owns the directory; the others write what nobody reads into a scratch folder
         record.setup = setup
         directory = RunDirectory(path if rank == 0 else scratch)
+        # All ranks read the same checkpoints
         directory.checkpoints = path / "checkpoints"
         log = directory.log_file if rank == 0 else path / "logs" / f"rank_{rank}.log"
         log.parent.mkdir(exist_ok=True)
         progress = setup.config.log.progress
+        # One progress display is enough: the other ranks write to their own log
         nowhere = None if rank == 0 else io.StringIO()
         record.console = Console(log, None if progress == "auto" else progress, nowhere)
         record._directory = directory
@@ -99,8 +102,10 @@ class RunRecord:
         """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names."""
         self.setup = setup
         directory = self._directory or setup.again or self._new_directory(setup)
+        # A directory is removed after a user's mistake only if nothing was in it before
         others = (path for path in directory.path.rglob("*") if path.name != ".lock" and not path.is_dir())
         self._is_new = self._directory is None and next(others, None) is None
+        # Locked before anything is written: two processes must not write into one directory
         directory.lock()
         self._directory = directory
         if setup.again is not None and not self.continued:
@@ -114,8 +119,10 @@ class RunRecord:
             root = Path(setup.config.output_root)
             self._new_folders = [folder for folder in (root / setup.config.name, root) if not folder.exists()]
             return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
+        # A run in a sweep's folder would mix with the jobs of its ledger
         if holds_sweep(path):
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")
+        # The results of an earlier run must not be overwritten, except by the run that resumes it
         if (path / "summary.json").exists() and not is_inside(setup.found, path):
             allowed = f"another folder, or ckpt_path={path} to continue it there"
             raise UserError("hydra.run.dir", f"{path} already holds a run", allowed)
@@ -140,6 +147,7 @@ class RunRecord:
         self.summary["started"] = next_start_time(Path(config.output_root) / config.name)
         self.summary["resumed_from"] = str(found.path) if found else None
         self.summary |= {name: value for name in ("tags", "notes") if (value := getattr(config, name))}
+        # A resumed run loads nothing from `init_from`: the earlier summary knows where its weights once came from
         before = read_summary(found.path.parents[1]) if found and found.path.parent.name == "checkpoints" else None
         self.summary |= {"init_from": before["init_from"]} if before and "init_from" in before else {}
         # The config of a resumed run is the stored one, which the defaults of this command do not describe.
@@ -195,10 +203,12 @@ class RunRecord:
     def fail(self, error: BaseException) -> None:
         """Record why the run ended early, and report it."""
         self.error = error
+        # Status and sentence come first, as the rest depends on what kind of end this is
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
         saved = self._directory is not None and bool(named(self._directory.checkpoints, "last"))
+        # A preempted run did nothing wrong, so it gets a warning and the way to resume, not an error
         if preempted:
             repeat = "nothing was saved yet: repeat the same command"
             self.console.warn(f"{text}; {f'resume with ckpt_path={self.directory.path}' if saved else repeat}")
@@ -206,10 +216,13 @@ class RunRecord:
         hint = f"\n    to resume: ckpt_path={self.directory.path}" if saved and isinstance(error, DataFailed) else ""
         self.complain(text + hint)
         is_mistake = isinstance(error, UserError | BadMetric)
+        # The screen shows a short error; run.log gets the whole traceback for those who need it
         if self._directory is not None and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
             Console(self._directory.log_file, stream=io.StringIO()).line(whole(error))  # the screen has its own frames
+        # A mistake before the first step leaves nothing worth keeping, see `close`
         self._mistaken = (self.exit_code == USAGE or isinstance(error, DiskFull)) and "global_step" not in self.summary
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
+        # The debugger is for unexpected errors: the message of a mistake already says where it is
         if self.composition.values.get("post_mortem") is True and unexpected:
             self._to_debug = error
         if is_mistake and os.environ.get("HYDRA_FULL_ERROR") == "1":
@@ -226,12 +239,14 @@ class RunRecord:
         if self._directory is None:
             return
         self.summary["wall_s"] = round(time.perf_counter() - self._began, 3)
+        # A full disk must not hide the first error: the exit code stays, and the failure to write is reported
         try:
             self._directory.write_summary(self.summary)
             self._write_text(self._directory)
         except UserError as error:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
+        # Before the lock is gone: another process may resume as soon as it is
         for ending in self.endings:
             ending()
         self._directory.unlock()

@@ -73,6 +73,7 @@ class Saving:
         )
         self._run, self._record, self._callbacks = run, record, callbacks
         self._loggers, self._buffer = loggers, buffer
+        # Facts that do not change during a run; with them, a checkpoint can be used without its run directory
         self._facts: dict[str, Any] = {
             "config": stored.dump(run.config),
             "classes": list(run.data.classes),
@@ -88,6 +89,7 @@ class Saving:
     def begin(self, loop: Loop) -> None:
         """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it."""
         state, folder = loop.state, self._record.directory.checkpoints
+        # Buffers that a model keeps non-finite on purpose, such as masks of -inf, do not mean divergence
         trained = {name for name, _ in state.named_parameters()}
         of_loss = {f"loss.{name}": tensor for name, tensor in state.loss.state_dict().items()}
         self._by_design = {
@@ -95,8 +97,10 @@ class Saving:
             for name, tensor in (state.model.state_dict() | of_loss).items()
             if name not in trained and tensor.is_floating_point() and not bool(tensor.isfinite().all())
         }
+        # A disk that is full is found out now, not after hours of training
         weights = size_of(state.model.state_dict())
         require_space(folder, weights)
+        # A checkpoint has the weights, the moments of the optimizer, and the average if there is one
         tensors = 1 + _MOMENTS + (state.averaged is not None)
         if warning := scarce(folder, weights * tensors, self.manager.keep):
             self._record.console.warn(warning)
@@ -120,17 +124,20 @@ class Saving:
             UserError: if it was trained on other data, or is of another model or optimizer.
         """
         data, ignore = self._run.data, self._run.config.data.identity == "ignore"
+        # Other data would make the position in the epoch and the metrics meaningless, so they are compared first
         warnings = compare_data(found.contents, data, self._facts["data"], self._facts["sources"], ignore)
         state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
         saved = loss_of(found.contents, "raw", self._run.config, state.loss)
         resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
         path, best, step = found.path.resolve(), state.best, state.position.global_step
+        # The best value so far is comparable only if the metric is still the same one
         if best is not None and (best.metric, best.mode) != monitor:
             now = f"{monitor.metric} ({monitor.mode})"
             warnings.append(
                 f"the best evaluation was by {best.metric} ({best.mode}); from now on it is determined by {now}"
             )
             state.best = None
+        # The file of the best weights belongs to the state: without it, the value would have no weights
         elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
             warnings.append("the checkpoint of the best evaluation is missing: the best one is determined again")
             state.best = None
@@ -138,15 +145,18 @@ class Saving:
             self.manager.make_last(path)  # later ones belong to a future that is computed again
         elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
             directory.copy_metrics(path.parents[1], step)
+        # Lines logged after the checkpoint are logged again, so they are removed: each appears once
         directory.truncate_metrics(step, _repeated(state))
         return warnings
 
     def _save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
         """Write the state, and before it the best one if that was put off."""
         contents = self._contents(loop)
+        # The log goes first: a resume removes lines after the checkpoint, but cannot add missing ones before it
         self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
+        # Only rank 0 writes, but all ranks took part in collecting the state
         if not self.manager.writes:
             self._record.update(loop.state, self._run.monitor.metric)
             return
@@ -154,6 +164,7 @@ class Saving:
             self._write(contents, is_best, earlier_best, self._record.update(loop.state, self._run.monitor.metric))
             return
         self._background.wait()  # its buffers are used again
+        # The thread writes a copy, as training changes the tensors meanwhile
         contents = self._copy_behind(contents, loop.state)
         summary = copy.deepcopy(self._record.update(loop.state, self._run.monitor.metric))
 
@@ -174,6 +185,7 @@ class Saving:
             return self._snapshot.take(contents)
         copied = self._snapshot.take(contents, lambda place: place.startswith("/optimizer/state/"))
 
+        # The update is the only thing that changes moments, so it is what has to wait for the copy
         def wait(*_: Any) -> None:
             self._snapshot.complete.wait()
 
@@ -232,6 +244,7 @@ class Saving:
     def __exit__(
         self, kind: type[BaseException] | None, failed: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # If training failed before a best state was written, keep it now: it is the result so far
         best = self.callback.leave()
         try:
             self._background.wait()

@@ -41,22 +41,27 @@ class Setup:
 def resolve(composition: Composition) -> Setup:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
+    # Continue the newest run of the same command, if it has not finished
     if composition.resumes or restarted():
         # A job of a sweep begins with the checkpoint, and resumes from its own.
         if ckpt_path is not None and composition.values.get("resume") == "auto" and composition.job_dir is None:
             problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
             raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)
+        # A finished run is not trained again, and its weights are not read: the caller reports it
         if again is not None and (read_summary(again.path) or {}).get("status") == "finished":
             return Setup(resolve_config(composition, Train), finished=again)
+        # A run that was killed before its first checkpoint has nothing to resume: it begins again in its directory
         if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
     if ckpt_path is None:
         config = resolve_config(composition, Train)
+        # The user may have meant to continue a run that ended early, so a warning names it
         if not (composition.resumes or restarted() or composition.job_dir):
             warnings = _left_behind(composition)
         return Setup(config, again=again, warnings=warnings)
     found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
+    # From here on, a checkpoint is used: its config comes first, and the command line changes it
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     if composition.values.get("lr") == "auto" and again is None:
         rate = config.optimizer.get("lr")
@@ -68,6 +73,7 @@ def resolve(composition: Composition) -> Setup:
         found.warnings.append(
             f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it"
         )
+    # Some changes would make the state of the checkpoint meaningless; they are refused before anything is built
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
     return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])
@@ -101,6 +107,7 @@ def _unlike(folder: Path, composition: Composition) -> list[str]:
     """Keys in which a run has other settings than a command; by its words if it wrote no config. ValueError: unreadable."""
     path = folder / "config.yaml"
     try:
+        # The config has every setting; a run that was killed before it wrote one has only its overrides
         if os.path.lexists(path):
             values = to_plain(resolve_config(composition, Train))
             return settings_changed(read_regular(path).decode(), str(path), values, composition)

@@ -24,6 +24,7 @@ def build_parts(
     config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled
 ) -> StepConfig:
     """What a step consists of."""
+    # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
     return StepConfig(
         targets=task.targets,
@@ -49,6 +50,7 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
 def build_step(config: Train, batch_size: int) -> StepFunction:
     """What trains on a batch: `train_step`, or one that retries with micro-batches or names nondeterministic operations."""
     step: StepFunction = OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
+    # Only deterministic=true refuses operations, so no other run pays for naming them
     if config.deterministic is not True:
         return step
 

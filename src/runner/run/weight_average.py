@@ -14,6 +14,7 @@ def build_averaged(
     config: Train, model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer, length: RunLength
 ) -> AveragedModel | None:
     """The average that `ema` or `swa` asks for, of model and loss; None for neither."""
+    # Frozen weights do not change, so their average is what they are
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [each for each in (*model.parameters(), *loss.parameters()) if id(each) in trained]
     can_skip = config.on_nonfinite == "skip"
@@ -23,6 +24,7 @@ def build_averaged(
         )
     if config.swa is None:
         return None
+    # A resumed run may have epochs of another length, and SWA takes weights once an epoch
     timeline, start = length.timeline, swa_start(config.swa, length)
     turn, epoch = timeline.turns[-1] if timeline.turns else (0, 0)
     if start < turn:

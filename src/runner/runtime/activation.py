@@ -58,6 +58,7 @@ def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def either(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Without gradients nothing is kept for backward, so nothing could be saved
         if not _switched_on or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         modules = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
@@ -112,6 +113,7 @@ def _twice(
     if torch.compiler.is_compiling():
         # The compiler writes buffers back once, however often it computes; a context of ours would stop it.
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    # An input that is changed in place would be another one when it is computed again
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
     versions = [value._version for value in given]
     contexts = _contexts(modules, given)
@@ -130,6 +132,7 @@ def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callabl
 
     Random draws are repeated by torch itself, but for those of Apple's GPU.
     """
+    # torch's checkpoint keeps the generators of CPU and CUDA, but not those of MPS
     mps = torch.mps.get_rng_state() if any(tensor.device.type == "mps" for tensor in inputs) else None
     inner = [module for root in modules for module in root.modules() if module._buffers]
     # Running statistics change nothing about the output of torch's own norms while they are updated, so these need not be
@@ -138,6 +141,8 @@ def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callabl
 
     @contextlib.contextmanager
     def computing_again() -> Iterator[None]:
+        # The second computation sees the buffers of the first, and its updates are thrown away: BatchNorm counts a
+        # batch once
         kept = [(module, dict(module._buffers)) for module, _ in seen]
         for module, buffers in seen:
             module._buffers.update(_copies(buffers))

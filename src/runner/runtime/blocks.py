@@ -71,6 +71,7 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     Raises:
         UserError: if a pattern matches nothing, or what it matches cannot be computed again.
     """
+    # A run before this one in the same process may have left it on
     activation.switch(False)
     if setting is False:
         return None
@@ -84,11 +85,13 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     else:
         blocks = repeated_blocks(model)
     found = len(blocks)
+    # A share of the memory asks for a search, a number for every n-th block
     if isinstance(setting, float):
         blocks = _fewest(probe, blocks, setting, before, warnings)
     elif not isinstance(setting, bool | str | list):
         blocks = blocks[::setting]
     for name, module in blocks:
+        # The measurement decides whether it had any effect
         activation.wrap(module, name)
     after = probe.bytes_of_sample()
     # A block that cannot be computed again is found here, not in the first step.
@@ -113,11 +116,13 @@ def repeated_blocks(model: nn.Module) -> list[Block]:
     of several such blocks, a stage or an encoder, is searched; of others the outermost counts. Where there are none,
     the `Sequential`s inside a container are the blocks.
     """
+    # Blocks are composite modules whose class occurs several times, such as the layers of a transformer
     kinds = Counter(type(module) for module in model.modules() if _is_composite(module))
 
     def several(module: nn.Module) -> bool:
         return _is_composite(module) and kinds[type(module)] > 1
 
+    # A container of blocks is not a block itself, even if its class occurs several times
     def holds_blocks(module: nn.Module) -> bool:
         containers = [inner for inner in module.modules() if inner is not module and _is_container(inner)]
         return any(sum(several(child) for child in container.children()) > 1 for container in containers)
@@ -125,6 +130,7 @@ def repeated_blocks(model: nn.Module) -> list[Block]:
     found = _outermost(model, lambda module: several(module) and not holds_blocks(module))
     if found:
         return found
+    # Networks without repeated classes, such as plain CNNs, may still be built of stages
     stages = {
         child
         for container in model.modules()
@@ -186,11 +192,13 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _fewest(probe: _Probe, blocks: list[Block], share: float, before: int, warnings: list[str]) -> list[Block]:
+    # The largest blocks first: few blocks computed twice cost less time than many
     """As few blocks as leave no more than a share of the bytes, those that keep most first; in order."""
     kept = probe.bytes_by_module()
     size = {name: sum(kept[inner] for inner in kept if f"{inner}.".startswith(f"{name}.")) for name, _ in blocks}
     largest = sorted(blocks, key=lambda block: -size[block[0]])
 
+    # The bytes are measured rather than added up, because blocks share tensors with their surroundings
     def remains(count: int) -> float:
         for name, module in largest[:count]:
             activation.wrap(module, name)
@@ -198,9 +206,11 @@ def _fewest(probe: _Probe, blocks: list[Block], share: float, before: int, warni
             activation.unwrap(module)
         return probe.bytes_of_sample() / max(1, before)
 
+    # More blocks never keep more bytes, so a binary search is enough
     count = bisect.bisect_left(range(len(blocks)), True, key=lambda count: remains(count) <= share)
     if blocks and count == len(blocks) and (least := remains(count)) > share:
         warnings.append(f"{_KEY}={share} cannot be reached: all {count} blocks together leave {least:.2f} of the bytes")
+    # The caller wraps the chosen ones; the search leaves the model as it was
     for _, module in blocks:
         activation.unwrap(module)
     return [block for block in blocks if block in largest[:count]]
@@ -237,6 +247,7 @@ class _Probe:
 
     def backward(self) -> None:
         """Run backward once; a UserError if what is checkpointed cannot be computed again."""
+        # Only what is trained has to be reached: backward computes the checkpointed blocks again
         inputs: list[Tensor] = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         with no_trace(self._model), self._outputs(2) as outputs:
             total = sum(tensor.float().sum() for tensor in tensors_in(outputs) if tensor.requires_grad)

@@ -122,15 +122,18 @@ def compile_learner(
     Raises:
         UserError: without the compiler that the device needs.
     """
+    # Without a compiler of the system, the first step would fail with a page of torch's messages
     if missing := missing_compiler(device):
         raise UserError("compile", f"{what if what == 'step' else 'true'} {missing}", "install it, or compile=false")
     _configure(deterministic, mixed)
     compilation = Compilation(what, options)
+    # The mode still works without CUDA graphs, so it is worth a warning only
     if device.type != "cuda" and (other := _WITHOUT_GRAPHS.get(options.mode)):
         compilation.warnings.append(
             f"compiler.mode={options.mode}: there are no CUDA graphs on {device.type}, so it does what the mode {other} does"
         )
     arguments = dataclasses.asdict(options)
+    # Compiled in place: a wrapper would put a prefix before the names in the state dict
     if what == "model":
         model.compile(**arguments)
         model._compiled_call_impl = _with_user_errors(model._compiled_call_impl)
@@ -161,6 +164,7 @@ def forget_compiled() -> None:
 
 def _with_user_errors(compiled: Any) -> Any:
     """A compiled callable that raises a UserError where compiling fails."""
+    # Imported here, as it takes a second that runs without compilation need not spend
     from torch._dynamo import exc
 
     @functools.wraps(compiled)
@@ -184,6 +188,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
     Returns:
         What was done and why, a clause.
     """
+    # Each of these is faster, or at least correct, as it is
     kind, groups = type(optimizer), optimizer.param_groups
     if any(group.get("fused") for group in groups):
         return "the optimizer's step is one kernel already"
@@ -199,9 +204,11 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
     bare = functools.partial(inspect.unwrap(kind.step), optimizer)
     mode = _WITHOUT_GRAPHS.get(options.mode, options.mode)
     update = _with_user_errors(torch.compile(bare, mode=mode, dynamic=False))
+    # A rate that is a number would be compiled into the code, and every new rate compile it again
     rates = [torch.tensor(float(group["lr"])) for group in groups]
 
     def step(closure: None = None) -> None:
+        # Afterwards the groups have numbers again, because schedules and checkpoints expect them
         numbers = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate.fill_(group["lr"])
@@ -231,12 +238,14 @@ class CompileReport:
         if total == self._seconds:
             return
         is_first, took, self._seconds = self._seconds == 0.0, total - self._seconds, total
+        # Time spent on compiling is not training, or the throughput would look wrong
         loop.paused_s += took
         end = f"{took:.1f} s by the end of step {loop.state.position.global_step}"
         reasons = self._meter.recompilations()[self._recompiled :]
         if is_first:
             graphs = self._meter.graphs
             self._line(f"compiled in {end}: {graphs} graph{'s' * (graphs != 1)}")
+        # A model that compiles again and again would fill the log
         elif self._recompiled < _MOST_REPORTED:
             self._line(f"compiled more in {end}: {'; '.join(reasons) or 'new code'}")
         self._recompiled += len(reasons)

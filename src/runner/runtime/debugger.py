@@ -13,6 +13,7 @@ def post_mortem(error: BaseException) -> None:
 
     Only the main process of a run has a terminal to talk to: in any other, and in all ranks but the first, nothing happens.
     """
+    # Workers and other ranks have no terminal
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return
     while error.__cause__ is not None:  # errors of user code are wrapped in ours

@@ -68,6 +68,7 @@ def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
     """
     reported: set[str] = set()
     with warnings.catch_warnings():
+        # torch's warning would appear once for each place; here it appears once for each operation, with its module
         warnings.filterwarnings("default", message=rf"[\s\S]*({_NO_FORM.pattern})", category=UserWarning)
         show = warnings.showwarning
 
@@ -114,6 +115,7 @@ def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     """
     owners: dict[Any, str] = {}
 
+    # A node belongs to the innermost module: inner ones finish first, and outer ones skip what has an owner
     def own(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         before = {tensor.grad_fn for tensor in tensors_in(inputs)}
         for node in _nodes([tensor.grad_fn for tensor in tensors_in(output)], {*before, *owners}):
@@ -121,6 +123,7 @@ def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
     with Observer(model, after=own):
         loss = forward()
+    # The last node that began before the error is the one that failed
     running: list[Any] = []
     nodes = _nodes([loss.grad_fn], set())
     for node in nodes:

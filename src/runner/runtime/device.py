@@ -40,11 +40,13 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
+        # gpu is not a device of torch, but often typed
         close = "cuda" if name == "gpu" else nearest(str(name), ["auto", "cpu", "cuda", "mps"])
         raise UserError("device", f"cannot be '{name}'", "auto, cpu, cuda, cuda:1, mps", close) from None
     if device.type not in ("cpu", "cuda", "mps"):
         raise UserError("device", f"'{name}' is not supported", "auto, cpu, cuda, cuda:1, mps")
     backend = torch.backends.mps if device.type == "mps" else torch.cuda
+    # A build without CUDA is a common cause, and looks like a missing GPU
     if device.type != "cpu" and not backend.is_available():
         built = "" if device.type == "mps" or torch.version.cuda else ": this torch is built without CUDA"
         raise UserError("device", f"'{name}' is not available{built}", "device=auto or device=cpu")
@@ -52,6 +54,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise UserError("device", f"'{name}' is not available: torch sees {count}", f"cuda:0 to cuda:{count - 1}")
+        # The number is fixed, so that all tensors are on one device even if the current one changes
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device, "as set"
 
@@ -62,9 +65,11 @@ def prepare_repeating(deterministic: bool | Literal["warn"]) -> None:
     Raises:
         UserError: if the environment asks for a workspace that cuBLAS does not repeat with.
     """
+    # cuBLAS reads the variable once, so it has to be set before the first kernel
     if not deterministic:
         return
     given = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
+    # The user may have set a value that contradicts deterministic=true: do not overwrite it silently
     if given not in _WORKSPACES and deterministic is True and torch.cuda.is_available():
         raise UserError(
             "deterministic",
@@ -88,6 +93,7 @@ def configure_torch(
     Returns:
         Warnings about settings that have no effect here, or not the wanted one.
     """
+    # Several ranks share the cores; torch would give each of them all
     torch.set_num_threads(threads or (cores() if world().size > 1 else _USUAL_THREADS))
     if device.type == "cpu":
         keep_freed_memory()
@@ -102,6 +108,7 @@ def configure_torch(
     torch.backends.cudnn.deterministic = bool(deterministic)
     torch.backends.cudnn.benchmark = cudnn_benchmark
     on_cuda = device.type == "cuda"
+    # Only CUDA has TF32; for others it would be a change of precision that nobody asked for
     precision = matmul_precision or ("high" if tf32 and on_cuda else "highest")
     torch.set_float32_matmul_precision(precision)
     if on_cuda:
@@ -111,6 +118,7 @@ def configure_torch(
         warnings.append(
             f"threads={threads} is more than the {cores()} available CPU cores, which is slower than {cores()}"
         )
+    # Switches without effect are reported: whoever sets one expects a difference
     for name in [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]:
         if not on_cuda:
             warnings.append(f"{name}=true has no effect on {device.type}: it is a setting of CUDA's")
@@ -138,6 +146,7 @@ def switches_kept() -> Iterator[None]:
     try:
         yield
     finally:
+        # Setting it loads torch's compiler, so it is set only if it changed
         if mode != torch.get_deterministic_debug_mode():
             torch.set_deterministic_debug_mode(mode)
         torch.set_num_threads(threads)

@@ -44,6 +44,7 @@ class HardwareMetrics:
             the peak.
         """
         now = time.monotonic()
+        # Reading the peak takes time, so a log line may show one a few seconds old
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._peak_mib, self._looked = peak_memory(self.device).bytes / 2**20, now
         figures = {"peak_memory_mib": self._peak_mib}
@@ -70,6 +71,7 @@ def choose_hardware_metrics(
     Raises:
         UserError: if utilisation is asked for and the operations cannot be counted.
     """
+    # With `auto`, only a peak that is known from a table is used, as measuring takes time
     peak_flops = known_peak(device, kind) if wanted == "auto" else peak(device, kind) if wanted else None
     if peak_flops is None:
         return HardwareMetrics(device)

@@ -71,6 +71,7 @@ def reset_peak_memory(device: torch.device) -> bool:
         return True
     if device.type != "cpu" or not sys.platform.startswith("linux"):
         return False
+    # Free memory in the C library counts as used, so it goes back to the system first
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
     try:

@@ -64,6 +64,7 @@ def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
 
 def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
     """The peak of a GPU according to its maker; None for one that is not in the table, or a part of one (MIG)."""
+    # A part of a GPU, or one with less power, is slower than the data sheet of its name
     if "MIG" in name or "Laptop" in name or "Max-Q" in name:
         return None
     for pattern, half, tf32, single in _TABLE:
@@ -109,6 +110,7 @@ def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> Pea
         took = _seconds(a, b, 1)
         if took >= seconds / 40 or size >= 8192 or 4 * 3 * size**2 * dtype.itemsize > free:
             break
+    # The median of several measurements, because other programs may disturb one
     repeats = max(1, round(seconds / 8 / max(took, 1e-9)))
     reached = 2 * size**3 * repeats / statistics.median(_seconds(a, b, repeats) for _ in range(7))
     where = f"{device} with threads={torch.get_num_threads()}" if device.type == "cpu" else str(device)

@@ -57,11 +57,13 @@ def choose_precision(
         if device.type == "mps":
             raise UserError("dtype", "is float64, which mps does not support", "float32, or device=cpu")
         return Precision(device, None, None, "float64", "dtype=float64", weights=torch.float64)
+    # Each answer carries its reason, which the header of the run shows
     if amp is False:
         return Precision(device, None, None, "float32", "amp=false")
     if amp == "auto" and not has_matrix_units(device):
         reason = f"amp=auto: this {device.type} is not known to have units for matrices of 16 bits"
         return Precision(device, None, None, "float32", reason)
+    # bf16 is preferred as it needs no loss scaling
     native = is_native("bf16", device)
     if amp is True or amp == "auto":
         kind: Literal["bf16", "fp16"] = "bf16" if device.type == "cpu" or native else "fp16"
@@ -79,6 +81,7 @@ def choose_precision(
     if kind == "bf16":
         return Precision(device, torch.bfloat16, None, name="bf16 mixed", reason=reason, warnings=warnings)
     scaler = torch.amp.GradScaler(device.type)
+    # Not every device has the kernels of GradScaler
     if device.type not in ("cpu", "cuda") and not _scales(device):
         problem = f"fp16 needs its loss scaled, which torch {torch.__version__} cannot do on {device.type}"
         raise UserError("amp", problem, "amp=bf16 or amp=false")

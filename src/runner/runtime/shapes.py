@@ -60,11 +60,13 @@ def shapes_on_failure(
 
     def begin(name: str, module: nn.Module, inputs: list[Any]) -> None:
         nonlocal batch
+        # The model itself begins, so a table always shows one forward pass
         if not name:
             rows.clear()
             running.clear()
             batch = next((len(tensor) for tensor in tensors_in(inputs) if tensor.ndim), 0)
         row = [name or "(model)", type(module).__name__, str(_side(inputs, batch)), "fails"]
+        # Only the innermost module that runs can be the one that fails
         for outer in running:
             outer[-1] = "-"
         rows.append(row)

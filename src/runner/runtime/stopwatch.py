@@ -61,6 +61,7 @@ class Stopwatch:
             if threading.get_ident() != self._thread:
                 yield
                 return
+            # Ranges nest, and each moment counts for the innermost one only
             self._open.append(name)
             self._turn(name)
             try:
@@ -88,6 +89,7 @@ class Stopwatch:
 
     def steps(self) -> list[Step]:
         """The steps between boundaries; waits for a CUDA device."""
+        # Events of the device have times only once it has reached them
         if self._cuda:
             torch.cuda.synchronize(self._device)
         found = []

@@ -51,15 +51,18 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
         UserError: if a setting is not supported.
     """
     toggled = Toggled(warnings=list(precision.warnings))
+    # Only 2-d convolutions have a kernel for that layout
     has_convolution = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
     if config.channels_last and not has_convolution:
         toggled.warnings.append(
             f"channels_last=true has no effect: {type(model).__name__} has no 2-d convolution, whose layout it is"
         )
+    # Before compilation, which would otherwise compile blocks that are wrapped afterwards
     toggled.recomputed = checkpoint_activations(model, config.activation_checkpointing, image, precision.autocast)
     if toggled.recomputed is not None:
         toggled.warnings += toggled.recomputed.warnings
     if config.compile is False:
+        # A changed option that nothing reads is probably a forgotten compile=true
         if config.compiler != Compiler():
             toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
         return toggled

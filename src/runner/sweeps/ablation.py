@@ -29,6 +29,7 @@ def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
     """
     wanted = values["sweep"]["ablate"]
     named = wanted if isinstance(wanted, list) else []
+    # What is named has to be on, or its job would be the base once more
     for key in named:
         if keys.at(values, key) is ...:
             close = nearest(key, [*TOGGLES, *keys.flatten(values)])
@@ -45,6 +46,7 @@ def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
 def _off(key: str, values: dict[str, Any], schema: type) -> str:
     """The text of the value that switches a key off, which its type decides."""
     annotation, value = keys.find(schema, key), keys.at(values, key)
+    # The type says what off is: false, null, an empty list or zero
     kinds = [keys.bare(member) for member in keys.members(annotation)]
     if bool in kinds or value is True:
         return "false"

@@ -41,11 +41,13 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
         UserError: another process runs the sweep, or the folder holds something else.
     """
     named, new = plan.command.place, is_true(plan.command.composition.values["sweep"]["new"])
+    # Hydra's key works too, but two folders cannot both be meant
     places = [key for key in ("sweep.dir", "hydra.sweep.dir") if key in map(key_of, plan.command.checked.accepted)]
     if len(places) > 1:
         raise UserError("sweep.dir", "and hydra.sweep.dir are both given", "one of them")
     if named and new:
         raise UserError("sweep.dir", f"is {named}, and sweep.new is given too", "one of them")
+    # Two processes with the same command at the same time must find one folder, not make two
     with contextlib.nullcontext() if named else _one_at_a_time(root):
         folder = named or (None if new else _same_sweep(root, plan)) or claim(root, timestamp())
         if holds_run(folder):
@@ -53,6 +55,7 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         try:
+            # The lock says that a sweep runs here, and is gone with the process
             lock = hold(folder)
         except Occupied as error:
             runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"

@@ -144,6 +144,7 @@ class Ledger:
         with writing(self.path):
             file = os.open(self.path, flags, 0o644)
             try:
+                # A crash may have left half a line: end it, so that this one stands alone
                 size = os.fstat(file).st_size
                 torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
                 left = (b"\n" if torn else b"") + line + b"\n"
@@ -151,6 +152,7 @@ class Ledger:
                     while left:  # a disk that becomes full takes a part
                         left = left[os.write(file, left) :]
                     os.fsync(file)
+                # Half a line would be worse than none, so it is removed again
                 except OSError:
                     os.ftruncate(file, size)
                     raise
@@ -168,6 +170,7 @@ class Ledger:
     def _add(self, records: Records, line: bytes) -> None:
         try:
             found = json.loads(line)
+            # A launch without its facts is useless to readers, so it is skipped
             event = found["event"]
             if event == "launch":
                 if all(key in found for key in _OF_LAUNCH) and _has_types(found):
@@ -175,6 +178,7 @@ class Ledger:
                     records.retried.clear()
                 return
             job, name = str(found["job"]), str(found["folder"])
+            # A ledger from somebody else must not lead out of the folder of the sweep
             if Path(name).name != name or name in ("", "..") or len(name) > _LONGEST_NAME:
                 records.outside.append(name)
                 return
@@ -191,6 +195,7 @@ class Ledger:
             )
         except (ValueError, LookupError, TypeError, RecursionError):
             return
+        # The latest line of a job counts
         records.jobs[job] = entry
         records.retried[job] += event == "retried"
         records.folders.add(name)

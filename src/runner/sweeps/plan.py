@@ -85,6 +85,7 @@ def plan_of(command: Command, validate: Validate | None = None) -> Plan:
     values, words = command.composition.values, command.words
     params = dict(command.cfg.hydra.sweeper.get("params") or {})
     swept, off = sorted({*overrides.swept(words), *params}), dict[str, str]()
+    # All jobs of a sweep lie in one folder, which these keys name
     if same_for_all := [key for key in ("name", "output_root") if key in swept]:
         why = "names the folder of a sweep, so that its jobs cannot differ in it"
         raise UserError(same_for_all[0], why, f"one {same_for_all[0]}, and job numbers; or one command for each")
@@ -92,11 +93,13 @@ def plan_of(command: Command, validate: Validate | None = None) -> Plan:
     if values["sweep"]["ablate"] is not None:
         off = toggles_off(values, command.schema)
         jobs, swept = ablated(jobs, off), sorted({*swept, *off})
+    # Jobs with equal settings are one job, although their words differ
     planned = dict[str, Planned]()  # a value may be given twice
     varied = varied_words(jobs)
     for number, composition in enumerate(composed(command, jobs, validate)):
         known = identity(composition.values, composition.overrides, swept)
         planned.setdefault(known, Planned(number, known, composition, varied[number]))
+    # What the jobs share is stored, so that a later command with another base is noticed
     plain = [word for word in words if key_of(word) not in swept]
     base: dict[str, Any] = {"overrides": sorted(mask_words(plain))}  # if they are not a config by themselves
     with contextlib.suppress(ConfigError):
@@ -137,16 +140,19 @@ def composed(command: Command, jobs: Sequence[Sequence[str]], validate: Validate
             all jobs have it.
     """
     compositions, found = list[Composition](), list[list[Problem]]()
+    # Problems are collected over all jobs: a sweep fails once, before the first job, with everything
     for words in jobs:
         try:
             compositions.append(job := command.composed(words))
             found.append([] if job.values.get("ckpt_path") is not None else command.problems_of(job, False))
         except ConfigError as error:
             found.append(list(error.problems))
+    # Importing torch takes seconds, so it is done only for jobs that are right as far as is known
     if not any(found):
         found = (validate or functools.partial(problems_of_all, command.schema))(compositions)
     if not (wrong := [number for number, problems in enumerate(found) if problems]):
         return compositions
+    # A problem of every job is one of the base, and is shown once; the others name their job
     kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
     everywhere = set.intersection(*kinds)
     listed = [problem for problem in found[wrong[0]] if (problem.key, problem.message) in everywhere]

@@ -77,6 +77,7 @@ class Scan:
         place = _absolute(folder)
         if place in self._visited:
             return
+        # A run may be a job, so the ledger beside it knows its words and its result
         if holds_run(folder):
             if (around := self._around.get(place.parent)) is None:
                 around = self._around[place.parent] = self._read(place.parent)
@@ -89,6 +90,7 @@ class Scan:
         if records.launches:
             self.sweeps[folder] = records
         inside = set[Path]()
+        # A folder that cannot be read is noted, and the others are shown
         try:
             folders = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
             inside = {path for path in folders if not path.name.startswith(".")}
@@ -103,6 +105,7 @@ class Scan:
                 self._add_run(path, entries[path], records)
             else:
                 self.add(path)
+        # Jobs that were planned and have no folder are pending
         started = {job for job, entry in records.jobs.items() if entry.folder in inside}
         left = [words for job, words in records.planned.items() if job not in started]
         self.rows += [JobRow("-", (), tuple(words), "pending", folder=folder) for words in left]
@@ -130,6 +133,7 @@ def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
         (scan := Scan()).add(folder)
     launches = scan.sweeps[folder].launches if folder in scan.sweeps else []
     rows = [row for row in scan.rows if launches or row.status != "pending"]
+    # Words that all rows share say nothing about their difference
     swept = {key for launch in launches for key in launch["swept"]}
     counts = Counter(word for row in rows for word in set(row.overrides))
     common = {word for word, count in counts.items() if count == len(rows) > 1 or (swept and key_of(word) not in swept)}
@@ -144,10 +148,12 @@ def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
         )
         for row, name in zip(rows, names, strict=True)
     ]
+    # The best is one of those with a result in the same metric and direction
     ranked = sorted(
         (row for row in rows if row.value is not None and row.mode is not None and row.status not in WITHOUT_RESULT),
         key=lambda row: (row.value or 0.0) * (1 if row.mode == "min" else -1),
     )
+    # Reversed, so that among equal values the first one wins
     best = {(row.metric, row.mode): id(row) for row in reversed(ranked)}.values()
     return [replace(row, best=True) if id(row) in best else row for row in rows]
 
@@ -156,8 +162,10 @@ def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
     """The row of a run from the files in its folder, its entry in a ledger, and the flags of the command of its sweep."""
     summary, ended, progress = read_summary(folder), outcome(folder), None
     known = entry.sentence if entry is not None else None
+    # Without a folder, the ledger is the only one who knows
     if summary is None and entry is not None and not os.path.lexists(folder):
         ended = Outcome(entry.status, entry.metric, entry.value, known)
+    # The summary is right if it says ended; otherwise the lock tells a run that works from a dead one
     if ended.status in ENDED:
         status, error = ended.status, ended.sentence
     elif works(folder):

@@ -107,6 +107,7 @@ class Sweep:
         self.ledger.require_file()
         self.records, plan = self.ledger.read(), self.plan
         known = self.records.jobs
+        # A ledger of other settings would compare results that do not belong together
         if self.records.launches:
             if found := base_changed(self.records, plan):
                 message = "is a sweep with another base config: "
@@ -116,6 +117,7 @@ class Sweep:
             self._adopt(plan.jobs)
         if known and plan.jobs is not None:
             self._say_what_is_left(plan.jobs)
+        # The planned jobs are recorded, so that a view can show those that have not started
         jobs = None
         if plan.jobs is not None:
             jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs}
@@ -140,6 +142,7 @@ class Sweep:
         runs = [path for path in self.folder.glob("*/") if not path.is_symlink() and holds_run(path)]
         if not runs:
             return
+        # Words find the job quickly, and the config confirms that they mean the same today
         by_words = {_compared(mask_words(job.composition.overrides)): job for job in jobs}
         found = 0
         for path in runs:
@@ -154,6 +157,7 @@ class Sweep:
                 entry = Entry(path, job.composition.overrides, "started", -1, code=code_of(job.composition.values))
                 self.ledger.append_job(self.records, job.identity, entry)
                 found += 1
+        # Nothing fits: the folder is of another sweep, and must not be mixed with this one
         if not found:
             problem = f"cannot be {self.folder}: it holds runs of other settings, and no {NAME}"
             raise UserError("sweep.dir", problem, "another folder")
@@ -170,6 +174,7 @@ class Sweep:
         left = "sweep.new=true starts another sweep" if len(done) == len(jobs) else "the others follow"
         if self._retry == "all":
             left = "sweep.retry=all starts all of them again, in other folders"
+        # A user removes a folder to have its job run again
         gone = {job.identity: entry for job, entry in there if _is_gone(entry)}
         for job, entry in gone.items():
             self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
@@ -193,15 +198,18 @@ class Sweep:
             self.status = FAILED
 
     def _next(self) -> Job | None:
+        # With fail_fast, jobs that run are completed, and no new one begins
         if self._fail_fast and self.records.failed_now:
             return None
         while (planned := self._candidate()) is not None:
             known, why = self.records.jobs.get(planned.identity), None
             code = code_of(planned.composition.values)
             if known is not None and not _is_gone(known):
+                # Changed code makes an old result meaningless, so the job runs again in a new folder
                 changed = _changed(known, code)
                 if changed:
                     why = f"{', '.join(changed)} changed since job {known.folder.name} ran"
+                # With retry=all, each job starts again once per launch
                 elif self._retry != "all" or known.launch == len(self.records.launches) - 1:
                     if _settled(known, self._retry):
                         self._skip(planned, known)
@@ -218,8 +226,10 @@ class Sweep:
 
     def _candidate(self) -> Planned | None:
         busy = {job.identity for job in self._running.values()}
+        # Jobs that failed and get another try come first
         if self._again:
             return self._again.pop(0)
+        # Folders that another process held are looked at from time to time
         if self._occupied and time.monotonic() > self._looked + _LOOKED_S:
             self._looked = time.monotonic()
             for waiting in self._occupied:
@@ -241,8 +251,10 @@ class Sweep:
         """Prepare the job of a folder that is free or its own."""
         composition = planned.composition
         continues = holds_run(entry.folder)
+        # The ledger comes before the start: a crash in between leaves a job that starts again, not an unknown one
         self.ledger.append_job(self.records, planned.identity, entry)
         self._running[planned.number] = planned
+        # The job always resumes in its folder, whatever the command says
         words = [word for word in composition.overrides if key_of(word) != "resume"]
         command = [sys.executable, "-m", "runner", "train", *self.plan.command.flags_of_jobs, *words]
         supervised = dataclasses.replace(composition.in_folder(entry.folder), continues=continues, supervised=True)
@@ -279,15 +291,18 @@ class Sweep:
     def _ended(self, ended: Ended, signal: str) -> None:
         planned = self._running.pop(ended.number)
         known = self.records.jobs[planned.identity]
+        # The run's own summary says how it ended; the process knows only its status
         found = outcome(known.folder)
         if found.status not in ENDED:
             sentence = ended.sentence or "its process ended and left no result"
             found = Outcome("failed", sentence=_last_error(self._log(known.folder)) or sentence)
+            # A signal to the sweep ended it, so the job has not failed
             if signal:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
             else:  # a folder that is missing later was removed by someone
                 with writing(known.folder):
                     known.folder.mkdir(exist_ok=True)
+        # A failure may be a passing one of the machine, so the job gets another try
         again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
         self._record(planned.identity, known, dataclasses.replace(found, status="retried") if again else found)
         if again:

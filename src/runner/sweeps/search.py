@@ -77,22 +77,27 @@ class Search:
     ) -> None:
         self._command, self._settings = command, command.composition.values["search"]
         settings, self._space = self._settings, _checked_space(command)
+        # Keys of the space come from the search, so the command's values for them are removed
         self._words = [word for word in command.words if key_of(word).replace("/", ".") not in self._space]
         if several := overrides.swept(self._words):
             allowed = f"search.{several[0]}={{choice: [...]}}, or search.seeds=[0,1,2] for several seeds of each trial"
             raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
+        # A pruner compares curves of one metric
         if settings["pruner"] != "none" and len(settings["objectives"]) > 1:
             problem = f"is {settings['pruner']}, and decides by one objective"
             raise UserError("search.pruner", problem, "search.pruner=none")
+        # Ends of ranges are the extremes: if these are valid, draws in between are too
         _check_ends(command, self._words, self._space, validate)
         self._goals = dict(settings["objectives"]) or dict([monitor(command.composition)])
         swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
         base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
         self.plan = Plan(command, swept, json.loads(json.dumps(base, default=str)))
+        # A storage that cannot be opened is found before the first trial
         if (named := settings["storage"]) is not None:
             with using(named):
                 storage_of(named)
         jobs, slots = settings["jobs"], launcher().slots
+        # More trials at a time than slots would only wait
         self._most = min(jobs or slots or _AT_A_TIME, slots or math.inf)
         if (jobs or 0) > self._most or (slots is None and jobs is None):
             why = f"hydra/launcher={command.chosen('hydra/launcher')} has {slots or 'any number of'} slots"
@@ -109,6 +114,7 @@ class Search:
         self._warm_start()
         trials = list(enumerate(self._study.trials()))
         total = max(len(trials), self._settings["trials"])
+        # Trials that an earlier process began are completed before new ones are drawn
         begun = [(index, trial) for index, trial in trials if not trial.state.is_finished()]
         if done := len(trials) - len(begun):
             more = "search.trials= asks for more" if done == total else f"{total - done} are left"
@@ -117,6 +123,7 @@ class Search:
         self.count = total * self._seeds
         try:
             sweep.run(self, launcher)
+        # Also after a signal: the best so far is what the user wants to see
         finally:
             self._write_best()
         states = [trial.state for trial in self._study.trials()]
@@ -128,20 +135,25 @@ class Search:
     def next(self) -> Planned | None:
         """See `Jobs.next`: the next job of a trial that has begun, or the first one of a new trial."""
         values, settings = self._command.composition.values, self._settings
+        # A sampler learns from results, so only as many trials as can run begin
         if len(self._running) >= self._most or (self._failed and is_true(values["sweep"]["fail_fast"])):
             return None
         if not self._waiting:
             if (index := len(self._study.trials())) >= settings["trials"]:
                 return None
+            # The sampler is seeded by the number of the trial, so that an interrupted search draws the same values
             sampler = sampler_of(settings["sampler"], f"{values['seed']} {index}", self._most > 1)
             drawn = self._study.ask(sampler, pruner_of(**self._pruner))
             self._waiting.append(_Trial(index, drawn.number, drawn.params))
         trial = self._waiting.pop(0)
         ended, environment = len(trial.values), dict[str, str]()
+        # A trial has one job for each seed, one after the other
         words = [*self._varied(trial.params), *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1])]
+        # Only the first seed is pruned: the others are run because it was good
         if settings["pruner"] != "none" and not ended:
             [mode] = self._goals.values()
             environment[VARIABLE] = json.dumps({"number": trial.number, "mode": mode, "pruner": self._pruner})
+        # Drawn values are checked as if they had been typed
         checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
         composition = self._command.composed([*self._words, *checked.accepted])
         known = identity(composition.values, composition.overrides, self.plan.swept)
@@ -152,10 +164,12 @@ class Search:
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
         """See `Jobs.ended`: the trial ends, or continues with its next seed; it stays as it is if its process was killed."""
         trial = self._running.pop(planned.number)
+        # The curve of evaluations is in a file of the job, as it runs in another process
         reports = read_json(folder / FILE)
         trial.curve = trial.curve or reports.get("curve", ())
         if found.status == "pruned":
             self._end(trial, State.PRUNED, f"pruned after evaluation {reports.get('stopped_at')}")
+        # A job that was killed has no summary that says failed: its trial stays open and continues
         elif found.status == "failed" and outcome(folder).status == "failed":
             self._end(trial, State.FAIL)
         elif found.status == "finished":
@@ -164,8 +178,10 @@ class Search:
                 problem, close = f"names {missing[0]}, which no run has", nearest(missing[0], numbers)
                 raise UserError("search.objectives", problem, ", ".join(numbers), close)
             trial.values.append([numbers[goal] for goal in self._goals])
+            # No sampler can learn from NaN
             if not all(map(is_number, trial.values[-1])):
                 self._end(trial, State.FAIL, "failed: an objective is not finite")
+            # The next seed of a trial comes before new trials
             elif len(trial.values) < self._seeds:
                 self._waiting.insert(0, trial)
             else:
@@ -195,6 +211,7 @@ class Search:
         found = outcome_of(entry)
         numbers = _at_best(entry.folder, found)
         values = [number for goal in self._goals if is_number(number := numbers.get(goal))]
+        # Only results for every objective can teach the sampler
         if found.status != "finished" or len(values) < len(self._goals):
             return False
         try:
@@ -209,18 +226,21 @@ class Search:
     def _write_best(self) -> None:
         """Write the best trial as a preset, with the command that repeats it."""
         ended = [trial for trial in self._study.optuna.get_trials(deepcopy=False) if trial.state == State.COMPLETE]
+        # With several objectives there is no single best trial
         if len(self._goals) > 1 or not ended:
             return
         [(name, direction)], groups = self._goals.items(), self._command.sources.groups()
         best = (max if direction == "max" else min)(ended, key=lambda trial: trial.values[0])
         numbers = [trial.number for trial in self._study.trials()]
         source = best.user_attrs.get(WARM) or f"trial {numbers.index(best.number) + 1}"
+        # The preset repeats the result: the command's words, then the values that were found
         words = [word for word in self._words if not is_of_hydra(word) and key_of(word) != "sweep"]
         words = mask_words([*words, *self._varied(best.params)])
         command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
         lines = [f"{name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._sweep.folder}", command]
         if shares := self._study.importances():
             lines.append("importance: " + ", ".join(f"{key} {shown(share)}" for key, share in shares.items()))
+        # Options of a group need an entry in the defaults list, other keys a value
         options = [{f"override /{key}": value} for key, value in best.params.items() if key in groups]
         words = [word_of(key, value) for key, value in best.params.items() if key not in groups]
         keys: Any = OmegaConf.to_container(OmegaConf.from_dotlist(words))
@@ -265,8 +285,10 @@ def _checked_space(command: Command) -> dict[str, Range]:
         raise UserError("search", "names no key to vary", "keys such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'")
     space, problems = ranges_of(values["space"])
     for key, each in space.items():
+        # Some keys decide where and how a search itself runs
         if within(key, _NO_RANGE):
             problems.append(Problem(f"search.{key}", "cannot vary in a search", "a key that trials may differ in"))
+        # A number cannot be drawn from names of options
         elif each.kind != "choice" and (options := command.sources.options(key)):
             names = ", ".join(option.name for option in options)
             problems.append(Problem(f"search.{key}", "is a group of options", f"{{choice: [{names}]}}"))
@@ -284,6 +306,7 @@ def _check_ends(command: Command, words: Sequence[str], space: Mapping[str, Rang
     Raises:
         ConfigError: with every problem.
     """
+    # Combinations are too many to check, so each end is tried with the first values of the others
     ends = [(key, word_of(key, end)) for key, each in space.items() for end in each.ends]
     checked = overrides.check_overrides([word for _, word in ends], command.schema, command.sources, False)
     groups = command.sources.groups()
@@ -296,6 +319,7 @@ def _check_ends(command: Command, words: Sequence[str], space: Mapping[str, Rang
         others = [first, *(first | {key: word} for key, word in accepted if word != first[key])]
         composed(command, [[*words, *each.values()] for each in others], validate)
     except ConfigError as error:
+        # The problem is one of the space, so its key is the one that the user wrote
         own = {key: {"key": f"search.{key}", "origin": ""} for key in space}
         problems = [dataclasses.replace(each, **own.get(each.key, {})) for each in error.problems]
         raise ConfigError(command.composition.with_origins(problems)) from None

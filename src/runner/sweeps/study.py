@@ -121,6 +121,7 @@ def using(where: str) -> Iterator[None]:
 def storage_of(where: str) -> Any:
     """The storage of a file or URL, once Optuna has read it; a ValueError if it is damaged, others if it cannot be used."""
     is_url, file = "://" in where, Path(where.partition(":///")[2].partition("?")[0] or where)
+    # A file in a missing folder, or a pipe, would fail late or block
     if not is_url or where.startswith("sqlite"):
         if not file.parent.is_dir():
             raise OSError(f"there is no folder {file.parent}")
@@ -129,6 +130,7 @@ def storage_of(where: str) -> Any:
     if is_url:
         optuna.get_all_study_summaries(storage := optuna.storages.get_storage(where))
         return storage
+    # The lock of a process that was killed is taken over after a while
     lock = JournalFileOpenLock(str(file), grace_period=_STALE_S)
     backend = JournalFileBackend(str(file), lock_obj=lock)
     lock.acquire()
@@ -185,9 +187,11 @@ def decision(trial: Mapping[str, Any], own: Mapping[str, Any], files: Iterable[P
             curve = {int(evaluation): float(value) for evaluation, value in found["curve"]}
             notes = {str(name): float(value) for name, value in found["notes"].items()}
             known[int(found["number"])] = curve, notes, outcome(path.parent).status == "finished"
+    # Its own curve is newer than its file
     known[trial["number"]] = dict(own["curve"]), own["notes"], False
     directions: Any = [f"{trial['mode']}imize"]
     study = optuna.create_study(study_name=_NAME, directions=directions)
+    # Optuna's pruners want a study, so one is made in memory from the files of the jobs
     for number in range(min(max(known), max(_MOST, trial["number"])) + 1):
         curve, notes, finished = known.get(number, ({}, {}, False))
         state, value = (State.COMPLETE, 0.0) if finished else (State.RUNNING, None)

@@ -54,6 +54,7 @@ def summarise(folder: Path, write: bool = True) -> list[JobRow]:
     if not write or not folder.is_dir():
         return rows
     head, lines = _table(rows)
+    # JSON is for programs, CSV for spreadsheets, and Markdown for people
     content = {
         "best": [row.job for row in rows if row.best],
         "spreads": [asdict(spread) for spread in spreads_of(rows)],
@@ -93,6 +94,7 @@ def print_table(rows: list[JobRow], console: Console, planned: int = 0) -> bool:
     head, cells = columns_of(rows)
     console.table(finished_of([row.status for row in rows], "job", planned), head, cells)
     spreads, alike = spreads_of(rows), "base" if any(map(_settings, rows)) else "all"
+    # Jobs that differ only in their seed are summarised together
     for name in dict.fromkeys(spread.metric for spread in spreads):
         cells = [
             [each.settings or alike, each.over, str(each.jobs)]
@@ -118,11 +120,13 @@ def columns_of(rows: list[JobRow]) -> tuple[list[str], list[list[str]]]:
             device = now.device
             filled = round(max(0.0, now.share) * _BAR)
             bar = f"{'━' * filled}{'─' * (_BAR - filled)} {now.share:.0%}" if now.total_steps else ""
+            # A run that writes no progress may hang, which its time alone would not show
             silent = time.time() - now.time
             left = f"silent for {duration(silent)}" if silent > _SILENT_S else duration(now.seconds_left)
         name, value = result_of(row)
         result = "-" if not name else number(value) if len(metrics) == 1 else metric(name, value)
         seconds = row.wall_s
+        # The summary of a run that works has no time yet
         if row.status == "running" and (started := start_time(row.folder)) is not None:
             seconds = time.time() - started.timestamp()
         passed = "-" if seconds is None else duration(seconds)
@@ -132,6 +136,7 @@ def columns_of(rows: list[JobRow]) -> tuple[list[str], list[list[str]]]:
         lines.append([row.job, words, row.status, bar, result, device, passed, left, mark])
     metric_head = metrics[0] if len(metrics) == 1 else "metric"
     head = ["job", "varied", "status", "progress", metric_head, "device", "time", "left", ""]
+    # Columns without any content only take room
     shown = [at for at, _ in enumerate(head) if at not in (3, 5, 7) or any(line[at] for line in lines)]
     return [head[at] for at in shown], [[line[at] for at in shown] for line in lines]
 
@@ -174,12 +179,14 @@ def spreads_of(rows: list[JobRow]) -> list[Spread]:
 def _folded(rows: list[JobRow]) -> list[tuple[list[JobRow], Spread | None]]:
     """Jobs that differ only in `REPEATS`, with the statistics of those that finished, the best first, none of them last."""
     together: dict[str, list[JobRow]] = {}
+    # Settings without the seed: what is the same experiment
     for row in rows:
         together.setdefault(_settings(row), []).append(row)
     metrics = list(dict.fromkeys(row.metric for row in rows))
     found = []
     for settings, jobs in together.items():
         done = [(row, row.value) for row in jobs if row.status == "finished" and row.metric and row.value is not None]
+        # Without a finished job, there is nothing to rank by, and the group comes last
         rank, spread = (math.inf, 0.0), None
         if done:
             first, values = done[0][0], [value for _, value in done]

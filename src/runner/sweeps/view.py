@@ -119,6 +119,7 @@ def follow(folder: Path, console: Console) -> None:
             view = look(folder)
             if display.live:
                 display.draw(view)
+            # A log file or a pipe gets lines about changes instead of a screen that is drawn again
             else:
                 for line in changes(before, view):
                     display.line(line)
@@ -126,6 +127,7 @@ def follow(folder: Path, console: Console) -> None:
                     display.line(progress_line(view))
                     line_due = began + _PLAIN_S
             before = view
+            # Looking reads many files, so it takes only a small share of the time
             time.sleep(0 if view.done else max(_PERIOD_S, (time.monotonic() - began) / _MOST_SHARE))
     except KeyboardInterrupt:
         pass
