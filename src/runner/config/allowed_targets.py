@@ -90,6 +90,7 @@ def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
         trust: packages that the user trusts.
         section: where it stands, such as `loss`; parts of another kind may not be built there. Empty for any.
     """
+    # A file may come from anyone, so only known packages can be named in it
     trusted = tuple(trust)
     if not within(path, (*_PACKAGES, *trusted)):
         return "comes from a file and its package is not trusted"
@@ -97,11 +98,14 @@ def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
         found = resolve(path)
     except UserError as error:
         return str(error)
+    # The object decides and not the path, as a path may lead to anything that a module imports
     home, name = _home_of(found), str(getattr(found, "__qualname__", "?"))
+    # Private names and parts of classes are not made to be called by a config
     if path.rpartition(".")[2].startswith("_"):
         return "comes from a file and names something private"
     if "." in name:
         return "comes from a file and names a part of a class"
+    # Packages that the user trusts are not restricted further
     if within(home, trusted):
         return ""
     of_the_program = within(home, _EVERY_HOME) and within(home, ["runner"])
@@ -109,6 +113,7 @@ def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
         return "is neither a class nor a function"
     if not (of_the_program or _builds_a_part(found)):
         return f"comes from a file and resolves to {home}.{name}, which is not on the list of things a file may build"
+    # A safe class in the wrong section is still refused, such as a data set instead of a loss
     if section and not within(home, _HOMES.get(section, ())):
         return f"comes from a file and resolves to {home}.{name}, which is not built in the section {section}"
     return ""
@@ -135,6 +140,7 @@ def _builds_a_part(found: Any) -> bool:
     import torchvision
 
     home = _home_of(found)
+    # Functions are allowed only if torchvision lists them as builders of models
     if inspect.isfunction(found) and within(home, ["torchvision.models"]):
         try:
             return bool(torchvision.models.get_model_builder(found.__name__) is found)

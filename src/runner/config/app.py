@@ -135,6 +135,7 @@ def compose(
     Raises:
         ConfigError: with every problem found.
     """
+    # Problems are collected, so that one start shows all of them
     problems = [*checked.problems, *not_folders(checked.accepted)]
     if sources.primary(primary) is None:
         names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
@@ -144,6 +145,7 @@ def compose(
     words = overrides.first_of_sweeps(checked.accepted)
     names, failure = list[str](), list[Problem]()
     try:
+        # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         cfg: DictConfig = app.compose_config(primary, words, RunMode.RUN)
         names = [key for key in flatten(OmegaConf.to_container(cfg, resolve=False)) if not key.startswith("hydra.")]
         composition = Composition(
@@ -155,6 +157,7 @@ def compose(
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
         )
         composition = _with_values(composition, cfg, names)
+        # A run inside a sweep's folder that resumes is a job of it
         if composition.run_dir is not None and in_sweep(composition.run_dir) and composition.resumes:
             composition = dataclasses.replace(composition, job_dir=composition.run_dir)
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
@@ -167,6 +170,7 @@ def compose(
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
+    # Words without effect are probably mistakes, so they are refused too
     problems += [*overrides.without_effect(checked.accepted)]
     if problems:
         raise ConfigError([*problems, *also(composition, False)])
@@ -196,6 +200,7 @@ def main(verb: str, argv: list[str]) -> int:
         """Nothing, as the flags that lead here show something and run nothing."""
 
     task.__module__ = f"runner.verbs.{verb.replace('-', '_')}"  # Hydra names its job after the last part
+    # Hydra reads the command from sys.argv, and is given this verb's
     saved, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors then, and does not print them itself

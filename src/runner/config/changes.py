@@ -77,6 +77,7 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
     ]
     for key in changed:
         if declared(key) is Change.REFUSED:
+            # The change of the component is the problem; its arguments only follow from it
             section = next((other for other in others if within(key, [other])), "")
             if section and not key.endswith("._target_"):
                 continue

@@ -104,10 +104,12 @@ def opened(
         UserError: for a flag that Hydra does not have, or one that is refused.
     """
     flags = parse(argv, [*all_keys(schema), *Sources().groups()])
+    # Flags that only show something go to Hydra, once the overrides are known to be right
     shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
     if flags.resolve and not shows:
         raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
     sources = sources_of(flags)
+    # A file of the user with the name of a shipped one would silently have no effect
     for path in sources.hidden():
         print(f"warning: {path} is not read: a shipped file takes precedence; rename it", file=sys.stderr)
     several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
@@ -121,6 +123,7 @@ def opened(
             yield main(verb, [*others, *checked.accepted])
         return
     primary = (flags.config_name or verb).removesuffix(".yaml")
+    # Jobs of a sweep differ in a few words, so what they share is merged once
     with application(verb, sources, schema) as app, merged_once() if several else contextlib.nullcontext():
         composition, cfg = compose(app, primary, checked, schema, sources, also=problems_of)
         yield Command(

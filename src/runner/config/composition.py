@@ -67,6 +67,7 @@ class Composition:
 
     def origin(self, key: str) -> str:
         """The source of the value of a dotted key: `the override ...`, a file, or an empty string."""
+        # The last word wins, so it is the one to name
         for word in reversed(self.overrides):
             target = key_of(word)
             part = "." in key and within(target, [key])  # such as data.split.val for a problem of data.split
@@ -79,11 +80,13 @@ class Composition:
             if option is None or not (option.is_global or within(key, [section])):
                 continue
             inside = key if option.is_global else key.removeprefix(f"{section}.")
+            # An option may inherit a key from the base of its group
             for path in (option.path, option.path.with_name("_base.yaml")):
                 if line := line_of(path, inside):
                     return f"{path}:{line}"
                 if key == section and path == option.path:
                     return str(path)
+        # What no option sets comes from the primary config
         file = self.sources.primary(self.primary) if self.primary else None
         line = line_of(file, key) if file is not None else None
         return f"{file}:{line}" if line else ""

@@ -30,6 +30,7 @@ def problems_in_file(path: Path, folder: Path, sources: Sources) -> list[Problem
 @functools.lru_cache(maxsize=512)
 def _problems(path: Path, group: str, sources: Sources, version: tuple[int, int]) -> list[Problem]:
     root = yaml_files.compose(path)
+    # A file that forgets its package line would set keys below its group, without an error
     shipped = next((sources.folders[0] / group).glob("*.yaml"), path)
     if _GLOBAL in text_of(shipped) and _GLOBAL not in text_of(path):
         return [Problem(f"{path}:1", f"has no '{_GLOBAL}', so its keys lie under '{group}'", f"{_GLOBAL} as line 1")]
@@ -38,6 +39,7 @@ def _problems(path: Path, group: str, sources: Sources, version: tuple[int, int]
     if not isinstance(root, yaml.MappingNode):
         return [Problem(place(path, root), "is not a mapping", "key: value, one on each line, without a dash")]
     found, seen = [], dict[str, int]()
+    # YAML keeps the last of two equal keys and says nothing
     for name, key, value in yaml_files.walk(root):
         if key is value:  # an item of a list
             continue
@@ -46,6 +48,7 @@ def _problems(path: Path, group: str, sources: Sources, version: tuple[int, int]
             found.append(Problem(place(path, key), message, "one of the two"))
         seen.setdefault(name, key.start_mark.line + 1)
         last = str(key.value)
+        # A misspelt _target_ would become an ordinary argument
         if last.strip("_") == "target" and last != "_target_" and (last != "target" or "." in str(value.value)):
             message = f"'{last}' is not a key of a component"
             found.append(Problem(place(path, key), message, f"_target_: {value.value}", "_target_"))
@@ -70,6 +73,7 @@ def _defaults(path: Path, node: yaml.Node, group: str, sources: Sources) -> Iter
             *words, named = str(key.value).split() or [""]
             absolute = named.startswith("/") or group == "."
             full = named.strip("/") if absolute else f"{group}/{named}"
+            # Hydra checks these itself
             if "optional" in words or "@" in named or full.startswith("hydra/"):
                 continue
             if full not in sources.groups():

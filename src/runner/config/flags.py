@@ -30,6 +30,7 @@ def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
             raise
         options = [option for action in parser._actions for option in action.option_strings]
         raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
+    # Flags of Hydra that would bypass the checks of this program
     refused = {
         "--experimental-rerun": "it reads a pickle, which could run anything; use ckpt_path= instead",
         "--config-path": "it would replace the configs of the program; add yours with --config-dir",

@@ -32,6 +32,7 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         known: the keys of the config, for a name that is none of them.
     """
     group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+    # A misspelt launcher or sweeper deserves a list of those that exist
     if group in ("hydra/launcher", "hydra/sweeper"):
         others = getattr(error, "options", None) or []
         if group == "hydra/sweeper":
@@ -47,6 +48,7 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     file = re.match(r"In '(.*?)'", text)
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
     key = key or (file[1] if file else "config")
+    # From the most specific message to the most general one
     if match := _KEY.search(text):
         missing = match[1]
         message = f"refers to '{missing}', which is not a key"

@@ -99,6 +99,7 @@ def closest(key: str, pool: Sequence[str]) -> str:
 
     It has the same last part, is what another program calls so, or is spelled much like it.
     """
+    # The same last part is the best hint: users often forget the section
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(pool)}
     leaf = key.rpartition(".")[2]
     same_leaf = [candidate for candidate in pool if candidate.rpartition(".")[2] == leaf]

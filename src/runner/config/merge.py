@@ -64,6 +64,7 @@ def merge_with_checkpoint(
     Raises:
         ConfigError: if the file names something to build that is neither allowed nor trusted.
     """
+    # What was stored comes first, and the command line changes it
     original = stored.load(text, where)
     values = stored.overlay(original, composition)
     _keep_found(original, values, composition)
@@ -71,11 +72,14 @@ def merge_with_checkpoint(
     if isinstance(rate, int | float) and rate is not True and rate > 0 and not two_rates(values, composition.overrides):
         # The file has it under `optimizer.lr`, so that the same rate is not a change.
         _at(values, "optimizer")["lr"], values["lr"] = float(rate), None
+    # Keys of the call say how this command works, and never come from a file
     values |= {key: composition.values[key] for key in _OF_THE_CALL}
+    # A file must not make this machine download anything
     _fetch_nothing(values, composition.values)
     if problems := _refused(values, composition, builds):
         raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
     _fetch_nothing(original, composition.values)  # which is not a change of the user's
+    # Loggers of a file could send data elsewhere, so only those of the command line may
     if "logger" in values:
         values["logger"] = _own_loggers(_at(values, "logger"), composition.values["logger"])
     changed = stored.differences(original, values)
@@ -116,6 +120,7 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
     def same(section: str) -> bool:
         return bool(_at(original, section).get("_target_") == _at(values, section).get("_target_"))
 
+    # Facts from the data are kept while their component stays the same
     for section, names in FACTS.items():
         before, after = _at(original, section), _at(values, section)
         if same(section):
@@ -123,6 +128,7 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
     before, after = _at(original, "data.split"), _at(values, "data.split")
     if same("data.dataset") and after.get("test") is None and not says("data.split.test", composition.overrides):
         after["test"] = before.get("test")
+    # A batch size that was found is part of the run, so it is not searched again
     before, after = _at(original, "data"), _at(values, "data")
     if before and after.get("batch_size") == "auto":
         after["batch_size"] = before.get("batch_size")
@@ -141,12 +147,14 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
 
 def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[str] | None) -> list[Problem]:
     """Problems of what a file asks for: a name outside `output_root`, too many threads or processes, strange targets."""
+    # A name with .. or an absolute path could write anywhere
     name, composed, problems = str(values.get("name")), composition.values, list[Problem]()
     path = PurePath(name)
     inside = path.parts and not path.is_absolute() and ".." not in path.parts and name.isprintable()
     if name != str(composed["name"]) and not (inside and len(name) <= _LONGEST_NAME):
         allowed = "a short name without .. and control characters, given on the command line: name=..."
         problems.append(Problem("name", f"cannot be {shown(name)}", allowed))
+    # Large numbers cost memory or time before anyone notices
     for section, most in _MOST.items():
         for key, value in keys.walk(keys.at(values, section), section):
             number = len(value) if isinstance(value, list) else value
@@ -154,6 +162,7 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
                 what = f"{len(value):,} items" if isinstance(value, list) else shown(value)
                 allowed = f"at most {most:,}, or {key}=... on the command line"
                 problems.append(Problem(key, f"cannot be {what}, as it comes from a file", allowed))
+    # Only the command line and the environment extend what is trusted
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
     problems += [Problem(*wrong, origin="trust") for wrong in not_packages(trust)]
     # The command line allows a target only in the section that names it: a data set is not a loss.

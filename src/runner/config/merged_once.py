@@ -25,6 +25,7 @@ def merged_once() -> Iterator[None]:
     list_defaults, merge = loader.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 
     @functools.wraps(list_defaults)
+    # Overrides that only set values do not change which files are merged
     def list_defaults_once(repo: Any, overrides_list: list[Any], **others: Any) -> Any:
         plain = [override for override in overrides_list if not override.is_sweep_override()]
         selected = [one for one in plain if repo.group_exists(one.key_or_group) and not isinstance(one.value(), dict)]
@@ -37,10 +38,12 @@ def merged_once() -> Iterator[None]:
         return found
 
     def merge_once(self: Any, defaults: list[Any], repo: Any) -> Any:
+        # Each composition changes its config, so it gets a copy, which a pickle makes faster than a deep copy
         if id(defaults) not in merged:
             merged[id(defaults)] = pickle.dumps(merge(self, defaults, repo), pickle.HIGHEST_PROTOCOL)
         return pickle.loads(merged[id(defaults)])
 
+    # Hydra has no hook for this, so two of its functions are replaced while the block lasts
     implementation: Any = ConfigLoaderImpl
     loader.create_defaults_list = list_defaults_once
     implementation._compose_config_from_defaults_list = merge_once

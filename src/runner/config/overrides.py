@@ -44,6 +44,7 @@ def check_overrides(words: Sequence[str], schema: type, sources: Sources, multir
     """Check each override by itself; a wrong one never hides the others."""
     groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
     result = CheckedOverrides()
+    # A path without a key is a common slip; its keys are those of the verb that take paths
     paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) and key not in map(keys.key_of, words)]
     readable, problems = not_overrides(words, _is_readable, paths)
     result.problems.extend(problems)
@@ -72,8 +73,10 @@ def _checked(
     """The override for Hydra, or its problem; None for a key that nothing knows."""
     key, options = override.key_or_group, groups.get(override.key_or_group)
     value: Any = override.value()
+    # Keys of Hydra are its own to check
     if key.startswith(("hydra/", "hydra.")):
         return word
+    # A comma means a sweep to Hydra, so without --multirun the user means a list or text
     if override.is_sweep_override() and not multirun:
         text = word.partition("=")[2]
         allowed = f"one value, a list in brackets: '{key}=[{text}]', or quotes around text: '{key}=\"{text}\"'"
@@ -87,6 +90,7 @@ def _checked(
         [override] = parsed([word])
     if override.is_sweep_override() and (reason := _wrong_sweep(override, options is not None)):
         return Problem(key, reason, ", ".join(options or []) or "values such as 1,2 or range(3)")
+    # A group takes names of options, everything else takes values
     if options is not None and not isinstance(value, dict):
         return _checked_group(override, word, options)
     annotation = keys.find(schema, key)
@@ -96,6 +100,7 @@ def _checked(
         return Problem(key, "cannot be deleted: it is part of the schema", f"set it to {keys.describe(annotation)}")
     if override.is_delete():
         return word
+    # New keys are allowed where the schema is open, such as arguments of a custom class
     may_be_new = annotation is Any or keys.is_open(annotation)
     return ("++" if may_be_new else "") + word.lstrip("+")
 
@@ -109,6 +114,7 @@ def _checked_group(override: Override, word: str, options: list[str]) -> str | P
     for name in names:
         if name not in options and name not in ("null", "") and not name.startswith("_"):
             return _no_option(key, name, options)
+    # Selecting none and others at once contradicts itself
     if "none" in names and len(names) > 1 and not override.is_sweep_override():
         others = ",".join(name for name in names if name != "none")
         return Problem(key, "cannot be none and others at once", f"{key}=none, or {key}=[{others}]")

@@ -38,11 +38,14 @@ def problems_in(
     Returns:
         The config, or None where a value has the wrong type, and the problems. A number under `lr` is moved to `optimizer.lr`.
     """
+    # Types first, as rules between keys need values of the right type
     config, problems = typed(schema, values)
     if config is not None:
         problems += [*conflicts(config), *two_rates(values, composition.overrides)]
+        # `lr` is short for `optimizer.lr`, and from here on only the long form exists
         if isinstance(config.lr, float):
             config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
+    # Each component is compared with the signature of what it names, before anything is built
     for key, node in nodes(schema, values):
         built = builds is None or keys.within(key, builds)
         if built and isinstance(node, dict) and isinstance(node.get("_target_"), str):
@@ -70,6 +73,7 @@ def _of_an_option(problem: Problem, composition: Composition) -> Problem:
     A new `_target_` may not take the arguments of the option, and keys of a callback or logger need its option.
     """
     section = problem.key.rpartition(".")[0]
+    # A key that belonged to the option is a leftover once another class was put into it
     if "is not an argument" in problem.message and says(f"{section}._target_", composition.overrides):
         if says(problem.key, composition.overrides):
             return problem
@@ -126,6 +130,7 @@ def resolve_with_checkpoint(
         values["lr"] = None
         changed = [difference for difference in changed if difference[0] != "lr"]
     data = values.get("data")
+    # Statistics of the training data belong to the weights, so other data are normalised with them
     if normalize is not None and isinstance(data, dict) and not says("data.normalize", composition.overrides):
         data["normalize"] = dict(normalize)
     kind: type = schema

@@ -47,6 +47,7 @@ def _spec(module: str) -> Any:
 
 def source_files(path: str) -> dict[str, Path]:
     """The Python files behind a dotted path by module: where it is named, and where it is defined. Nothing is imported."""
+    # Reading the source instead of importing it keeps checks fast, and works without the packages
     module, _, name = path.rpartition(".")
     try:
         origin = _spec(module).origin
@@ -56,6 +57,7 @@ def source_files(path: str) -> dict[str, Path]:
         return {}
     files = {module: Path(origin)}
     tree, package = _source(module)
+    # A name may come from another file, where its class is defined
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -96,6 +98,7 @@ def _class(node: ast.ClassDef, module: str) -> ast.ClassDef:
     """A class reduced to what its signature follows from: `__init__`, the fields of a dataclass, or the base classes."""
     methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
     decorators: list[Any] = [getattr(each, "func", each) for each in node.decorator_list]
+    # If anything is unusual about the class, its source does not tell the signature
     if node.keywords or "__new__" in methods or [each.id for each in decorators] not in ([], ["dataclass"]):
         raise ValueError("another signature than that of __init__")
     if "__init__" in methods and not decorators:

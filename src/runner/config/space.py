@@ -82,6 +82,7 @@ def _range(given: Any) -> Range:
     """
     if not isinstance(given, dict):
         raise ValueError(f"cannot be {shown(given)}")
+    # `log` may also be a switch of another kind
     kinds = [name for name in KINDS if name in given and not (name == "log" and isinstance(given["log"], bool))]
     if len(kinds) != 1:
         raise ValueError(f"has {' and '.join(kinds) or 'none'} of {', '.join(KINDS)}, and one is expected")
@@ -96,6 +97,7 @@ def _range(given: Any) -> Range:
         raise ValueError(f"{wrong} two numbers are expected")
     low, high, step = values[0], values[1], given.get("step")
     log = kind == "log" or given.get("log") is True
+    # What a sampler would refuse later, and in other words, is refused here
     if not low < high:
         raise ValueError(f"{wrong} the first number has to be smaller")
     if log and low <= 0:

@@ -65,6 +65,7 @@ def load(text: str, where: str) -> dict[str, Any]:
     Raises:
         UserError: if `text` is not a YAML mapping or asks for objects.
     """
+    # A config is short; longer text is an attempt to exhaust memory
     if len(text) > _LONGEST:
         raise UserError(f"{where}: its config is not plain YAML: it has over {_LONGEST:,} characters")
     try:
@@ -88,6 +89,7 @@ def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
     """
     composed, choices, sources = composition.values, composition.group_choices, composition.sources
     groups = set(sources.groups())
+    # Only keys that the command line names replace stored ones: its defaults are not the user's wish
     chosen, given = list[str](), list[str]()
     for override in parsed(composition.overrides):
         key, value = override.key_or_group, override.value()

@@ -41,11 +41,13 @@ def resolve(path: str) -> Any:
     found: Any = None
     for count, part in enumerate(parts, start=1):
         name = ".".join(parts[:count])
+        # Each part is a module as long as it can be imported, and an attribute from then on
         if found is None or inspect.ismodule(found):
             try:
                 found = importlib.import_module(name)
                 continue
             except ModuleNotFoundError as error:
+                # The module exists and imports something that does not: that is the error to show
                 if error.name is None or not keys.within(name, [error.name]):
                     raise UserError(f"importing {name} failed: {error}") from error
                 if count == 1:
@@ -82,10 +84,12 @@ class Component:
         """
         self.target = resolve(str(node["_target_"])) if target is None else target
         self.parameters: Mapping[str, inspect.Parameter] | None
+        # Some builtins and extensions have no signature, and take what they are given
         try:
             self.parameters = inspect.signature(self.target).parameters
         except (ValueError, TypeError):
             self.parameters = None
+        # Keys that this program reads itself are not passed on
         self.known_extras = [name for name in keys.hints(EXTRAS[key]) if not self.takes(name)] if key in EXTRAS else []
         self.extras = {name: node[name] for name in self.known_extras if name in node}
         self.positional: Any = node.get("_args_", [])
@@ -123,6 +127,7 @@ def bind(
             if isinstance(inner, dict) and "_target_" in inner:
                 problems += bind(f"{key}.{name}" if at is None else f"{key}.{name}.{at}", inner, imports=imports)
     path = str(node["_target_"])
+    # Without imports, the signature is read from the source; where that is impossible, the check comes later
     read = None if imports else read_signature(path)
     if not imports and read is None:
         return problems
@@ -132,6 +137,7 @@ def bind(
         return [*problems, Problem(f"{key}._target_", str(error))]
     if not callable(component.target):
         return [*problems, Problem(f"{key}._target_", f"{path} is not callable", "a class or a function")]
+    # Extra keys have other types
     if component.known_extras:
         extras = typed(EXTRAS[key], component.extras)[1]
         problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in extras]
@@ -195,6 +201,7 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     """A problem if a plain value fits none of the plain alternatives of an annotation."""
     if value == "???":  # which is reported with the others that are missing
         return []
+    # Only plain types can be compared with what a config contains
     alternatives = keys.members(_without_tensors(annotation))
     plain = [member for member in alternatives if member is not None and _is_plain(member)]
     if not plain or Any in alternatives or any(targets_in({"": value})):
@@ -263,9 +270,11 @@ def build(
     if type(node) is not dict:
         raise UserError(f"{key}: is a {type(node).__name__}, not a mapping read from a config")
     component = Component(key, node)
+    # Weights of a checkpoint follow, so none are downloaded
     if not fetch:
         _fetch_nothing(component)
     kwargs = {name: _built(f"{key}.{name}", value, fetch) for name, value in component.arguments.items()}
+    # Facts fill what the config leaves open, and only if the target asks for them
     for name, value in (facts or {}).items():
         if kwargs.get(name) is None and component.takes(name):
             kwargs[name] = value

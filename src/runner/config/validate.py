@@ -31,12 +31,14 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
         The object, or None if anything is wrong, and the problems: unknown keys, wrong types, values out of range,
         components without `_target_`.
     """
+    # What pydantic accepts and this program does not comes first, with better words
     problems = [problem for key, value in keys.flatten(values).items() if (problem := _untyped(section, key, value))]
     for key, node in nodes(section, values):
         if isinstance(node, dict) and not isinstance(node.get("_target_"), str):
             problems.append(Problem(key, "names nothing to build", "a mapping with _target_: package.module.Name"))
     config = None
     try:
+        # pydantic names a place for each alternative of a type, so a key is reported once
         config = adapter(section).validate_python(values)
     except ValidationError as error:
         for item in error.errors(include_url=False):
@@ -66,6 +68,7 @@ def _untyped(section: type, key: str, value: Any) -> Problem | None:
 def _problem(section: type, location: tuple[int | str, ...], kind: str, value: Any) -> Problem:
     """The problem behind an error of pydantic's; what follows the key in its location are alternatives of a type."""
     path: list[str] = []
+    # The part of the location that exists in the schema is the key
     annotation: Any = section
     for part in map(str, location):
         if dataclasses.is_dataclass(annotation):
@@ -85,6 +88,7 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
         allowed += ": vary=threads:1,2, or 'vary={threads: [1, 2], amp: bf16}'"
     if kind in ("missing", "missing_argument"):
         return Problem(key, "is missing", allowed)
+    # The value may be that of another library, or nearly right
     suggestion = value_meant(key, value) or (key_meant(key) if dataclasses.is_dataclass(annotation) else "")
     if not suggestion and isinstance(value, str):
         suggestion = nearest(value, allowed.replace(" or ", ", ").split(", "))

@@ -25,6 +25,7 @@ def not_overrides(
     """
     good, problems, open_ = list[str](), list[Problem](), [*paths]
     for number, word in enumerate(words):
+        # Users type paths as other programs take them
         if open_ and "=" not in word and ("/" in word or word.endswith(".safetensors") or Path(word).is_dir()):
             problems.append(Problem(word, "is a path without a key", f"{open_.pop(0)}={word}"))
         elif reads(word):
@@ -35,6 +36,7 @@ def not_overrides(
                 Problem(word, "has a value that cannot be read", f"{allowed}'{word.partition('=')[0]}=\"...\"'")
             )
         else:
+            # The usual form of other programs is a key, then its value
             value = words[number + 1] if number + 1 < len(words) and "=" not in words[number + 1] else "VALUE"
             example = f"; such as {key_meant(word) or word}={value}" if _NAME.fullmatch(word) else ""
             problems.append(Problem(word, "is not an override", f"key=value, group=option, ~key{example}"))

@@ -58,6 +58,7 @@ class ReplacementSampler:
         Any error of `read` but `MemoryError` means that the sample cannot be read. Raises `UserError` if all replacements fail.
         """
         first: Exception | None = None
+        # Candidates depend on seed, epoch and sample only, so a resume replaces in the same way
         for source in (index, *self.candidates(epoch, index)):
             try:
                 return read(source)
@@ -75,6 +76,7 @@ class ReplacementSampler:
 
         Both are int64 on the CPU, of shape (B,) and (U,). Raises `UserError` if all replacements of a sample fail.
         """
+        # Most batches have none of these, and are returned as they are
         spots = torch.isin(places, unreadable).nonzero()[:, 0].tolist()
         if not spots:
             return places
@@ -142,11 +144,13 @@ class BadSampleLog:
 
         def note(found: Sequence[BadSample]) -> None:
             for sample, reason in found:
+                # A sample is counted once, however many epochs it fails in
                 if (split, sample) not in self._entries:
                     entry = {"split": split, "sample": sample, "path": path_of(dataset, sample), "reason": reason}
                     self._entries[split, sample] = entry
                     self._waiting.append(entry)
             self._write()
+            # A few bad samples are normal; too many mean that something else is wrong
             reasons = self.reasons(split)
             if len(reasons) > math.ceil(self._share * samples):
                 shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
@@ -187,6 +191,7 @@ class BadSampleLog:
         if world().size > 1:
             self._read()
         new, self._waiting = self._waiting, []
+        # The screen gets one line; the file has all of them
         if new and len(new) == len(self._entries):
             first = new[0]
             where = first["reason"] if first["path"] is None or first["path"] in first["reason"] else first["path"]

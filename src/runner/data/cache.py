@@ -70,6 +70,7 @@ class Cache:
         found = self._existing(path, key, dataset)
         if isinstance(found, CachedImages):
             return Opened(found, "opened")
+        # Without workers, the caller may read a cache but not create one
         if workers is None:
             return Opened(None)
         with (
@@ -87,12 +88,14 @@ class Cache:
             left = path.parent.glob(f"{glob.escape(temporary_prefix(path))}*") if locked else ()
             for useless in (path, *left):
                 useless.unlink(missing_ok=True)
+            # The time begins here, after the wait for another process
             began, example = time.perf_counter(), self._example(dataset)
             missing: set[int] | None = set() if self.skips else None
             decoded = _decoded(dataset, example, split, workers(), missing=missing, stopped=stopped)
             try:
                 with contextlib.closing(decoded):
                     write(path, key, len(dataset), decoded, () if missing is None else missing)  # type: ignore[arg-type]
+            # A signal came: what is written so far has no name yet, and is removed
             except _Stopped:
                 return Opened(None)
             return Opened(CachedImages(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
@@ -116,8 +119,10 @@ class Cache:
         if len(cached) != count:
             return f"it has {len(cached):,} images for {count:,}"
         missing = set(cached.unreadable.tolist())
+        # A cache that was made with on_error=skip has gaps, which on_error=raise must not hide
         if missing and not self.skips:
             return f"{len(missing):,} of its images could not be read, and data.on_error=raise"
+        # Reading everything again would cost what the cache saves, so a few samples are compared
         for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
             try:
                 image, target = _sample(dataset, place)
@@ -134,6 +139,7 @@ class Cache:
     def _example(self, dataset: Dataset[Any]) -> Tensor:
         """The first image that can be read; raises `UserError` if it is not of a kind that can be kept, or does not fit."""
 
+        # Twice, because a data set that draws random numbers would be frozen in one version of each image
         def read_twice(index: int) -> list[tuple[Tensor, Tensor]]:
             return [_sample(dataset, index, epoch) for epoch in (0, 1)]
 
@@ -158,6 +164,7 @@ class Cache:
             allowed = "random changes in the section transform"
         if problem:
             raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
+        # The disk is checked before hours of decoding
         needed = HEADER_BYTES + count * (image.nbytes + target.nbytes)
         if needed > (free := shutil.disk_usage(self.folder).free):
             amounts = f"{needed / _GIB:.2f} GiB, and {self.folder} has {free / _GIB:.2f} GiB free"
@@ -179,6 +186,7 @@ def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
     fingerprint = getattr(dataset, "fingerprint", None)
     if callable(fingerprint):
         return hashlib.sha256(str(fingerprint()).encode()).hexdigest()
+    # Without a fingerprint of its own, a data set is identified by all that is known about it
     digest, kind = _digest(recipe), type(dataset)
     digest.update(repr((kind.__qualname__, len(dataset), torch.__version__, PIL.__version__)).encode())  # type: ignore[arg-type]
     targets = targets_of(dataset)

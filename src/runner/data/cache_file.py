@@ -168,9 +168,11 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
                 raise Unusable("it was made from other files, settings or library versions")
             file.seek(bounds[1])
             rest = file.read()
+            # Targets and checksums are small, so they are verified at once; images when they are read
             if zlib.crc32(rest) != header["rest_crc32"]:
                 raise Unusable("its targets are damaged")
             opened = os.dup(file.fileno())
+        # Targets, gaps and checksums follow each other at the end of the file
         targets, unreadable, checksums = (
             bytearray(rest[start - bounds[1] : stop - bounds[1]]) for start, stop in itertools.pairwise(bounds[1:])
         )
@@ -208,6 +210,7 @@ def write(
             reported_writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
             temporary.open("xb") as file,
         ):
+            # The header comes last, when everything that it describes is written: its place is kept free
             file.write(b" " * HEADER_BYTES)
             for images, targets in batches:
                 pixels = images.contiguous().numpy()
@@ -231,6 +234,7 @@ def write(
             file.write(header)
             file.flush()
             os.fsync(file.fileno())
+            # Only a complete file gets the name
             os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

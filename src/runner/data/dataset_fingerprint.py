@@ -118,7 +118,7 @@ def data_changes(
     """
     if before == now:
         return []
-    # Data that are drawn anew at every reading differ from themselves too; only their length can be compared.
+    # Data that are drawn again at every reading differ from themselves too; only their length can be compared.
     again = identify()
     found = []
     for name in dict.fromkeys([*before, *now]):

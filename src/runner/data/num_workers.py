@@ -51,6 +51,7 @@ def choose_num_workers(
     """
     # Workers hold their batches in shared memory, which is small in containers.
     room = _free_shared_memory()
+    # A number from the user is used; the warnings say where it will hurt
     if wanted != "auto":
         warnings = []
         if wanted > cores():
@@ -62,10 +63,12 @@ def choose_num_workers(
                 "give the container more"
             )
         return WorkerChoice(wanted, warnings=warnings)
+    # Shared memory is the hardest limit: exceeding it kills a worker
     allowed = workers_with_room(bytes_ahead)
     if allowed == 0:
         free = f"{_SHARED_MEMORY} has {_size(room or 0)} free"
         return WorkerChoice(0, f"auto: {free}, too little for batches of {_size(bytes_ahead)}")
+    # A few samples are read to find out whether reading is the bottleneck at all
     per_sample = _seconds_a_sample(reader, indices, batch_size)
     hand_over = _MESSAGE_S + _seconds_to_share(batch_size * sample_bytes)
     return WorkerChoice(*enough(per_sample * batch_size, hand_over, per_sample * len(indices), cores(), allowed))
@@ -79,10 +82,12 @@ def enough(read: float, hand_over: float, epoch: float, cores: int, allowed: int
     than they are handed over: more workers than the time to read divided by the time to hand over would never be waited for.
     """
     reason = f"auto: a batch takes {_time(read)} to read"
+    # Handing a batch over has a price, so cheap reading is faster in the main process
     if read < max(_CHEAP_S, 2 * hand_over):
         return 0, f"{reason}, too little to transfer from another process"
     if epoch < _START_S:
         return 0, f"auto: an epoch takes {_time(epoch)} to read, less than starting a process"
+    # One process reads while others hand over: their ratio is the number that keeps up
     wanted = math.ceil(read / hand_over)
     count = min(wanted, cores, allowed, _MOST)
     if count == wanted:

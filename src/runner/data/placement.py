@@ -98,6 +98,7 @@ def plan_placement(
         )
 
     decoding = functools.cache(lambda: choose(train))  # called only if a cache is made
+    # The cache comes first, as images may be placed from it
     if data.cache is not None:
         for key, some, splits in (("train", transforms[0], ["train"]), ("eval", transforms[1], [*parts])):
             if any(crops_while_decoding(parts[split][0], some) for split in splits):
@@ -110,6 +111,7 @@ def plan_placement(
     # Where images live decides whether workers are needed at all, so their number is chosen last.
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
     _place(plan, data, list(sources.values()), any(transforms), device)
+    # The measurement of the workers that made the cache is shown, even if none is needed afterwards
     choice = decoding() if decoding.cache_info().currsize else None
     if plan.in_memory is None:
         choice = choose(plan.source(train))
@@ -124,12 +126,14 @@ def plan_placement(
 
 def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callable[[], int] | None) -> None:
     """Open or make the cache of every data set that is not in memory: in `data.cache_dir`, or beside the folder of its images."""
+    # Splits may share a data set, which is cached once
     needed: dict[int, tuple[str, Dataset[Any]]] = {}
     for split, (dataset, _) in parts.items():
         if not isinstance(dataset, ImageArrays):
             needed.setdefault(id(dataset), (split, dataset))
     if not needed:
         plan.warnings.append("data.cache=disk has no effect: the images are in memory")
+    # The default is beside the images, where every run on them finds it
     root = Path(data.dataset.get("root") or data.root).expanduser().absolute()
     folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else root.with_name(f"{root.name}.cache")
     recipe = {"dataset": data.dataset, "root": str(root), "image_size": data.image_size}
@@ -154,6 +158,7 @@ def _place(
     plan: DataPlacement, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
 ) -> None:
     """Decide where images live: on a device, in RAM, in a cache file, or on disk, read through workers."""
+    # Only arrays can live in memory; a cache file is one too
     wanted = data.placement
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
@@ -163,10 +168,12 @@ def _place(
             problem = f"'{wanted}' needs a data set of image tensors in memory"
             raise UserError("data.placement", problem, "auto or disk, or data.cache=disk")
         plan.warnings.append(f"data.placement={wanted} has no effect: data.cache was not made")
+    # Sample transforms run in worker processes, so images have to be read one by one
     if wanted == "disk" or not possible or sample_transforms:
         reason = "transform has sample transforms" if sample_transforms else "images are read one by one"
         plan.choices.insert(0, ("data path", "workers", "as set" if wanted == "disk" else reason))
         return
+    # The sizes of all splits count together
     size, cached = sum(source.images.nbytes for source in arrays), bool(plan._caches)
     home, reason = _choose_home(wanted, size, device)
     if wanted == "ram" and cached:
@@ -221,6 +228,7 @@ def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> li
         useless |= {"placement": "the device is the CPU"} if data.placement == "device" else {}
     elif in_memory:
         useless["non_blocking"] = reason
+    # Defaults are not reported, because the user did not ask for them
     return [
         f"data.{key}={json.dumps(value) if not isinstance(value, str) else value} has no effect: {why}"
         for key, why in useless.items()

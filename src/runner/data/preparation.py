@@ -34,6 +34,7 @@ def progress(say: Callable[[int, float], str]) -> Iterator[Callable[[int], None]
 
     def advance(done: int) -> None:
         nonlocal due, shown
+        # Short work shows nothing, and long work does not flood the screen
         if (now := time.perf_counter()) < due:
             return
         due, shown = now + (_POLL_S if live else _SHOWN_EVERY_S), True
@@ -57,6 +58,7 @@ def noticing_signals() -> Iterator[Callable[[], bool]]:
         received.append(number)
         before[number](number, frame)
 
+    # Only handlers of the run are wrapped: a default action ends the process anyway
     for number in STOPPING if threading.current_thread() is threading.main_thread() else ():
         handler = signal.getsignal(number)
         if callable(handler) and handler is not signal.default_int_handler:
@@ -79,6 +81,7 @@ def exclusive(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
     lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     locked = reported = False
     try:
+        # The lock is polled, so that a signal ends the wait
         while not (locked or stopped()):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

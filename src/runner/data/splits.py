@@ -47,6 +47,7 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
         name: (dataset, AllSamples(_length(name, dataset))) for name, dataset in datasets.items()
     }
     source, n = datasets["train"], len(found["train"][1])
+    # Folds make a validation split themselves, so a second one would compete
     if split.folds is not None and "val" in datasets:
         problem = f"is {split.folds}, but this data set has a validation split of its own"
         raise UserError("data.split.folds", problem, "null")
@@ -62,6 +63,7 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
         groups = _numbered(groups_of(source, split.group)) if split.group is not None else None
         for name, indices in _divided(targets, groups, n, fractions, split).items():
             if len(indices) == 0:
+                # An empty split would fail at its first evaluation
                 problem = f"{fractions[name]} of {n} training samples is not even one"
                 allowed = f"at least {math.ceil(1000 / n) / 1000:g}, or 0 for no such split"
                 raise UserError(f"data.split.{name}", problem, allowed)
@@ -107,11 +109,13 @@ def _divided(
 
     The test split is set apart first, so that it is the same for every fold; the rest is divided into folds.
     """
+    # With folds, the validation split is not a share but a fold of what is left
     shares = {name: share for name, share in fractions.items() if name != "val" or split.folds is None}
     classes = _strata(targets if split.stratified else None, n)
     if groups is None:
         splits = split_indices(targets, n, shares, split.seed, split.stratified)
     else:
+        # A patient or a scene must be in one split only, or the test would measure memory
         _checked_sizes(shares, n)
         number = split_groups(classes, groups, [1 - sum(shares.values()), *shares.values()], _order(n, split.seed))
         splits = {name: (number == place).nonzero()[:, 0] for place, name in enumerate(["train", *shares])}
@@ -203,6 +207,7 @@ def _apportion(counts: np.ndarray, fractions: list[float], sizes: list[int]) -> 
     for turn, size in enumerate(sizes):
         spare, later = counts - amounts.sum(0), slice(turn + 1, turn + 2)
         can_give = (remainders[later] > 0).any(0) & (spare > 0)
+        # Samples that the next split needs are not all given to this one
         allowed = int(can_give.sum()) - (sum(sizes[later]) - int(amounts[later].sum()))
         order = np.argsort(-remainders[turn], kind="stable")
         order = order[((remainders[turn] > 0) & (spare > 0))[order]]
@@ -223,6 +228,7 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
         UserError: if the data set has neither, the numbers differ, or a file does not match.
     """
     key, samples = "data.split.group", len(dataset)  # type: ignore[arg-type]
+    # An attribute of the data set comes before a pattern, as it states the groups itself
     if group.isidentifier() and hasattr(dataset, group):
         values = getattr(dataset, group)
         values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
@@ -239,6 +245,7 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
         pattern = re.compile(group)
     except re.error as error:
         raise UserError(key, f"'{group}' is not a regular expression: {error}", "such as '(patient[0-9]+)'") from error
+    # Names are relative to the common folder, so that a pattern does not match where the data happen to lie
     paths = [Path(path) for path in dataset.paths]
     common = os.path.commonpath([path.parent for path in paths])
     found = []
@@ -270,6 +277,7 @@ def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order
     `classes` and `groups` are those of each sample, int64 (N,) from 0 on, classes all 0 for none; `shares` are together 1;
     `order` is a random permutation of the samples. Returns the number of the split of each sample, int64 (N,).
     """
+    # How many samples of each class each group has
     count, kinds = int(groups.max()) + 1, int(classes.max()) + 1
     table = np.zeros((count, kinds))
     np.add.at(table, (groups.numpy(), classes.numpy()), 1)
@@ -279,6 +287,7 @@ def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order
     place = np.full(count, len(groups))
     np.minimum.at(place, groups[order].numpy(), np.arange(len(groups)))
     of_group = np.zeros(count, dtype=np.int64)
+    # Large groups first, as small ones can still fill the gaps that these leave
     for group in sorted(range(count), key=lambda group: (-table[group].sum(), place[group])):
         needs = (lacking * table[group] / np.maximum(totals, 1)).sum(1)
         # Rounded, so that ties are ties, and go to the smaller split.

@@ -71,6 +71,7 @@ def wait_for_batch(seconds: float | None) -> Iterator[None]:
     # Torch installs its handler when the first workers start, which happens inside of this block.
     before = signal.getsignal(signal.SIGCHLD)
     limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    # The user's own timer must not be replaced
     if seconds is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:
         limit = raising_after(seconds, lambda: TimedOut(f"no data for {seconds:g} s"))
     try:
@@ -79,6 +80,7 @@ def wait_for_batch(seconds: float | None) -> Iterator[None]:
         with limit:
             yield
     finally:
+        # The handler of torch would raise anywhere in the main process, see `_Listener`
         handler = signal.getsignal(signal.SIGCHLD)
         if not isinstance(before, _Listener) and getattr(handler, "__module__", "") == _OF_TORCH:
             signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
@@ -90,6 +92,7 @@ def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, s
     `error` is what was raised while a batch was waited for.
     """
     text = str(error)
+    # The usual failure in containers has advice of its own
     if _FROM_A_WORKER in text and "</torch_" in text:  # how torch names its shared memory
         problem = f"a worker process cannot put a batch into shared memory: {text.strip().rpartition('Error: ')[2]}"
         return problem, f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
@@ -130,6 +133,7 @@ def shut_down(iterator: Any) -> None:
         kill(iterator)
         iterator._shutdown_workers()
         return
+    # A worker that hangs in a read would block the end of the run
     impatience = threading.Timer(_PATIENCE_S, _send_sigkill, (iterator,))
     impatience.daemon = True
     impatience.start()

@@ -63,6 +63,7 @@ class Console:
 
     def __init__(self, log_file: Path | None, progress: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
+        # Only a terminal gets a bar; a file or a pipe gets lines
         self._terminal = self._make_terminal()
         self._wants_bar = progress is not False
         self._log: FileIO | None = None
@@ -77,6 +78,7 @@ class Console:
         self._mode = ""
         self._live = LiveLines()
         self._counts: Counter[str] = Counter()  # lines of metrics by split
+        # The log is a convenience: a run goes on without it
         if log_file is not None:
             try:
                 with writing(log_file):
@@ -154,6 +156,7 @@ class Console:
             best: its best value so far and the step of that.
             file: gets the progress for other processes, see `ProgressFile`.
         """
+        # Names and numbers of the best evaluation continue after a resume
         value, step = best or (None, None)
         self._progress = Progress(
             total_steps=total_steps, total_epochs=total_epochs, device=device, best=value, best_step=step
@@ -161,6 +164,7 @@ class Console:
         self._progress.metric, self._mode = monitor
         self._progress_file = ProgressFile(file) if file is not None else None
         self._write_progress(first_step, 0)
+        # The speed before a pause or a resume says nothing about that of now
         self._marks.clear()
         self._live = LiveLines(self._live.warnings)
         self._running = True
@@ -180,6 +184,7 @@ class Console:
         shown = [metric(name, values[name]) for name in in_order(values)]
         shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
         shown = [*self._position(global_step, epoch), *shown]
+        # Frequent metrics are thinned on the screen; the files have all of them
         thin = self._thinned(split)
         # An evaluation stays on the screen; training shows in the bar, where there is one.
         if split != "train":
@@ -218,6 +223,7 @@ class Console:
         def begin(name: str = "") -> None:
             nonlocal begun, due, quiet
             begun += 1
+            # Without a terminal, lines become rarer the longer it takes
             texts = [name] if name else []
             if self._terminal is None and perf_counter() - self._shown_at >= quiet:
                 quiet = min(2 * quiet, _QUIET_S)

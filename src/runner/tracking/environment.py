@@ -48,6 +48,7 @@ def environment() -> dict[str, Any]:
     import psutil
     import torch
 
+    # The order of sets of strings differs from process to process, and may change results
     unordered = os.environ.get("PYTHONHASHSEED", "random") == "random"
     random = ["the order of sets of strings (PYTHONHASHSEED is not set)"] if unordered else []
     devices = map(

@@ -154,6 +154,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     columns, *cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in (columns, *rows)]
     widths = column_widths(columns, cells)
     right = [{is_number(row[i]) for row in cells if row[i] != "-"} == {True} for i in range(len(columns))]
+    # On a narrow terminal the widest column is folded, and the others stay on one line
     if width is not None and (much := sum(widths) + 2 * (len(widths) - 1) - width) > 0:
         at = widths.index(max(widths))
         room = max(widths[at] - much, len(columns[at]), *(len(word) for row in cells for word in row[at].split()))

@@ -40,6 +40,7 @@ def copy_until(source: Path, target: Path, global_step: int | None, repeated: Co
         left = math.inf if global_step is None else global_step - record["global_step"]
         return left > 0 or (left == 0 and record.get("split") not in repeated)
 
+    # Lines after the step belong to a future that the resumed run computes again
     with writing(target):
         kept = b"".join(line + b"\n" for line, record in _records(source) if keep(record))
         changed = target != source or kept != source.read_bytes()

@@ -36,11 +36,13 @@ class LiveLines:
     def lines(self, progress: Progress, encoding: str | None) -> list[Line]:
         """The lines, with their styles; those that have nothing to say are omitted."""
         first: Line = []
+        # One epoch or an unknown number of steps makes a second bar useless
         if progress.total_epochs > 1 and progress.total_steps > 0:
             steps = max(1, round(progress.total_steps / progress.total_epochs))
             done = progress.global_step - (max(progress.epoch, 1) - 1) * steps
             full, empty = bar_texts(done / steps, _EPOCH_BAR, encoding)
             first += [("  this epoch  ", ""), (full, "cyan"), (empty, "dim")]
+        # Some terminals cannot show the blocks of the curve
         if encodable(_BLOCKS, encoding) == _BLOCKS and len(self._losses) > 1:
             # The first losses are so large that the rest looks flat without a logarithm.
             curve = [math.log(loss) for loss in self._losses] if min(self._losses) > 0 else self._losses

@@ -108,6 +108,7 @@ class Csv:
 
     def flush(self) -> None:
         """See `Logger.flush`."""
+        # The tables are made from metrics.jsonl, so a resume cannot leave lines in them twice
         tables: dict[str, list[dict[str, Any]]] = {}
         for record in read_records(self._directory / METRICS) if self._directory is not None else ():
             row = {name: "nan" if value is None else value for name, value in record.items() if name != "split"}

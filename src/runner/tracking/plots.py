@@ -51,6 +51,7 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
                 step = record.get(WEIGHTS_STEP)
                 steps.append(int(step) if isinstance(step, int | float) else record["global_step"])
                 values.append(math.nan if value is None or abs(value) > _LARGEST else float(value))
+    # A page with hundreds of panels would be unreadable
     names = in_order(curves)[:_MOST_PANELS]
     others = dict.fromkeys(split for name in names for split in curves[name] if split not in _COLOURS)
     colours = _COLOURS | dict(zip(others, itertools.cycle(_MORE_COLOURS), strict=False))
@@ -71,6 +72,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     count = len(matrix)
     names = [fit(name, 24) for name in classes] or [str(index) for index in range(count)]
     counts = np.array(matrix)
+    # Shares of each row, as classes of different size could not be compared by counts
     shares = counts / counts.sum(axis=1, keepdims=True).clip(1)
     side = max(3.0, 0.5 * count) if count <= _NUMBERS_UP_TO else min(16.0, max(8.0, 0.16 * count))
     margin = 0.09 * max(len(name) for name in names)
@@ -98,6 +100,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
         "\n".join(textwrap.wrap(title, round(1.8 * 72.0 * side / heading))), fontsize=heading, parse_math=False
     )
     axes.spines[:].set_color("#bbbbbb")
+    # Numbers in the cells of a large matrix could not be read
     if count <= _NUMBERS_UP_TO:
         texts = {place: str(n) if n < 100_000 else compact(float(n)) for place, n in np.ndenumerate(counts)}
         size = min(11.0, 72.0 * side / count * 0.85 / (0.62 * max(2, *map(len, texts.values()))))
@@ -176,12 +179,14 @@ def _draw_metric(axes: Axes, name: str, by_split: dict[str, Curve], colours: dic
 
     for split, (steps, values) in by_split.items():
         line: dict[str, Any] = {"color": colours[split], "linewidth": 1.6, "label": split}
+        # The loss of single batches is noisy, so its running mean is drawn over it
         if split == "train" and len(steps) >= _SMOOTHED_FROM and name != "lr":
             axes.plot(steps, values, color=colours[split], alpha=0.25, linewidth=0.8)
             axes.plot(steps, _smooth(values), **line | {"label": f"{split}, running mean"})
         else:
             axes.plot(steps, values, **line, marker="o" if len(steps) <= 40 else None, markersize=3.5)
     values = [value for _, series in by_split.values() for value in series if math.isfinite(value)]
+    # A loss that falls over orders of magnitude shows nothing on a linear axis
     if name == "loss" and values and min(values) > 0 and max(values) / min(values) >= _LOG_SCALE_FROM:
         axes.set_yscale("log")
     else:

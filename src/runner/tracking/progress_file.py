@@ -78,6 +78,7 @@ class ProgressFile:
 
 def read_progress(folder: Path) -> Progress | None:
     """The progress of the run in a folder; None without a file that can be read."""
+    # The file may be half written, of another version, or made by somebody else
     try:
         found = json.loads(read_regular(folder / NAME))
         known = {name: found[name] for name in asdict(Progress())}
@@ -89,6 +90,7 @@ def read_progress(folder: Path) -> Progress | None:
     known |= {name: int(known[name]) for name in whole}
     known |= {name: known[name] if _is_number(known[name]) else None for name in (*numbers, "best_step")}
     known |= {name: str(known[name]) for name in ("device", "metric")}
+    # Wrong values are dropped one by one, as most of the file is still useful
     train = known["train"] if isinstance(known["train"], dict) else {}
     known["train"] = {str(name): value for name, value in train.items() if _is_number(value)}
     return Progress(**{**known, "time": known["time"] or 0.0})

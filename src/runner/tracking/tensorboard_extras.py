@@ -61,6 +61,7 @@ def graph(watched: Watched) -> Iterator[dict[str, Any]]:
     from torch.utils.tensorboard import _pytorch_graph
 
     trace: Any = _pytorch_graph.graph
+    # Tracing runs the model, so a copy is used, and the generators stay as they are
     model = copy.deepcopy(watched.model).cpu().eval()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -23,6 +23,7 @@ def split_words(
     rest = iter(argv)
     for word in rest:
         flag, _, value = word.partition("=")
+        # Both forms are usual: --flag value and --flag=value
         if flag in flags:
             if not (value := value or next(rest, "")):
                 raise UserError(verb, f"{flag} needs a {_VALUES[flags[flag]]}")

@@ -35,6 +35,7 @@ def run_job(name: str, composition: Composition) -> None:
         SystemExit: with the exit status if it failed.
     """
     verb = VERBS[name]
+    # Variables of libraries have to be set before these are imported
     for variable, value in verb.environment.items():
         os.environ.setdefault(variable, value)
     run: Callable[[Composition], float | None] = importlib.import_module(verb.module).run

@@ -41,6 +41,7 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         UserError: for a mistake in the call.
     """
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
+    # Verbs without a config parse their words themselves, and start without Hydra
     if not verb.takes_config:
         main = importlib.import_module(verb.module).main
         if not asks_for_help:
@@ -51,6 +52,7 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         print_help(verb, argv)
         return OK
     with slurm.early_warnings():
+        # torch is imported only if variables suggest that a launcher started this process
         if not _LAUNCHERS.isdisjoint(os.environ):
             from runner.distributed.world import started_by_launcher
 
@@ -71,6 +73,7 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
             return USAGE  # rank 0 says why
         problem = f"runs in one process, and torchrun or srun started {size()}"
         raise UserError(verb.name, problem, f"python -m runner {verb.name} without torchrun and srun")
+    # Ranks with different commands would train different things, so they compare their words first
     words = mask_words([verb.name, *argv])
     if rank():
         follow.compare(words)
@@ -79,6 +82,7 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
     try:
         follow.compare(words)
         return _launch(verb, argv, one_process=False)
+    # The others wait for jobs, and are released even if this rank fails
     finally:
         follow.dismiss()
 
@@ -97,6 +101,7 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
             print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
 
     def problems_of(composition: Composition, imports: bool) -> list[Problem]:
+        # Checks without imports take milliseconds, so a typing error is reported before torch is loaded
         problems = problems_without_imports(composition, schema)
         if problems or not imports:
             return problems
@@ -107,6 +112,7 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
         if isinstance(command, int):
             return command
         try:
+            # A job of a sweep starts its own ranks, which cannot be started inside ranks
             if command.is_sweep and verb.keeps_runs and not one_process:
                 problem = "starts a process for each job, and torchrun or srun started several"
                 allowed = "devices=N without torchrun, or hydra/launcher=slurm for jobs on several nodes"
@@ -117,6 +123,7 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
                 return run_sweep(verb, command)
             if command.is_sweep:
                 return _run_each(verb, command)
+            # Keys of sweeps would have no effect on a single run, and are probably a forgotten --multirun
             command.refuse_keys_of_sweeps("applies to a sweep, and this is a single run", "--multirun, or no such key")
             if problems := problems_of(command.composition, False):
                 raise ConfigError(problems)
@@ -132,6 +139,7 @@ def _run_each(verb: Verb, command: Command) -> int:
     from runner.run.directory import claim, timestamp
     from runner.sweeps.plan import plan_of
 
+    # Without a ledger, such a sweep is a loop: nothing is skipped or repeated
     command.refuse_keys_of_sweeps("is about jobs that train, and this verb keeps no ledger", "no such key")
     plan, values = plan_of(command), command.composition.values
     root = Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"])

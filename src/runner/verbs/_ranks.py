@@ -53,6 +53,7 @@ def lead(job: dict[str, Any], config: Train, work: Callable[[], float | None]) -
         with joined(config.dist.timeout_s, device_of_rank(config), store):
             return work()
     except Exception as error:
+        # This rank may only have lost its partner: the first failure in the store is the cause
         if outcome_of(0, error).lost and (failed := follow.first_failure()):
             raise RankFailed(Outcome(**json.loads(failed))) from error
         raise
@@ -68,6 +69,7 @@ def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
         nonlocal status
         try:
             entry(job, store)
+        # The failure is reported to rank 0, which has the terminal
         except (Exception, SystemExit) as error:
             outcome = outcome_of(rank(), error)
             follow.report(outcome)
@@ -98,10 +100,12 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     # The devices of the training are in the stored config, and say nothing about this job.
     given, led = any(key_of(word) == "devices" for word in composition.overrides), started_by_launcher()
     if not verb.on_ranks:
+        # The key has no effect here, so a warning says it
         if given and composition.values["devices"] not in (1, "auto"):
             devices = f"devices={composition.values['devices']}".replace(" ", "")
             print(f"warning: {devices} has no effect on {verb.name}, which runs in one process", file=sys.stderr)
         return run(composition)
+    # A verb runs in one process unless the command or a launcher asks for several
     if not (given or led):
         return run(composition)
     resolved = resolve_checkpoint(composition, SCHEMAS[verb.name])

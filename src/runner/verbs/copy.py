@@ -28,11 +28,13 @@ def main(argv: Sequence[str]) -> int:
             "copy", f"there is no group '{group}'", ", ".join(sources.groups()), nearest(group, sources.groups())
         )
     option, new = option_named("copy", group, name, sources), given.get("--name", f"my_{name}")
+    # Two options of one name would hide each other
     if sources.option(group, new) is not None:
         raise UserError("copy", f"{group} has an option '{new}' already", "another name, with --name NAME")
     path = Path(words[1]) / group / f"{new}.yaml"
     if path.exists():
         raise UserError("copy", f"{path} exists already", "another name, with --name NAME")
+    # The header of the file shows how the option is selected, so it gets the new name
     text = text_of(option.path).replace(f"{group}={name}", f"{group}={new}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,7 @@ def run(composition: Composition) -> float:
     resolved = resolve_checkpoint(composition, Eval)
     config, found = resolved.config, resolved.found
     record = evaluation(resolved, report)
+    # Every rank has the metrics, and only the first one writes them
     if not world().first:
         return float(record["metrics"]["loss"])
     classes = list(record.get("per_class", ()))
@@ -74,6 +75,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     config = resolved.config
     device, precision = resolved.set_up_device("eval", report)
     splits = resolved.data(device)
+    # Unreadable samples are reported here, and not in the files of the run that was trained
     splits.bad_samples.open(None, report.warn)
     report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
     with contextlib.closing(splits):
@@ -92,6 +94,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
             autocast=precision.autocast,
             limit=limit,
         )
+        # Tables such as the confusion matrix are metrics that are not single numbers
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         batches = math.ceil(split.samples / split.loader.batch_size / world().size)
         with report.counting("eval", batches if limit is None else min(batches, limit)) as begin:
@@ -100,12 +103,14 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         warn_of_nonfinite(scalars["loss"], splits, config.split, report.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
+        # Test-time augmentation is a second evaluation, so that both results can be compared
         averaged = None
         if config.tta:
             image = resolved.blank_input(splits).to(precision.weights)
             views = with_tta(model, task, image, config.tta, config.tta_mean)
             averaged = measure(views, metrics=build_metrics(config, task, device))
             kind = str(activation_of(task))
+            # Averaged probabilities are not logits, and most losses expect these
             if config.tta_mean == "probabilities" and not isinstance(loss, _TAKE_LOGITS.get(kind, ())):
                 del averaged["loss"]
                 problem = "tta_mean=probabilities: the averaged views have no loss"
@@ -126,6 +131,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     classes = list(class_names(resolved, task))
     if "per_class" in computed:
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
+    # Results for each label or output, by the name of their kind
     for kind in ("label", "output"):
         scores = {
             name.removeprefix(f"{kind}_"): found for name, found in computed.items() if name.startswith(f"{kind}_")

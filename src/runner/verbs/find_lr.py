@@ -30,12 +30,14 @@ def run(composition: Composition) -> float:
     """
     config, found = config_and_checkpoint(composition, FindLr)
     report = Report(config.json)
+    # The length of the test replaces that of the run
     tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps)
     own = found is None
     training = build_run(tested, make_cache=own, fresh=own)
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.data):
+        # With a checkpoint, the test starts from its weights: the best rate depends on them
         if found is not None:
             load_weights_of(found, training.model, found.contents["model"])
             saved = loss_of(found.contents, "raw", config, training.loss)

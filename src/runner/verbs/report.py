@@ -34,8 +34,10 @@ def main(argv: Sequence[str]) -> int:
     from runner.tracking.console import Console
     from runner.tracking.formats import clean
 
+    # The libraries that draw and compute are loaded after the words were understood
     found = report(*places, **options, tolerance=tolerance)
     if "-" in options.values():
+        # With `-`, standard output is the file, so messages go elsewhere
         for note in found.notes:
             print(f"warning: {clean(mask_text(note))}", file=sys.stderr)
     else:

@@ -101,6 +101,7 @@ def _explained(key: str, sources: Sources) -> list[str]:
     from runner.config.schema import VERBS as SCHEMAS
 
     known = list(_commented(sources))
+    # A key may occur in several options, each with its own default
     places = [place for place in known if place.key == key]
     schemas = [schema for schema in SCHEMAS.values() if keys.find(schema, key) is not None]
     if not places and (key in CHANGES or "." not in key) and schemas:
@@ -160,7 +161,7 @@ def _commented(sources: Sources) -> Iterator[Commented]:
 def _read(path: Path, section: str, option: str) -> Iterator[Commented]:
     lines, last = text_of(path).splitlines(), -1
     for name, key, value in walk(compose(path)):
-        # Items of lists have no comment of their own, nor have keys that share the line of another.
+        # Items of lists have no comment, nor have keys that share the line of another.
         if key is not value and key.start_mark.line != last and name.split(".")[0] not in ("defaults", "hydra"):
             last = key.start_mark.line
             given, _, comment = lines[last][key.end_mark.column + 1 :].partition("#")

@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
 def _sync(directory: Path, name: str, settings: dict[str, Any]) -> int:
     run = RunDirectory(directory)
     try:
+        # A run that still trains sends its points itself
         run.lock()
         # Passwords of addresses are not written into the files of a run.
         if is_masked(settings.get("tracking_uri")):
@@ -44,6 +45,7 @@ def _sync(directory: Path, name: str, settings: dict[str, Any]) -> int:
         tracker = TRACKERS[name](**settings)
         tracker.load(directory)
         before = tracker.state.count
+        # What arrived before is not sent twice, so the command can be repeated
         if tracker.state.ended is None or tracker.next_points():
             print(f"{directory}: sending to {tracker.address}", flush=True)
             tracker.deliver()

@@ -43,18 +43,22 @@ def run(composition: Composition) -> float | None:
 
 def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
     """Run one job; returns its record, which tells how it ended, and the best value of the monitored metric."""
+    # A rank gets signals from its launcher and from the scheduler, so a second one must not end it
     patient = started_by_launcher() or composition.supervised
     record, signals, value = RunRecord(composition), StopSignals(patient), None
     try:
         with signals, operations_named(lambda text: record.console.warn(text)):
+            # A job of a sweep has its directory first, so that whatever fails is recorded there
             record.reserve()
             setup = resolve(composition)
             check_one_process(setup.config)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
+            # A dry run leaves nothing behind: it opens no directory and makes no cache
             if setup.config.dry_run:
                 build = functools.partial(build_run, make_cache=False, fresh=setup.found is None)
                 dry_run(setup.config, build, record.console)
+            # A run that has finished is not trained again
             elif setup.finished is not None:
                 return record, record.leave(setup.finished)
             else:
@@ -71,6 +75,7 @@ def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
 def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:
     """Train here, or with other ranks."""
     size, directory = count_ranks(setup.config), record.directory.path
+    # Ranks that torchrun or SLURM started wait for the job; otherwise this process starts them if there are several
     if started_by_launcher():
         plain = Job.of(record.composition, setup, directory).to_plain()
         return lead(plain, setup.config, lambda: train(record, signals, _pruning(directory, world().decide)))
@@ -78,6 +83,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
         return train(record, signals, _pruning(directory, world().decide))
     from runner.launch.ranks import run_ranks
 
+    # The directory and its files are there before the ranks, which only continue them
     record.begin()
     job = Job.of(record.composition, setup, directory)
     try:
@@ -85,6 +91,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
         outcome = run_ranks(
             train_as_rank, job, size, directory / "logs", max_restarts=restarts, asked=lambda: signals.received
         )
+    # Rank 0 wrote the summary in its own process
     finally:
         record.summary |= read_summary(directory) or {}
     if outcome.status == PREEMPTED:

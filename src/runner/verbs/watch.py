@@ -30,6 +30,7 @@ def show(verb: str, argv: Sequence[str], live: bool) -> int:
     from runner.tracking.console import Console
 
     view, console = look(folder), Console(None)
+    # sweep shows one sweep, and watch any folder
     several = view.folder not in view.sweeps
     if verb == "sweep" and several and (view.sweeps or not holds_sweep(folder)):
         newest = ", ".join(map(str, [*reversed(view.sweeps)][:_LISTED]))
@@ -37,6 +38,7 @@ def show(verb: str, argv: Sequence[str], live: bool) -> int:
         raise UserError("sweep", f"{folder} is not the folder of one sweep", others)
     if verb == "watch" and not view.rows:
         raise UserError("watch", f"there is no run in {folder}", _MEANT)
+    # After the live view, the final state stays on the screen
     if live and not view.done:
         follow(folder, console)
         view = look(folder)

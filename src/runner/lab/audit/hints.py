@@ -79,6 +79,7 @@ def cause_of(
         suspect: the transform or data set that returns different images or targets for the same samples.
     """
     name, phase = difference.entry.name, difference.entry.phase
+    # A component that was caught is the cause; everything below is inference
     if suspect is not None:
         where = "in another worker process" if suspect.by_worker else "each time it is called with the same sample"
         # Transforms of batches are given a generator, those of samples are not.
@@ -86,6 +87,7 @@ def cause_of(
         remedy = "draw from the generator that is passed in" if of_batches else f"{_SEEDED} for each sample"
         remedy = f"use nothing from get_worker_info(); {remedy}" if suspect.by_worker else remedy
         return Cause(f"{suspect.name} ({suspect.key}) returns another result {where}", remedy)
+    # Settings that change results explain a difference without a fault
     rounding = [key for key in varied if _is_among(key, _ROUNDING)]
     if training := [key for key in varied if key not in rounding and not _is_among(key, _NEUTRAL)]:
         return Cause(f"{' or '.join(training)} changes what is learned, so this is expected", "")
@@ -101,6 +103,7 @@ def cause_of(
     passed = [each.name for each in before if each.phase == Phase.FLOW and each.name in modules]
     leaves = [each for each in passed if not [*modules[each].children()]]
     labels |= {"name": name, "last": module_label(leaves[-1], modules[leaves[-1]]) if leaves else "the loss"}
+    # The phase of the first difference tells where to look
     if phase == Phase.START and name.startswith("generator"):
         phase = "generator"
     elif phase == Phase.BATCH and name == "indices":

@@ -42,6 +42,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
     Every part gets the same input several times, with the generators seeded alike, as if in this process and as if in
     different workers. State that the data set or the transforms keep between calls is changed.
     """
+    # Samples that are read one by one may differ already before batches are made
     if isinstance(loader, WorkerLoader):
         seeded = loader._loader.dataset
         assert isinstance(seeded, SeededDataset), "a worker loader reads with SeededDataset"
@@ -56,6 +57,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
         images, targets = (
             whole.index_select(0, chosen).to(loader._device) for whole in (loader._images, loader._targets)
         )
+    # What acts on batches is called again with the same images and numbers
     places = torch.tensor(list(indices), device=images.device)
     prepare, mix = loader._prepare, loader._mix
     steps: list[_Step] = []

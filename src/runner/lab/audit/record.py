@@ -54,6 +54,7 @@ class Recorder:
     def add(self, phase: str, name: str, value: Any) -> None:
         """Record a tensor, or anything else by its text."""
         kind, tensor = "", None
+        # The bytes decide whether two values are equal, and the tensor tells later by how much they differ
         if isinstance(value, Tensor):
             tensor = value.detach()
             tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
@@ -132,6 +133,7 @@ def amount_of(difference: Difference) -> dict[str, Any] | None:
     a, b = (None if side is None else side.tensor for side in difference)
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return None
+    # Complex numbers are compared as pairs
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     # 0.0 equals -0.0, but their bits differ.

@@ -41,6 +41,7 @@ def run(composition: Composition) -> float:
     values = composition.values
     a, b = values.get("a"), values.get("b")
     report = Report(values.get("json") is True)
+    # Two checkpoints are compared as they are, without training
     if a is not None or b is not None:
         config = resolve_config(composition, Audit)
         record, warnings = compare(str(config.a), str(config.b), Path(config.output_root) / config.name)
@@ -63,6 +64,7 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
         varied[key] = given if isinstance(given, list) else [now.get(key), given]
     with contextlib.ExitStack() as stack, memory_for_training(config):
         sides = []
+        # Both sides are built from the same config, except for what varies
         for number in range(2):
             own = _with(composition, config, {key: pair[number] for key, pair in varied.items()})
             sides.append(stack.enter_context(contextlib.closing(Side(own, start))))
@@ -85,6 +87,7 @@ def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> 
 def _compared(most: int, sides: Sequence[Side], varied: Iterable[str], report: Report) -> dict[str, Any]:
     """Run both sides for at most so many steps, until something differs; returns the record."""
     notes: list[str] = []
+    # A schedule ends with the run, so steps beyond it would mean nothing
     steps = min(most, *(side.steps_left for side in sides))
     if steps <= 0:
         raise UserError("ckpt_path", "there is nothing left to train", "an earlier checkpoint, or more epochs")
@@ -101,6 +104,7 @@ def _compared(most: int, sides: Sequence[Side], varied: Iterable[str], report: R
             begin()
             entries, others = (side.step() if step else side.start() for side in sides)
             record |= {"steps": step, "values": record["values"] + len(entries)}
+            # The first step that differs is enough, as everything after it follows from it
             if differing := differences(entries, others):
                 return record | {"same": False} | _explained(sides, entries, differing, step, varied=varied)
     return record | {"difference": None, "cause": None, "differing": {}}
@@ -115,6 +119,7 @@ def _explained(
     varied: Iterable[str],
 ) -> dict[str, Any]:
     """The first difference, its likely cause, and how many entries of each phase differ."""
+    # Order matters: the first difference is nearest to the cause
     first = differing[0]
     place = next((index for index, entry in enumerate(entries) if entry is first.a), len(entries))
     suspected = _suspected(sides, entries, first) if first.entry.phase == Phase.BATCH else None

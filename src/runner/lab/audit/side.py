@@ -55,6 +55,7 @@ class Side:
         self._next: tuple[int, int] | None = None  # epoch and number of the batch that `_ahead` gives next
         self._recorder = Recorder(0)
         self._in_forward = False
+        # The loss is recorded at its call, whether compiled or not
         parts = training.parts
         compiled = self._recorded(parts.compiled_loss) if parts.compiled_loss else None
         self._parts = dataclasses.replace(parts, loss=self._recorded(parts.loss), compiled_loss=compiled)

@@ -30,6 +30,7 @@ def compare(a: str, b: str, runs: Path) -> tuple[dict[str, Any], list[str]]:
         differ. `log` is the first logged loss that differs, or another value where no loss does.
     """
     both = [find.load(path, runs, prefer="last") for path in (a, b)]
+    # Each part of the state is compared by itself, so that the report says which one differs
     parts: dict[str, dict[str, int]] = {}
     found: list[Difference] = []
     for part in PARTS:
@@ -39,6 +40,7 @@ def compare(a: str, b: str, runs: Path) -> tuple[dict[str, Any], list[str]]:
         found += differing
     settings = stored.differences(*(stored.load(each.contents["config"], str(each.path)) for each in both))
     versions = stored.differences(*(each.contents["versions"] for each in both))
+    # Logs of two runs may differ although their last weights agree
     ours, theirs = (_logged(path, each.path) for path, each in zip((a, b), both, strict=True))
     unlike = [
         {"global_step": step, "split": split, "name": name, "a": value, "b": theirs[step, split][name]}

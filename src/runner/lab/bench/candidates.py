@@ -80,6 +80,7 @@ def candidates(config: Bench, traits: RunTraits, sources: Sources) -> tuple[list
     """The candidates, one toggle at a time; and those that do not apply, with the reason."""
     found: list[Candidate] = []
     skipped: list[Skipped] = []
+    # Each toggle alone, as only then its effect is known
     for name, made in _toggles(config, traits).items():
         if config.toggles is not None and name not in config.toggles:
             continue
@@ -88,6 +89,7 @@ def candidates(config: Bench, traits: RunTraits, sources: Sources) -> tuple[list
         else:
             found += [setting("toggle", values) for values in made]
     found += varied(config)
+    # The presets combine several toggles, and are tried because these may help or hinder each other
     if "performance" in config.toggles if config.toggles is not None else config.combine:
         for preset in _presets(config, sources):
             if preset.settings.get("compile") and not config.compile and (why := _why_not_compiled(config, traits)):
@@ -111,6 +113,7 @@ def varied(config: Bench) -> list[Candidate]:
 def _toggles(config: Bench, traits: RunTraits) -> dict[str, str | list[dict[str, Any]]]:
     """The settings to try for each toggle, other than the present one, or why it does not apply."""
     device, cores, both = traits.device, traits.cores, (True, False)
+    # Powers of two and all cores are enough to see the trend
     counts = sorted({*(2**power for power in range(cores.bit_length())), cores})
     compiled = True if config.compile == "model" else config.compile
     not_cuda = "" if device == "cuda" else f"has no effect on {device}: it is a setting of CUDA's"

@@ -52,15 +52,18 @@ class Comparison:
             The results, the baseline first, then the fastest; which of them is recommended; and a record of it all.
         """
         self._report.line(f"measuring {amount(len(self._candidates), 'candidate')} in turns with it")
+        # The baseline comes first: every ratio is one to it
         first = self._results[BASELINE.name] = self._baseline.first_steps(self._config.steps)
         # What takes a few milliseconds measures the scheduler of the system more than the steps.
         self._steps = max(self._config.steps, min(_MOST_STEPS, math.ceil(_LEAST_S / (first.first_s * first.samples))))
+        # Candidates that fit into memory stay built, as building takes longer than measuring
         self._keep = room_for(self._baseline, len(self._candidates) + 1)
         # Toggles alone first: which of them to combine follows from what they gain.
         self._compare(self._candidates)
         if self._config.combine:
             self._compare(self._combinations())
         reference, *others = self._results.values()
+        # The best first, as that is what a reader looks for
         results = [reference, *sorted(others, key=lambda result: -result.ratio.median)]
         best = recommended(others) or reference
         self._show(results)
@@ -78,15 +81,18 @@ class Comparison:
 
     def _compare(self, tried: Sequence[Candidate]) -> None:
         runners = [runner for candidate in tried if (runner := self._try(candidate)) is not None]
+        # Nothing to compare, and the baseline has been measured
         if not runners and self._results[BASELINE.name].seconds:
             return
         # Each once a round, so that a change of the machine's speed affects all alike.
         with self._report.counting("bench", self._config.repeats * (1 + len(runners))) as begin:
             for done in range(self._config.repeats):
+                # A few rounds are made in any case, or there would be no spread
                 if done >= _FEWEST_ROUNDS and time.perf_counter() > self._deadline:
                     self._notes.append(f"{done} measurements instead of {self._config.repeats}, because time ran out")
                     break
                 usual = self._turn(self._baseline, None, begin)
+                # One that fails late, for example out of memory, is dropped, and the others go on
                 for runner in list(runners):
                     try:
                         self._turn(runner, usual, begin)

@@ -26,6 +26,7 @@ def run(composition: Composition) -> float:
     config, _ = config_and_checkpoint(composition, Bench)
     report = Report(config.json)
     bench = Workbench(config, composition)
+    # Toggles change switches of the whole process, so they are put back whatever happens
     try:
         results, best, found = Comparison(config, bench, report, composition.sources).run()
     finally:

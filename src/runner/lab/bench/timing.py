@@ -66,6 +66,7 @@ def run(training: Run, source: Source, steps: int, warmup: int = 0, usual_s: flo
 
     `source` gives the batches; `steps` includes the `warmup`, and `usual_s` is that of `Clock`.
     """
+    # Every candidate trains on the same batches
     training.state.position = Position()
     # Only batches that are used: workers would make others while another candidate is measured.
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, steps * training.plan.accumulate))

@@ -64,6 +64,7 @@ class CheckContext:
         plain = dataclasses.replace(config, compile=False)  # compiled code calls no hooks
         training = build_run(plain, data=self._splits, fresh=self.found is None)
         validate_limits(training)
+        # With a checkpoint, the checks look at its weights
         if self.found is not None:
             try:
                 load_best(training, self.found.contents)
@@ -71,6 +72,7 @@ class CheckContext:
                 raise UserError(str(self.found.path), str(error)) from error
         state = training.state
         rates = [group["initial_lr"] for group in state.optimizer.param_groups]
+        # Everything that a check may change is kept, see `restore`
         self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter, rates
         self._training = training
 

@@ -34,12 +34,14 @@ def run(composition: Composition) -> float:
     """
     began = time.monotonic()
     config, found = config_and_checkpoint(composition, Settings, "best")
+    # An unknown name of a check is refused before anything is built
     chosen, report = select_checks(config), Report(config.json)
     context = CheckContext(config, found)
     set_switches(config, context.device)
     with contextlib.closing(context):
         results = run_checks(context, chosen, report)
         seen, seconds = images_seen(context), time.monotonic() - began
+    # With strict, a warning fails too, as a pipeline reads only the status
     bad = sum(result.status in (("fail", "warn") if config.strict else ("fail",)) for result, _ in results.values())
     record = {
         "ok": not bad,
@@ -62,6 +64,7 @@ def run(composition: Composition) -> float:
 
 def select_checks(config: Settings) -> list[Check]:
     """The checks that `only` and `skip` select."""
+    # The check that builds everything cannot be skipped
     names = [*dict.fromkeys(each.group for each in CHECKS), *(each.name for each in CHECKS)]
     allowed = {"only": [BUILD.group, *names, BUILD.name], "skip": names}
     problems = [
@@ -103,6 +106,7 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     try:
         try:
             return each.run(context)
+        # Each check begins with the same model, whatever the one before did to it
         finally:
             context.restore()
     except NotApplicable as reason:
@@ -116,6 +120,7 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
         if isinstance(error, UserError):
             text, fix = str(error), "as the message says; `train` stops there too"
         text = " ".join(text.split())
+        # One cause often breaks several checks, and is reported once
         if errors.setdefault(text, each.name) != each.name:
             return Result("skip", f"raised the same error as {errors[text]}")
         return failed(text, fix)
@@ -143,6 +148,7 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
     for check, (result, _) in results.items():
         names[result.status].append(check.name)
         rows.append([check.group, check.name, result.status, result.evidence])
+        # What a check looks for helps only where it found something
         if result.fix:
             rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
             rows.append(["", "", "", f"  fix: {result.fix}"])

@@ -107,6 +107,7 @@ def compute_split_stats(
     """
     dataset, indices = part
     known = known_targets(part)
+    # All classes should be in the sample, also the rare ones
     order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), seed)
     none, no_channels = torch.zeros(0), torch.zeros(0, 1)
     found = SplitStats(
@@ -114,6 +115,7 @@ def compute_split_stats(
         *(none.long(), none.long(), none, none, no_channels, no_channels),
     )
     source: Iterator[tuple[Tensor, Tensor, Tensor]]
+    # Images in memory are measured in large pieces, files one after the other
     if isinstance(dataset, ImageArrays) and not transforms:
         whole = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())]
         source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(indices[whole], _CHUNK))
@@ -128,6 +130,7 @@ def compute_split_stats(
         if columns and any(a.shape[1:] != b.shape[1:] for a, b in zip(measured, columns[0][1:], strict=True)):
             continue  # other channels or another target shape than the first: counted only
         columns.append((thumbnails(scaled(images)), *measured))
+        # Digests find duplicates without keeping the images
         numbers = images.contiguous().flatten(1).view(torch.uint8).numpy()
         found.digests += [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in numbers]
     if columns:

@@ -85,6 +85,7 @@ class Phases:
         """
         config, training, watch, found = self._config, self._training, self._watch, self.found
         cuda = training.device.type == "cuda"
+        # The first steps allocate, tune and compile, which is not what later ones cost
         yield "warm-up", config.warmup_steps, 0.3
         # Timed without the profiler, whose overhead is largest in small steps.
         reset_peak_memory(training.device)
@@ -93,6 +94,7 @@ class Phases:
         found.peak = peak_memory(training.device)
         if config.trace_steps:
             kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+            # The profiler records few steps, as its trace grows quickly
             with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as found.profiler:
                 watch.annotate = True
                 yield "tracing", config.trace_steps, 0.9
@@ -104,6 +106,7 @@ class Phases:
         # Observing saved tensors slows a step down, so that memory has a step of its own.
         path = self._folder / "memory.pickle"
         history = memory_history(path) if cuda else contextlib.nullcontext()
+        # Compiled code has no hooks to observe
         saved = contextlib.nullcontext() if config.compile else SavedTensors(training.model)
         with history, saved as found.saved:
             yield "memory", 1, 1.0
@@ -142,6 +145,7 @@ class Phases:
 def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measured:
     """Train a few steps as `train` does, without checkpoints and evaluations, and measure them."""
     stopwatch = Stopwatch(training.device)
+    # Callbacks and logging are part of a step as `train` makes it, so they take part
     phases = Phases(config, training, stopwatch, folder, tell)
     extra = build_callbacks(config, training.task, training.monitor)
     at_once = max(1, config.steps * config.accumulate // 5)

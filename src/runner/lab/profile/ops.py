@@ -31,6 +31,7 @@ def ops_in(profiler: Any, steps: int) -> list[Op]:
     """The operations in a trace of so many steps, the most time first; without ranges."""
     found = []
     for event in profiler.key_averages():
+        # Ranges of this program contain operations, and would be counted twice
         if event.key in _RANGES or getattr(event, "is_user_annotation", False) or event.key.startswith("[memory]"):
             continue
         kernel = event.device_type.name == "CUDA"

@@ -31,6 +31,7 @@ def record_of(config: Profile, training: Run, measured: Measured, ops: list[Op])
     mean = statistics.fmean(seconds)
     rate = measured.samples / sum(seconds)
     split = _split(measured, mean)
+    # A GPU that has no kernel to run waits for the host
     kernels = [op.self_ms for op in ops if op.kernel]
     busy = min(1.0, sum(kernels) / 1000 / mean) if kernels else None
     compute = _compute(training, rate)
@@ -78,12 +79,14 @@ def _split(measured: Measured, mean: float) -> dict[str, dict[str, float]]:
 
 def _compute(training: Run, rate: float) -> dict[str, Any]:
     """Operations of a sample, and what share of the device's peak so many samples a second use."""
+    # The ceiling is measured where no data sheet tells it
     ceiling = peak(training.device, kind_of(training.precision.dtype, training.device))
     found: dict[str, Any] = {
         "ceiling_flops_per_s": ceiling.flops,
         "ceiling_source": ceiling.source,
         "ceiling_measured": ceiling.measured,
     }
+    # Some operations have no known formula, and the profile is useful without them
     try:
         flops = training_flops(training, training.state.position)
     except RuntimeError as error:
@@ -117,6 +120,7 @@ def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Pa
     report.lines(
         *(f"{phase} ended after {counts[phase]} steps, because budget_s is used up" for phase in record["cut_short"])
     )
+    # Unusual steps would shift the mean, so they are reported and not counted
     if unusual:
         report.line(
             f"skipped: {len(unusual)} of {counts['timing']} steps, which took up to {max(unusual):,.0f} ms "
@@ -125,6 +129,7 @@ def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Pa
     columns = ["part of a step", "ms", "share"]
     rows = [[name, f"{part['ms']:.3f}", percent(part["share"])] for name, part in record["split"].items()]
     rows.append(["whole", f"{step['mean']:.3f}", ""])
+    # On a GPU, the host runs ahead, so its times say something else
     if record["device_busy"] is not None:
         columns.append("host ms")
         hosts = [part["host_ms"] for part in record["split"].values()]

@@ -36,6 +36,7 @@ def run(composition: Composition) -> float:
     shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
     own = found is None
     training = build_run(shortened, make_cache=own, fresh=own)
+    # Without a checkpoint, the profile begins as a new run would
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.data):

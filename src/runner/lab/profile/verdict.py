@@ -47,6 +47,7 @@ def verdict(step: StepProfile) -> str:
         step.shares.get(name, 0.0) for name in (WAIT, PREPARE, OPTIMIZER, OTHER, FORWARD, BACKWARD)
     )
     larger_batch = f"try data.batch_size={4 * step.batch_size} (now {step.batch_size})"
+    # A part counts as large only beside forward and backward, which are the work itself
     much = max(_MUCH, (forward + backward) / 2)
     # The input comes first: whatever else is made faster, a step does not end before its data is there.
     if wait >= _MUCH and wait >= prepare:
@@ -59,14 +60,17 @@ def verdict(step: StepProfile) -> str:
         return (
             f"Callbacks and the loop around them take {percent(other)} of a step: {larger_batch}, or remove callbacks."
         )
+    # Many small kernels leave the GPU waiting for launches
     if step.busy is not None and step.busy < _LAUNCHES:
         fix = f"try compile=true, or {larger_batch}" if "compile" in step.off else larger_batch
         return (
             f"The GPU computes in only {percent(step.busy)} of a step and waits for its next kernel in the rest: {fix}."
         )
+    # The same on the CPU: the cost of a call is larger than its work
     if step.device == "cpu" and step.small_ops is not None and step.small_ops >= _SMALL:
         what = f"Operations of less than {SMALL_OP_MS} ms take {percent(step.small_ops)} of the computing"
         return f"{what}, so calling them costs more than computing them: {larger_batch}."
+    # The rest is computing: faster arithmetic comes first, then larger batches
     used, fix = "", f"try {step.off[0]}=true" if step.off else ""
     if step.utilization is not None:
         used = f", at {percent(step.utilization)} of what the {step.device} can compute"

@@ -74,6 +74,7 @@ class Comparison:
 
 def measure(runs: Sequence[Run]) -> dict[str, Any]:
     """The content of a baseline file: the measures of each setting's repetitions, its config, and the environment."""
+    # Repetitions of one setting are its spread; the seed is not a setting
     varied = [key for key in differing_keys(runs) if key not in _NOT_SETTINGS]
     settings = []
     for text, same in repetitions(runs, varied).items():
@@ -88,6 +89,7 @@ def measure(runs: Sequence[Run]) -> dict[str, Any]:
         )
     environment = next((run.environment for run in runs if run.environment), {})
     torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
+    # Times are comparable only on the same machine, metrics only with the same code
     machine = {
         "cpu": (environment.get("cpu") or {}).get("model"),
         "cores": (environment.get("cpu") or {}).get("usable"),
@@ -155,6 +157,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     Raises:
         UserError: for a tolerance of something else, or if no setting is in the baseline.
     """
+    # A misspelt tolerance would be no tolerance at all
     for name, value in tolerance.items():
         if name not in TOLERANCE:
             raise UserError(f"tolerance.{name}", "is not a measure", ", ".join(TOLERANCE), nearest(name, TOLERANCE))
@@ -179,11 +182,13 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             own.append(judged)
         measures += own
         bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
+        # A setting whose runs fail more often is worse, whatever the others measure
         if new["failed"] > old["failed"]:
             bad.append(f"{new['failed']} runs failed")
         if bad:
             where = f"{setting}: " if setting else ""
             reasons.append(f"{where}{'; '.join(bad)}. {_cause(before, now, old, new)}")
+    # Nothing was compared, which must not look like success
     if not measures and not reasons:
         allowed_runs = "runs of the same settings that have finished"
         raise UserError("against", "has nothing in common with these runs", allowed_runs)
@@ -251,9 +256,11 @@ def _judge(
     before, now = samples
     modes = old["runs"][0]["mode"]
     is_metric = name in modes
+    # For times and memory more is worse; a metric has its own direction
     up_is_worse = not is_metric or modes[name] == "min" or (name != next(iter(modes)) and less_is_better(name))
     was, is_now = statistics.fmean(before), statistics.fmean(now)
     limit = allowed["metric" if is_metric else name]
+    # Accuracies are compared in points, larger numbers in percent
     absolute = is_metric and abs(was) <= 1
     worse_by = is_now - was if up_is_worse else was - is_now
     p_worse, p_better = _p(before, now, up_is_worse), _p(before, now, not up_is_worse)
@@ -261,6 +268,7 @@ def _judge(
     factor = 2 if p_worse is None else 1
     room = factor * (limit if absolute else limit * abs(was))
     verdict, p = "same", p_worse
+    # Worse means larger than the tolerance, and more than chance explains
     if worse_by > room and (p_worse is None or p_worse < alpha) and _fastest_is_slower(name, old, new, limit):
         verdict = "worse"
     elif -worse_by > room and (p_better is None or p_better < alpha):

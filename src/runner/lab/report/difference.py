@@ -75,6 +75,7 @@ def _checkpoint(folder: Path) -> Path | None:
 
 def _compare(first: Path | None, second: Path | None) -> tuple[list[TensorDifference], int, str]:
     """The tensors that differ, the largest first, and how many are equal."""
+    # Weights are optional: the rest of the comparison is useful without them
     if first is None or second is None:
         which = "neither run" if first is second else "the first run" if first is None else "the second run"
         has = "has a last.safetensors" if first is second else "has no last.safetensors"
@@ -87,6 +88,7 @@ def _compare(first: Path | None, second: Path | None) -> tuple[list[TensorDiffer
         found: list[TensorDifference] = []
         equal = 0
         for name in dict.fromkeys([*one, *other]):
+            # Tensors on one side only cannot be subtracted, and say that the models differ
             if name not in one or name not in other:
                 which = "second" if name not in one else "first"
                 found.append(TensorDifference(name, math.nan, f"only in the {which}"))

@@ -52,6 +52,7 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         after = continued.get(run.path)
         values = {key: run.value(key) for key in keys}
+        # Values that are lists have to be text for a table
         values |= {key: text_of(value) for key, value in values.items() if isinstance(value, list | dict)}
         rows.append(
             {
@@ -64,6 +65,7 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
                 "time_s": run.value("time_s"),
                 "setting": " ".join(f"{key}={text_of(values[key])}" for key in settings) or "all runs",
                 "keys": values,
+                # Six digits are enough to read, and keep the page small
                 "metrics": {name: float(f"{value:.6g}") for name, value in (run.metrics | run.speed).items()},
                 "curves": _curves(run, steps),
                 "next": None if after is None else order[after],
@@ -71,6 +73,7 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
             }
         )
     names = dict.fromkeys(name for row in rows for name in row["curves"])
+    # Pictures of the best runs are shown, as all of them would be too many
     best_first = sorted(
         (run for run in runs if metric in run.metrics and run.status not in WITHOUT_RESULT),
         key=lambda run: run.metrics[str(metric)] * (1 if mode == "min" else -1),
@@ -101,6 +104,7 @@ def _curves(run: Run, steps: dict[str, int]) -> dict[str, list[Any]]:
                 points.setdefault(f"{split}/{name}", []).append((step, value))
     found = {}
     for name, curve in points.items():
+        # A screen has fewer points than a long run has steps
         size = max(1, math.ceil(len(curve) / _POINTS))
         parts = [curve[at : at + size] for at in range(0, len(curve), size)]
         # Most runs log at the same steps, so that a list of steps is stored once for all of them.

@@ -90,6 +90,7 @@ class Run:
         `test/...` of the test. See `MEASURED` for the others.
         """
         found: dict[str, Any] = {}
+        # The best evaluation gives the metrics that runs are compared by
         best, summary = self.summary.get("best"), self.summary
         if isinstance(best, dict) and isinstance(best.get("metric"), str):
             found = {
@@ -137,6 +138,7 @@ class Run:
 
         A group has the name of its component, such as `SmallCNN` or `resnet18 (timm)` for `model`.
         """
+        # Names are looked up from the most exact to the most general meaning
         if name in SPECIAL:
             time = self.summary.get("wall_s")
             own = {"run": str(self.path), "status": self.status, "error": self.error}
@@ -151,6 +153,7 @@ class Run:
             return called(str(target), self.config.get(f"{name}.name"))
         if name in self.choices:
             return self.choices[name]
+        # A run that ended before its config was written has only its words
         given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
         if not given:
             return self.config.get(f"{name}.name")
@@ -189,6 +192,7 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
         if not names:
             allowed = "run directories, folders that hold some, or patterns"
             raise UserError(key, f"there is no {place}", allowed, nearest_path(Path(place)))
+        # A pattern may match files of a run, which stand for the run
         for path in map(Path, names):
             if path.is_dir() or holds_run(path.parent):
                 scan.add(path if path.is_dir() else path.parent)
@@ -200,6 +204,7 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
         scan.notes.append(f"{sweep}: {count} of {len(scan.sweeps[sweep].planned)} jobs have not started")
     for run in runs:
         if run.status == "finished":
+            # A finished run has all files, so a missing one is worth a note
             lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
             lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
             scan.notes += [
@@ -243,6 +248,7 @@ def _section(text: str) -> dict[str, Any]:
         return {}
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
+        # Only suspicious text is parsed twice, as most configs are harmless
         if "*" in text or sum(map(text.count, _NESTING)) > _DEEPEST:
             depth = 0
             for event in yaml.parse(text, Loader=loader):

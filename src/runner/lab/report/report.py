@@ -170,6 +170,7 @@ def report(
     Raises:
         UserError: with what is wrong; or a file cannot be written.
     """
+    # Mistakes are found before hundreds of files are read
     if seeds not in ("folded", "each"):
         raise UserError("seeds", f"cannot be {seeds}", "folded or each")
     _check_files({"csv": csv, "md": md, "json": json, "html": html, "save_baseline": save_baseline})
@@ -181,6 +182,7 @@ def report(
     two = len(found) == 2 and len(places) == 2
     if diff and len(found) != 2:
         raise UserError("diff", f"needs two runs, and there are {len(found)}", "two run directories, or where=")
+    # The comparison comes first, because the notes depend on what it read
     comparison = None
     if against is not None:
         comparison = compare(read_baseline(against), measure(found), tolerance or {})
@@ -203,6 +205,7 @@ def report(
         (html, lambda: page(found)),
         (save_baseline, lambda: baseline_text(measure(found))),
     ]
+    # `-` writes to standard output, so that other programs can read it
     for file, text in texts:
         if file == "-":
             sys.stdout.write(text())
