@@ -154,7 +154,7 @@ def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
 def _build(record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack) -> Run:
     """What is trained: what the config says, at the position of the checkpoint, with the rate that `lr=auto` finds."""
     config, found, data = record.setup.config, record.setup.found, None
-    # Only a command of the user creates a cache; a job or a config from a file opens one that exists
+    # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
     build = functools.partial(build_run, make_cache=may_write_cache(config, record.composition))
     start = resume.made_of(found, "position", Position) if found else None
     if config.compile:
@@ -259,7 +259,6 @@ def _note_losses(record: RunRecord, data: DataModule, compiled: list[CompileRepo
     for report in compiled:
         record.summary |= report.summary()
     data.close()
-    # Workers count unreadable samples, so the count is complete once they are closed
     if said := data.bad_samples.summary():
         record.summary["skipped"] = len(data.bad_samples)
         record.console.warn(said)

@@ -68,7 +68,7 @@ class Snapshot:
         self._copies[key] = buffer
         if tensor.is_cuda:
             self._devices.add(tensor.device)
-        # On the CPU a copy takes the time of training, so the large and late part is left to the thread
+        # Copying on the CPU would hold up training, so what only the next update changes is left to the thread
         if tensor.device.type == "cpu" and later(place):
             self._later.append((buffer, tensor))
             return buffer

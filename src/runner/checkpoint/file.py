@@ -94,7 +94,8 @@ def _replacing(path: Path) -> Iterator[Path]:
         kind = DiskFull if getattr(error, "errno", None) == errno.ENOSPC else UserError
         raise kind("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
     finally:
-        with contextlib.suppress(OSError):  # also there where both names are one file: then replacing does nothing
+        # It is still there if both names are one file: then replacing does nothing
+        with contextlib.suppress(OSError):
             temporary.unlink()
 
 

@@ -35,7 +35,7 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     ranks = world()
-    # A generator of a device that was never used would start the device
+    # Asking for the state of a device that was never used would start it
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all() if ranks.size == 1 else [torch.cuda.get_rng_state()]
     if torch.backends.mps.is_available():

@@ -199,7 +199,8 @@ def main(verb: str, argv: list[str]) -> int:
     def task(cfg: DictConfig) -> None:
         """Nothing, as the flags that lead here show something and run nothing."""
 
-    task.__module__ = f"runner.verbs.{verb.replace('-', '_')}"  # Hydra names its job after the last part
+    # Hydra names its job after the last part
+    task.__module__ = f"runner.verbs.{verb.replace('-', '_')}"
     # Hydra reads the command from sys.argv, and is given this verb's
     saved, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]

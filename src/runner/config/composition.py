@@ -70,7 +70,8 @@ class Composition:
         # The last word wins, so it is the one to name
         for word in reversed(self.overrides):
             target = key_of(word)
-            part = "." in key and within(target, [key])  # such as data.split.val for a problem of data.split
+            # An override may set a part of the key, such as data.split.val for a problem of data.split
+            part = "." in key and within(target, [key])
             if key == target or part or (within(key, [target]) and target not in self.group_choices):
                 return f"the override {word.lstrip('+')}"
         # Options at the top level, such as those of experiment, set keys after all others.

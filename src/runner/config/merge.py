@@ -88,7 +88,8 @@ def merge_with_checkpoint(
 
 def settings_changed(text: str, where: str, values: dict[str, Any], composition: Composition) -> list[str]:
     """Keys in which a stored config is that of another run than `values`, those of a command line; what a run finds is none."""
-    config, _ = typed(Train, stored.load(text, where))  # which has keys that an older version did not know
+    # The typed config has keys that an older version did not know
+    config, _ = typed(Train, stored.load(text, where))
     original = to_plain(config) if config else {}
     given = ["data.image_size", *(["data.normalize"] if _at(values, "data.normalize").get("mean") else [])]
     _keep_found(original, values, dataclasses.replace(composition, overrides=[*composition.overrides, *given]))

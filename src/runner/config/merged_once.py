@@ -24,8 +24,8 @@ def merged_once() -> Iterator[None]:
     loader: Any = config_loader_impl
     list_defaults, merge = loader.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
 
-    @functools.wraps(list_defaults)
     # Overrides that only set values do not change which files are merged
+    @functools.wraps(list_defaults)
     def list_defaults_once(repo: Any, overrides_list: list[Any], **others: Any) -> Any:
         plain = [override for override in overrides_list if not override.is_sweep_override()]
         selected = [one for one in plain if repo.group_exists(one.key_or_group) and not isinstance(one.value(), dict)]

@@ -137,7 +137,7 @@ def bind(
         return [*problems, Problem(f"{key}._target_", str(error))]
     if not callable(component.target):
         return [*problems, Problem(f"{key}._target_", f"{path} is not callable", "a class or a function")]
-    # Extra keys have other types
+    # Keys that this program reads itself have types, too
     if component.known_extras:
         extras = typed(EXTRAS[key], component.extras)[1]
         problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in extras]

@@ -311,10 +311,10 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
     if named:
         return tuple(str(name) for name in named)
     targets = targets_of(dataset)
-    # Numbers are classes only if they can be counted
+    # Only whole numbers, one for each sample, can be classes
     if targets is None or targets.is_floating_point() or targets.ndim != 1 or isinstance(dataset, ImageArrays):
         return ()
-    # Millions of classes from a few samples are identifiers and not classes
+    # A number above the count of samples is an identifier rather than a class
     if (largest := int(targets.max())) >= max(_MOST_CLASSES, len(targets)):
         raise UserError(
             "data.dataset",

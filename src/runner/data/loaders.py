@@ -136,7 +136,6 @@ class Loader:
         """The positions of this rank's rows of the batches `numbers`, several batches together where they are whole."""
         size, whole = self.batch_size, self.samples // self.batch_size
         at_once = self._chunk if numbers.step == 1 else 1
-        # Several batches are read at once, as a large gather is faster than many small ones
         # Whole batches have one shape and are gathered together; the last, partial one is cut by itself.
         for first in range(numbers.start, numbers.stop, at_once * numbers.step):
             last = min(first + at_once, numbers.stop)

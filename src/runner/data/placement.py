@@ -158,8 +158,8 @@ def _place(
     plan: DataPlacement, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
 ) -> None:
     """Decide where images live: on a device, in RAM, in a cache file, or on disk, read through workers."""
-    # Only arrays can live in memory; a cache file is one too
     wanted = data.placement
+    # Only arrays can live in memory; a cache file is one too
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
     # A missing cache is not the mistake of the user, while images that are read one by one cannot be placed in memory.

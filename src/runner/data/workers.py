@@ -173,7 +173,7 @@ class WorkerLoader(Loader):
         try:
             with worker_failures.wait_for_batch(timeout_s):
                 yield
-        # torch reports a killed worker as a RuntimeError without its number or reason
+        # The workers themselves tell more than the error of torch
         except (RuntimeError, OSError, EOFError) as error:
             failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
             if failure is None and not isinstance(error, worker_failures.TimedOut):

@@ -99,7 +99,7 @@ class ParallelStep:
 
     def __call__(self, state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
         """Train on this rank's rows of a batch of `samples`, see `runner.engine.step.train_step`."""
-        # Batches are divided by rows and not by sampler, so that a rank count does not change which samples meet
+        # Each rank takes rows of the same batch, so the number of ranks does not change which samples are in it
         own = rows(samples, self._world.rank, self._world.size)
         count = own.stop - own.start
         set_rows(self._norms, (count, samples))
@@ -108,7 +108,7 @@ class ParallelStep:
             at = state.position
             with own_draws(at.epoch, at.batch, self._world.rank, batch.images.device):
                 trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
-                # Retries and sharding do not use torch's module, so its copies of the loss's buffers are made here
+                # DDP would copy the buffers of the loss in each step; retries and sharding do without DDP
                 if self._retries or self._sharded:
                     self._world.copy_first(self._learner.loss.buffers())
                 elif trained != self._trained:
@@ -126,7 +126,8 @@ def own_draws(epoch: int, batch: int, rank: int, device: torch.device) -> Iterat
     seed = hash((torch.initial_seed(), epoch, batch, rank))
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a stack trace while no GPU is in use
+        # torch.manual_seed takes a stack trace while no GPU is in use
+        torch.default_generator.manual_seed(seed)
         if gpus:
             torch.cuda.manual_seed(seed)
         yield

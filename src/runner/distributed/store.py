@@ -53,9 +53,9 @@ def open_store(timeout_s: float) -> PrefixStore:
                 who = "the launcher of the ranks" if of_launcher else f"rank 0 of {size()}"
                 raise RanksMissing(f"{who} does not answer at {address[0]}:{address[1]}: {error}") from None
         time.sleep(_LOOKED_S)
-    # Ranks of an attempt before a restart left keys, so each attempt has its own prefix
     timeout = datetime.timedelta(seconds=timeout_s)
     store = TCPStore(*address, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    # Ranks of an attempt before a restart left keys, so each attempt has its own prefix
     return of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

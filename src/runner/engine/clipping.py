@@ -64,4 +64,5 @@ def clip_gradients(
 def _norms(tensor: Tensor) -> Tensor:
     """2-norm of each unit, in a shape that broadcasts against the tensor."""
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)) or None, keepdim=True)
-    return local(norms) if tensor.ndim > 1 else whole(norms)  # rows of a matrix are whole on a rank, vectors are not
+    # Rows of a matrix are whole on a rank, and vectors are not
+    return local(norms) if tensor.ndim > 1 else whole(norms)

@@ -55,7 +55,7 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
             if cause:
                 content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
-    # An honest answer: dropout draws other numbers, or the weights have changed since
+    # Dropout draws other numbers now, so not every fault shows again
     cause = "the cause could not be reproduced, so it depends on random draws or on the weights at that step"
     if is_sharded(state.model):
         cause = "images, targets and weights are finite, and strategy=fsdp does not search further"
@@ -109,7 +109,8 @@ class FiniteWatch:
         stepped = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in state.named_parameters():
             if self._checks_gradients and parameter in stepped:
-                needed = parameter.requires_grad  # a parameter that is frozen for a while accepts no hook
+                # A parameter that is frozen for a while accepts no hook
+                needed = parameter.requires_grad
                 parameter.requires_grad_(True)
                 observe_gradients(parameter, functools.partial(self._check_gradient, f"of {name}"))
                 parameter.requires_grad_(needed)

@@ -55,7 +55,8 @@ def evaluate(
     batches = batches if limit is None else min(batches, limit)
     ranks, sharded = world(), is_sharded(model)
     parts, own_batches = _Parts(metrics, ranks), len(range(ranks.rank, batches, ranks.size))
-    with evaluating(model, loss, inference=not sharded):  # gathered weights would be tensors of inference mode
+    # Gathered weights would be tensors of inference mode, so a sharded model does without it
+    with evaluating(model, loss, inference=not sharded):
         batch: Batch
         every: Any = source.batches  # loaders can skip those of other ranks
         own = source.batches(0, 0, batches) if ranks.size == 1 else every(0, ranks.rank, batches, ranks.size)
@@ -161,6 +162,7 @@ class _Parts:
                 continue
             for state, merged in ways.items():
                 setattr(metric, state, functools.reduce(merged, (part[3][name][state] for part in everything)))
+            # torchmetrics warns of a metric that was never updated; this one was, in parts
             metric._update_count = len(everything)
 
 
@@ -181,7 +183,6 @@ def merges(metric: Metric) -> dict[str, Callable[[Any, Any], Any]] | None:
         return dict.fromkeys(metric.states, operator.add)
     if not hasattr(metric, "_reductions"):
         return None
-    # torchmetrics warns of a metric that was never updated; this one was, in parts
     from torchmetrics.utilities import data
 
     known: Any = {data.dim_zero_sum: operator.add, data.dim_zero_max: torch.max, data.dim_zero_min: torch.min}

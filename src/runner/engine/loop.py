@@ -105,9 +105,9 @@ class Loop:
                 try:
                     if self.state.position.evaluation_due:
                         self._boundary()
-                    # A rollback goes back and trains again, so it stays inside the loop
                     else:
                         self._epoch()
+                # A rollback goes back and trains again, so it stays inside the loop
                 except NotFinite as found:
                     self._return_from(found)
                 # Data and models of the user fail here, so the message says how far training was

@@ -42,7 +42,8 @@ class EpochPlan:
         The weight is the batch's share of the samples in its window, the factor of its mean loss. The gradient of a window is
         then that of the mean over all its samples, even if the last window has fewer batches or a smaller batch.
         """
-        if self.accumulate == 1 and start < self.batches:  # the usual case, in which nothing is computed per batch
+        # The usual case, in which nothing is computed for each batch
+        if self.accumulate == 1 and start < self.batches:
             yield from itertools.repeat((self.batch_size, 1.0, True), self.batches - 1 - start)
             start = self.batches - 1
         for first in range(start, self.batches, self.accumulate):

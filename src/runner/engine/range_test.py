@@ -73,7 +73,6 @@ def range_test(
     mean, stopped, guard = 0.0, "", parts.guard
     meter = state.meter = RunningMean(next(state.model.parameters()).device)
     state.averaged = None  # averaging weights during a sweep of the rate is meaningless
-    # The guard reports gradients that are not finite; it needs the state before the first step
     state.train()
     if guard is not None:
         guard.start()

@@ -124,7 +124,8 @@ def run(
                 for job, place in zip(started, launcher.start(started), strict=True):
                     on_start(job, place)
                 running += len(started)
-                if stop.name and not launcher.survives:  # a signal that came before there was anything to stop
+                # The signal came before there was anything to stop
+                if stop.name and not launcher.survives:
                     launcher.stop(kill=False)
             more = on_time()
             # Jobs of SLURM run on without this process: the same command finds them again

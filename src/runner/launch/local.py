@@ -145,7 +145,8 @@ class Local:
             self._free.append(slot)
             assert process.pid is not None
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its data workers would notice only after seconds
+                # Its data workers would notice only after seconds that it has ended
+                os.killpg(process.pid, signal.SIGKILL)
             ended.append(Ended(number, why_ended(process.exitcode)))
             process.close()
         return ended
@@ -213,7 +214,8 @@ def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     os.environ.clear()  # the server may be older than what is set now
     os.environ.update(environment)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500")  # a system short of memory ends a job, and not the sweep
+        # A system that is short of memory ends a job and not the sweep
+        Path("/proc/self/oom_score_adj").write_text("500")
     faulthandler.enable()
     end_with_parent()
     call()

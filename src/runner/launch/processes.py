@@ -43,7 +43,8 @@ def accept_signals() -> None:
 
     Those of a terminal do not reach it, but the launcher, which passes them on.
     """
-    if os.getsid(0) != os.getpid():  # a process that is forked by a server without this module leads a session already
+    # A process that is forked by a server without this module leads a session already
+    if os.getsid(0) != os.getpid():
         os.setsid()
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
@@ -67,7 +68,8 @@ def _outlast(parent: int) -> None:
         from runner.distributed.world import world
 
         time.sleep(_LEFT_S)
-        if world().size == 1:  # it has not met the others, or has left them: there is nothing that it could save
+        # It has not met the others, or has left them: there is nothing that it could save
+        if world().size == 1:
             os._exit(FAILED)
 
 

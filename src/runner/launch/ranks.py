@@ -90,9 +90,11 @@ def run_ranks(
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES + _FILES_OF_RANK * size:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     logs.mkdir(parents=True, exist_ok=True)
-    start_fork_server([entry.__module__, "torch._dynamo"])  # DistributedDataParallel imports that, for a second
+    # DistributedDataParallel imports torch._dynamo, which takes a second
+    start_fork_server([entry.__module__, "torch._dynamo"])
     context = multiprocessing.get_context("forkserver")
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # ranks meet there, and say how they ended
+    # Ranks meet in the store, and say there how they ended
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     # The variables of torchrun, so that a rank cannot tell who started it
     environment = os.environ | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
     environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

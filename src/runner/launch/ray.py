@@ -121,8 +121,8 @@ class Ray:
 
 
 def _work(command: list[str], folder: str, log: str, environment: dict[str, str]) -> int:
-    # The log is on the file system that the jobs share
     """Run a command in a session of its own; the first cancellation asks it to stop, the second one kills it."""
+    # The log is on the file system that the jobs share
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:  # noqa: PTH123
         # The shell watches its input: when this process dies, the pipe closes and the job ends

@@ -114,7 +114,7 @@ class Slurm:
         active = {each.place: each.id for each in self._queue() if not each.over}
         found = {job.number: active[self._place(job)] for job in jobs if self._place(job) in active}
         new = [job for job in jobs if job.number not in found]
-        # An array has numbers of one group, because SLURM limits how many it takes
+        # An array holds one group of jobs, because SLURM limits the size of arrays
         for group, array in itertools.groupby(new, key=lambda job: self._place(job)[0]):
             found |= self._submit(f"{self._name}-{group}", list(array))
         self._running |= found

@@ -115,7 +115,8 @@ def _failure(component: Component, kind: str, like: Tensor, device: torch.device
     try:
         optimizer("")
     except Exception:
-        return ""  # arguments that are wrong with any kernel are reported when the optimizer itself is built
+        # Arguments that are wrong with any kernel are reported when the optimizer itself is built
+        return ""
     try:
         optimizer(kind).step()
     except Exception as error:

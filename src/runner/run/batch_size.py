@@ -45,7 +45,7 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple
     """
     if config.data.batch_size != "auto":
         return config, []
-    # One sample at a time always comes first: its memory is what the size is computed from
+    # Any size does for building: the memory of a sample is measured afterwards
     run = build(with_changes(config, {"data.batch_size": 1}))
     with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
         samples = run.data.train.samples

@@ -52,7 +52,7 @@ def compare_data(
     before, inside_epoch = checkpoint["metrics"]["data"], checkpoint["position"]["batch"] > 0
     stored: dict[str, str] = checkpoint["metrics"]["sources"]
     warnings = []
-    # A changed source is a warning only: most edits do not change what the data are
+    # An edit of the source need not change any result, so it is a warning only
     if changed := [name for name in sources if stored.get(name, sources[name]) != sources[name]]:
         since = "has changed since the checkpoint was written: the resumed run may differ"
         warnings.append(f"the source of {', '.join(changed)} {since}")

@@ -87,7 +87,8 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
         # The rank with the most samples needs the most memory, so its share is the one to measure
         batch = run.plan.size(0)
         samples = layout.samples_of_ranks(batch, ranks)
-        samples = samples[0], max(1 + config.sync_batchnorm, samples[1])  # a rank without samples computes with one
+        # A rank without samples computes with one
+        samples = samples[0], max(1 + config.sync_batchnorm, samples[1])
         problem = f"{batch} is {samples[1]} for each of {ranks} ranks, and a step with these fails: "
         with explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices"):
             activations = _activations(run, samples[1])
@@ -95,9 +96,9 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     buffers, averaged = sum(buffer.nbytes for buffer in run.model.buffers()), run.state.averaged is not None
     held = functools.partial(layout.ddp_memory, weights)
     warnings = [*run.warnings, *validate_limits(run)]
+    # What one process cannot show is said, so that nobody takes the numbers for a promise
     if config.compile:
         warnings.append("compile has no effect on the measured step, and may make real ones smaller")
-    # What one process cannot show is said, so that nobody takes the numbers for a promise
     if config.sync_batchnorm:
         warnings.append("sync_batchnorm=true has no effect on the measured step, but sends more data")
     if config.devices == "auto":

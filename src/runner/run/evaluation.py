@@ -46,7 +46,8 @@ class Evaluator:
     def weights(self, name: str) -> dict[str, float]:
         """Loss and metrics of the weights on a split, as {"val/loss": 0.1, ...}."""
         run, split, size = self._run, self._run.data.eval_split(name), self._run.config.evaluate.batch_size
-        world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))  # each rank's are of its own rows
+        # Buffers of each rank come from its own rows: all ranks evaluate with those of rank 0
+        world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))
         assert split is not None, f"there is no split {name}"
         with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
             found = evaluate(
@@ -88,7 +89,7 @@ class Evaluator:
         summary: dict[str, Any] = {"test_step": state.position.global_step}
         # Rank 0 decides for all, because ranks that disagree would wait for each other
         if state.best is not None and world().decide(manager.best.is_file):
-            # Only the weights that are tested are read: the moments of the optimizer are twice as large
+            # Only the weights that are tested are read: the moments of the optimizer may take twice as much
             contents = file.read(manager.best, part_with(), later=True)
             kind = load_best(self._run, contents)
             summary["test_step"] = contents["position"]["global_step"]
@@ -129,8 +130,8 @@ def evaluate_both(
             if averaged.kind == "swa":
                 with explaining_memory("data.batch_size", run.plan.batch_size, _LESS):
                     averaged.recalibrate(lambda: _feed(run, interrupted))
-            # The average gets its own prefix in the log, so that both curves can be compared
             others = evaluate()
+    # The average gets its own prefix in the log, so that both curves can be compared
     start = f"/{prefix(averaged.kind)}"
     return found | {name.replace("/", start, 1): value for name, value in others.items()}
 

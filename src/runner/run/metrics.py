@@ -104,11 +104,11 @@ def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "ma
     raise UserError(key, problem, "min or max, or a metric with the attribute higher_is_better")
 
 
-# The metric of the best evaluation and its direction are facts that a callback may take as arguments
 def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:
     """Build the callbacks of the config by name; one that names no metric watches that of the best evaluation."""
     built = {}
     for name, node in config.callbacks.items():
+        # The metric of the best evaluation and its direction are facts that a callback may take as arguments
         facts = {"monitor": monitor.metric, "mode": monitor.mode}
         if node.get("monitor") is not None and (stops_early(node) or names_argument(node, "mode")):
             watched = _full_name(f"callbacks.{name}.monitor", str(node["monitor"]), config, task)

@@ -40,7 +40,8 @@ def build_state(
     Raises:
         UserError: see `build_optimizer`.
     """
-    trained_loss = loss if loss.state_dict() else nn.Identity()  # one with tensors is trained and saved like the model
+    # A loss with tensors is trained and saved like the model
+    trained_loss = loss if loss.state_dict() else nn.Identity()
     optimizer, kernels = build_optimizer(config, model, trained_loss)
     dtype, policy = hardware.precision.weights, config.on_nonfinite
     state = TrainState(

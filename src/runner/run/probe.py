@@ -59,7 +59,7 @@ def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPla
 
     `ranks` is how many processes share a batch, of which each computes statistics of its own.
     """
-    # All batches but the last are of one size, so the last one decides
+    # The last batch is the smallest, so it decides
     if not single or plan.size(plan.batches - 1) // ranks > 1:
         return
     model.train()  # as training does; a custom model may keep some layers in evaluation mode

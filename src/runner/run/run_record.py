@@ -95,7 +95,8 @@ class RunRecord:
         directory = RunDirectory(self.composition.job_dir)
         directory.lock()
         self._directory = directory
-        if not self._directory.overrides_file.exists():  # otherwise they are the same, see `why_occupied`
+        # Where overrides are there already, they are the same, see `why_occupied`
+        if not self._directory.overrides_file.exists():
             self._directory.write_overrides(self.composition.overrides)
 
     def open(self, setup: Setup) -> None:
@@ -109,7 +110,8 @@ class RunRecord:
         directory.lock()
         self._directory = directory
         if setup.again is not None and not self.continued:
-            directory.forget()  # before the console opens run.log, or it would report a deletion by others
+            # Before the console opens run.log, or it would report a deletion by others
+            directory.forget()
         progress = setup.config.log.progress
         self.console = Console(directory.log_file, None if progress == "auto" else progress)
 

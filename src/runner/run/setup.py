@@ -112,7 +112,8 @@ def _unlike(folder: Path, composition: Composition) -> list[str]:
             values = to_plain(resolve_config(composition, Train))
             return settings_changed(read_regular(path).decode(), str(path), values, composition)
         path = folder / "overrides.yaml"
-        words = {*read_overrides(folder)} ^ {*mask_words(composition.overrides)}  # masked as they are stored
+        # Overrides are stored with secrets masked, so they are compared masked
+        words = {*read_overrides(folder)} ^ {*mask_words(composition.overrides)}
     except (OSError, ValueError, UserError) as error:
         raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return sorted({keys.key_of(word) for word in words} - {"resume"})
@@ -121,7 +122,8 @@ def _unlike(folder: Path, composition: Composition) -> list[str]:
 def why_occupied(composition: Composition) -> UserError | None:
     """The mistake of resuming in the folder of `hydra.run.dir` while it belongs to another run; None for no mistake."""
     fixed = composition.run_dir
-    of_checkpoint = composition.values.get("ckpt_path") is not None  # whose settings are not those of the command
+    # The settings of a run that resumes a checkpoint are not those of the command
+    of_checkpoint = composition.values.get("ckpt_path") is not None
     if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
         return None
     try:

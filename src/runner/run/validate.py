@@ -46,7 +46,7 @@ def validate_limits(run: Run) -> list[str]:
         if norms and run.data.val is None:
             problem = "computes BatchNorm's statistics at evaluations, but there is no validation split"
             raise UserError("swa", problem, "data.split.val=0.1, ema instead of swa, or a model without BatchNorm")
-    # A part that would be trained only after the end is allowed, as people shorten runs to try them
+    # A part that is never trained is allowed, but rarely what was meant
     for part in run.state.freezing.parts:
         end = timeline.step(part.epochs or 0) if part.steps is None else part.steps
         if not part.permanent and end >= total_steps:

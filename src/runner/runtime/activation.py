@@ -141,8 +141,7 @@ def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callabl
 
     @contextlib.contextmanager
     def computing_again() -> Iterator[None]:
-        # The second computation sees the buffers of the first, and its updates are thrown away: BatchNorm counts a
-        # batch once
+        # Updates of the second computation are thrown away, so that BatchNorm counts a batch once
         kept = [(module, dict(module._buffers)) for module, _ in seen]
         for module, buffers in seen:
             module._buffers.update(_copies(buffers))

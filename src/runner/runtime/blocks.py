@@ -91,8 +91,8 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     elif not isinstance(setting, bool | str | list):
         blocks = blocks[::setting]
     for name, module in blocks:
-        # The measurement decides whether it had any effect
         activation.wrap(module, name)
+    # The measurement decides whether it had any effect
     after = probe.bytes_of_sample()
     # A block that cannot be computed again is found here, not in the first step.
     probe.backward()
@@ -192,10 +192,10 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _fewest(probe: _Probe, blocks: list[Block], share: float, before: int, warnings: list[str]) -> list[Block]:
-    # The largest blocks first: few blocks computed twice cost less time than many
     """As few blocks as leave no more than a share of the bytes, those that keep most first; in order."""
     kept = probe.bytes_by_module()
     size = {name: sum(kept[inner] for inner in kept if f"{inner}.".startswith(f"{name}.")) for name, _ in blocks}
+    # The largest blocks first: few blocks computed twice cost less time than many
     largest = sorted(blocks, key=lambda block: -size[block[0]])
 
     # The bytes are measured rather than added up, because blocks share tensors with their surroundings

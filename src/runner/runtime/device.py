@@ -98,7 +98,8 @@ def configure_torch(
     if device.type == "cpu":
         keep_freed_memory()
     prepare_repeating(deterministic)
-    if deterministic:  # memory that nothing was written to is filled, so that reading it shows, and repeats
+    # Memory that nothing was written to is filled, so that reading it shows, and repeats
+    if deterministic:
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     wanted = (bool(deterministic), deterministic == "warn")
     # Setting it loads torch's compiler, a second that most runs need not spend.

@@ -44,7 +44,7 @@ class HardwareMetrics:
             the peak.
         """
         now = time.monotonic()
-        # Reading the peak takes time, so a log line may show one a few seconds old
+        # Reading the peak takes time, so it may be up to a second old
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._peak_mib, self._looked = peak_memory(self.device).bytes / 2**20, now
         figures = {"peak_memory_mib": self._peak_mib}

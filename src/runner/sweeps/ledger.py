@@ -170,9 +170,9 @@ class Ledger:
     def _add(self, records: Records, line: bytes) -> None:
         try:
             found = json.loads(line)
-            # A launch without its facts is useless to readers, so it is skipped
             event = found["event"]
             if event == "launch":
+                # A launch without its facts is useless to readers, so it is skipped
                 if all(key in found for key in _OF_LAUNCH) and _has_types(found):
                     records.launches.append(found)
                     records.retried.clear()

@@ -240,7 +240,8 @@ class Sweep:
         planned = self._jobs.next()
         if planned is None or planned.identity not in busy:
             return planned
-        self._occupied.append(planned)  # another trial with the same values runs: its result is this one's
+        # Another trial with the same values runs: its result is that of this one
+        self._occupied.append(planned)
         return None
 
     def _wait_for(self, planned: Planned, folder: Path) -> None:
@@ -275,7 +276,8 @@ class Sweep:
 
     def _skip(self, planned: Planned, known: Entry) -> None:
         found = outcome_of(known)
-        if known.status != found.status:  # the process of the sweep was killed before it could record it
+        # The process of the sweep was killed before it could record the end
+        if known.status != found.status:
             self._record(planned.identity, known, found)
         result = f", {found.metric} {number(found.value)}" if found.metric else ""
         self._tell(planned, "skipped", f", {known.folder} has {found.status} already{result}")

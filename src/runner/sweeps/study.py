@@ -189,9 +189,9 @@ def decision(trial: Mapping[str, Any], own: Mapping[str, Any], files: Iterable[P
             known[int(found["number"])] = curve, notes, outcome(path.parent).status == "finished"
     # Its own curve is newer than its file
     known[trial["number"]] = dict(own["curve"]), own["notes"], False
+    # Optuna's pruners want a study, so one is made in memory from the files of the jobs
     directions: Any = [f"{trial['mode']}imize"]
     study = optuna.create_study(study_name=_NAME, directions=directions)
-    # Optuna's pruners want a study, so one is made in memory from the files of the jobs
     for number in range(min(max(known), max(_MOST, trial["number"])) + 1):
         curve, notes, finished = known.get(number, ({}, {}, False))
         state, value = (State.COMPLETE, 0.0) if finished else (State.RUNNING, None)

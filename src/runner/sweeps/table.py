@@ -54,7 +54,6 @@ def summarise(folder: Path, write: bool = True) -> list[JobRow]:
     if not write or not folder.is_dir():
         return rows
     head, lines = _table(rows)
-    # JSON is for programs, CSV for spreadsheets, and Markdown for people
     content = {
         "best": [row.job for row in rows if row.best],
         "spreads": [asdict(spread) for spread in spreads_of(rows)],
@@ -69,6 +68,7 @@ def summarise(folder: Path, write: bool = True) -> list[JobRow]:
             page += ["", markdown_text(f"Job {row.job} {row.status}: {row.error}"), ""]
             # Markdown shows an indented line as it is, whatever an override contains.
             page += ["    " + " ".join(clean(text).split("\n")) for text in (f"log: {row.log}", f"again: {row.repeat}")]
+    # JSON is for programs, CSV for spreadsheets, and Markdown for people
     write_json(folder / "sweep.json", content)
     for name, text in (("sweep.csv", csv_text(head, lines)), ("sweep.md", "\n".join(page) + "\n")):
         write_atomically(folder / name, text.encode(errors="backslashreplace"))

@@ -192,7 +192,8 @@ class Console:
             if self._bar_on:  # steps since the last drawing were too few to move the bar
                 self._tick(global_step, epoch)
             if not thin:
-                bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)  # a name and its value stay together
+                # A name and its value stay together when a line is wrapped
+                bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)
                 lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
                 self._emit([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
             return
@@ -223,8 +224,8 @@ class Console:
         def begin(name: str = "") -> None:
             nonlocal begun, due, quiet
             begun += 1
-            # Without a terminal, lines become rarer the longer it takes
             texts = [name] if name else []
+            # Without a terminal, lines become rarer the longer it takes
             if self._terminal is None and perf_counter() - self._shown_at >= quiet:
                 quiet = min(2 * quiet, _QUIET_S)
                 self.line("  ".join([what, f"{begun}/{total}", *texts]))

@@ -125,7 +125,8 @@ def _explained(key: str, sources: Sources) -> list[str]:
     elif given:
         lines.append(f"  default   {given[0].value}")
     below = [place.key.removeprefix(f"{key}.") for place in known if place.key.startswith(f"{key}.")]
-    inside = [name for name in below if re.fullmatch(r"(\d+\.)?\w+", name)]  # of items of a list, with their number
+    # Items of lists have their number in the name
+    inside = [name for name in below if re.fullmatch(r"(\d+\.)?\w+", name)]
     of_training = keys.find(SCHEMAS["train"], key) is not None
     if of_training and not inside:
         lines.append(f"  resuming  a change is {declared(key).value}")

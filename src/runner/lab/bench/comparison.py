@@ -56,7 +56,7 @@ class Comparison:
         first = self._results[BASELINE.name] = self._baseline.first_steps(self._config.steps)
         # What takes a few milliseconds measures the scheduler of the system more than the steps.
         self._steps = max(self._config.steps, min(_MOST_STEPS, math.ceil(_LEAST_S / (first.first_s * first.samples))))
-        # Candidates that fit into memory stay built, as building takes longer than measuring
+        # Candidates that fit into memory stay built, so that a round does not build them again
         self._keep = room_for(self._baseline, len(self._candidates) + 1)
         # Toggles alone first: which of them to combine follows from what they gain.
         self._compare(self._candidates)

@@ -31,7 +31,8 @@ def run(composition: Composition) -> float:
         results, best, found = Comparison(config, bench, report, composition.sources).run()
     finally:
         bench.close()
-        CandidateRunner(bench).configure()  # torch's switches, for the next job of a sweep, or of this process
+        # torch's switches are set again, for the next job of a sweep or of this process
+        CandidateRunner(bench).configure()
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     picture, path = folder / "bench.png", folder / "bench.json"
     names, speeds = [result.candidate.name for result in results], [result.samples_per_s for result in results]

@@ -145,8 +145,8 @@ class Phases:
 def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measured:
     """Train a few steps as `train` does, without checkpoints and evaluations, and measure them."""
     stopwatch = Stopwatch(training.device)
-    # Callbacks and logging are part of a step as `train` makes it, so they take part
     phases = Phases(config, training, stopwatch, folder, tell)
+    # Callbacks and logging are part of a step as `train` makes it, so they take part
     extra = build_callbacks(config, training.task, training.monitor)
     at_once = max(1, config.steps * config.accumulate // 5)
     loop = Loop(

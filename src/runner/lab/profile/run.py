@@ -34,9 +34,9 @@ def run(composition: Composition) -> float:
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
     # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
     shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
+    # Without a checkpoint, the profile begins as a new run would
     own = found is None
     training = build_run(shortened, make_cache=own, fresh=own)
-    # Without a checkpoint, the profile begins as a new run would
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.data):

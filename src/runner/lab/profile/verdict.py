@@ -70,7 +70,7 @@ def verdict(step: StepProfile) -> str:
     if step.device == "cpu" and step.small_ops is not None and step.small_ops >= _SMALL:
         what = f"Operations of less than {SMALL_OP_MS} ms take {percent(step.small_ops)} of the computing"
         return f"{what}, so calling them costs more than computing them: {larger_batch}."
-    # The rest is computing: faster arithmetic comes first, then larger batches
+    # The rest is computing: a device that is hardly used wants larger batches, a busy one faster arithmetic
     used, fix = "", f"try {step.off[0]}=true" if step.off else ""
     if step.utilization is not None:
         used = f", at {percent(step.utilization)} of what the {step.device} can compute"

@@ -89,7 +89,7 @@ def measure(runs: Sequence[Run]) -> dict[str, Any]:
         )
     environment = next((run.environment for run in runs if run.environment), {})
     torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
-    # Times are comparable only on the same machine, metrics only with the same code
+    # Times and memory are comparable only on the same machine
     machine = {
         "cpu": (environment.get("cpu") or {}).get("model"),
         "cores": (environment.get("cpu") or {}).get("usable"),
