@@ -250,6 +250,7 @@ def load(
         UserError: if there is no such checkpoint, or its model cannot be built here.
     """
     composition = _of_checkpoint("predict", checkpoint, overrides, config_dir)
+    # Keys of the verb would be dropped silently here
     for key in keys.hints(Predict).keys() - keys.hints(Train).keys() - {*_OF_LOAD}:
         if says(key, composition.overrides):
             allowed = "predict(images, top_k=3, probabilities=True), or python -m runner predict"
@@ -258,6 +259,7 @@ def load(
     report = _Warnings()
     report.warnings(resolved.found.warnings)
     place, _ = choose_device(device)
+    # The data set itself need not be there
     data = resolved.data_facts()
     task, model = resolved.restore_model(data, place)
     steps = callables("transform.sample_eval", resolved.config.transform.sample_eval)

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: see `runner.base.errors`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    # The shell waits for completion at each key, so nothing else may be loaded before
     if not {"-sc", "--shell-completion"}.isdisjoint(words):
         return _complete(words)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -44,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with interruptible():
             if words[0] not in VERBS:
                 allowed = f"{', '.join(VERBS)} (python -m runner --help)"
+                # Users often forget the verb, and type the overrides of train
                 meant = f"train {words[0]}" if "=" in words[0] else _MEANT.get(words[0]) or nearest(words[0], VERBS)
                 raise UserError(f"'{words[0]}' is not a verb", "", allowed, meant)
             return launch_verb(VERBS[words[0]], words[1:])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    # Limits of the system are not bugs of the program, so they get a sentence instead of a traceback
     except (ImportError, MemoryError, OSError, RuntimeError, UserError) as error:
         text = str(error) if isinstance(error, UserError) else system_limit(error)
         text = text or (file_error(error) if isinstance(error, OSError) else "")

@@ -57,7 +57,7 @@ def contents(
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.run.data_check`.
     """
     saved, ranks = state.state_dict(), world()
-    # Ranks of a sharded model have parts of tensors, and a checkpoint has them whole
+    # Divided tensors are put together for the file, in which every rank has to take part
     if ranks.size > 1:
         saved = _collected(saved, state.model, partial(gathered, world=ranks))
     # Callbacks of the user are saved if they have a state

@@ -53,6 +53,7 @@ def count_flops(
     with no_trace(model), uncompiled(), torch.enable_grad():
         with FlopCounterMode(display=False) as forward, autocast():
             value = loss(model(images))
+        # Operations that checkpointed blocks compute again are counted apart, as they are not work of the model
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with FlopCounterMode(display=False) as backward, _recomputing(model, backward) as again:
             if trainable and value.requires_grad:

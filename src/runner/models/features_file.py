@@ -49,11 +49,13 @@ def write_features(batches: Iterator[Mapping[str, Tensor]], path: Path) -> dict[
                     shapes = f"{rows.shape[1:]} in one batch and of {arrays[name].shape[1:]} in another"
                     raise UserError("features", f"{name} has rows of {shapes}", "layers whose outputs have one shape")
                 files[name].write(np.ascontiguousarray(rows).data)
+        # Arrays are mapped, so that features larger than the memory can be written
         for name, file in files.items():
             file.flush()
             if file.tell():  # an empty file cannot be mapped
                 shape = arrays[name].shape[1:]
                 arrays[name] = np.memmap(file, arrays[name].dtype, "r").reshape(-1, *shape)
+        # The file gets its name when it is on the disk
         whole = scratch / "whole.npz"
         if path.suffix == ".npz":
             np.savez(whole, **arrays)  # type: ignore[arg-type]

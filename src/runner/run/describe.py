@@ -33,6 +33,7 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
         console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
     for warning in warnings:
         console.warn(warning)
+    # The summary stores where the weights came from, so that the source outlives the log
     if initial.path is not None:
         record.summary["init_from"] = initial.record()
     if initial.misfits:
@@ -40,6 +41,7 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
         console.table("skipped tensors of init_from", columns, initial.table())
     if found is not None:
         console.line(f"resumed from {found.path} at step {run.state.position.global_step}")
+    # What the command line changed on resuming may explain why the curves differ afterwards
     if found is not None and differences:
         rows = [[*change, "yes" if changes_result(change[0]) else "no"] for change in differences]
         console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
@@ -48,6 +50,7 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
 def start_progress(run: Run, record: RunRecord) -> None:
     """Start the clocks of training and the display of its progress."""
     state, monitor, best = run.state, run.monitor, run.state.best
+    # A finished run that is resumed does no harm, but is rarely what was meant
     if (step := state.position.global_step) >= run.total_steps:
         record.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
     record.note_startup()
@@ -60,11 +63,13 @@ def start_progress(run: Run, record: RunRecord) -> None:
         device=str(run.device),
         file=record.directory.progress_file,
     )
+    # Building took memory too, and the peak to report is that of training
     reset_peak_memory(run.device)
 
 
 def describe(config: Train, run: Run) -> list[Row]:
     """What runs, and every choice that was made for the user, with its reason."""
+    # Each row has a value and the reason for it, as many settings are chosen automatically
     data, plan, device, optimizer = run.data, run.plan, run.device, run.state.optimizer
     counts = [f"{split.samples:,} {name}" for name in ("train", "val", "test") if (split := getattr(data, name))]
     parameters = sum(parameter.numel() for parameter in run.model.parameters())

@@ -39,15 +39,18 @@ def require_methods(
     missing += [name for name in attributes if not hasattr(found, name)]
     listed = ", ".join([*(f"{name}({', '.join(names)})" for name, names in calls.items()), *attributes])
     what = f"{target} gives a {type(found).__name__}"
+    # A callback needs only some of the methods, but one that has none is a mistake
     if some and not any(name.startswith(some) for name in given):
         own = [name for name in dir(found) if not name.startswith("_")]
         close = next((match for name in own if (match := nearest(name, calls, 0.8))), "")
         raise UserError(f"{key}._target_", f"{what} without any method of a callback", f"some of {listed}", close)
+    # A method with a slip in its name would never be called
     for name in dir(found) if some else ():
         if name.startswith(some) and name not in calls and (close := nearest(name, calls, 0.8)):
             raise UserError(f"{key}._target_", f"{what} whose {name} is never called", f"some of {listed}", close)
     if missing and not some:
         raise UserError(f"{key}._target_", f"{what} without {', '.join(missing)}", f"an object with {listed}")
+    # Arguments are checked here, as a call with wrong ones would fail hours later
     for name in given:
         try:
             signature = inspect.signature(getattr(found, name))

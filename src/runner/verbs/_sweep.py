@@ -50,6 +50,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
         call, local = functools.partial(problems_of_all, command.schema, compositions), launcher()
         return local.call(call) if isinstance(local, Local) else call()
 
+    # A search chooses its jobs itself while it runs; a plain sweep knows all of them now
     search: Any = None
     if values["search"]["sampler"] is not None:
         from runner.sweeps.search import Search  # needs Optuna, and says what to install
@@ -59,6 +60,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
+        # Whatever ends the jobs early, the table of those that ended is written and shown
         sweep.begin()
         try:
             if search:
@@ -73,6 +75,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
         finally:
             console.stop()
         status = sweep.status
+        # A full disk must not hide the table, which is shown without being stored
         try:
             rows = summarise(folder)
         except UserError as error:

@@ -45,6 +45,7 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
             )
         if images.device.type != "cpu" or targets.device.type != "cpu":
             raise ValueError(f"images and targets must be on the cpu, got {images.device} and {targets.device}")
+        # Regression has numbers, and everything else class numbers
         if targets.dtype == torch.float32:
             if self.classes:
                 raise ValueError("float32 targets are for regression, which has no classes; pass classes=()")

@@ -151,6 +151,7 @@ def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -
     from torchvision import datasets
 
     source, parent, is_svhn = getattr(datasets, name), Path(root).expanduser(), name == "SVHN"
+    # SVHN is two files, and the others are an archive
     if is_svhn:
         urls = {filename: url for url, filename, _ in (source.split_list[split] for split in ("train", "test"))}
         folder, sums = parent, {filename: md5 for _, filename, md5 in source.split_list.values() if filename in urls}
@@ -162,6 +163,7 @@ def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -
     missing = [filename for filename in sums if not (folder / filename).is_file()]
     if missing and not download:
         raise _missing(name, folder, missing, by_hand)
+    # The digests decide whether a download is needed, so an interrupted one is repeated
     if download and not all(has_md5(folder / filename, md5) for filename, md5 in sums.items()):
         with _fetching(name, folder, sums, by_hand):
             if is_svhn:
@@ -174,6 +176,7 @@ def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -
                 _unpack(archive, folder, sums)
     try:
         return {split: _arrays(source, parent, split) for split in ("train", "test")}
+    # torchvision's message does not say which file is damaged, so the digests find it
     except (OSError, RuntimeError, EOFError) as error:
         damaged = [folder / filename for filename, md5 in sums.items() if not has_md5(folder / filename, md5)]
         if not damaged:

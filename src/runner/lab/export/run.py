@@ -65,6 +65,7 @@ def run(composition: Composition) -> float:
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()
     task, model = resolved.restore_model(data, _CPU)
+    # Exported models predict only
     model.requires_grad_(False)
     images = _examples(resolved, data, max(config.batch_sizes))
     if "torchscript" in chosen:
@@ -80,11 +81,13 @@ def run(composition: Composition) -> float:
     folder = output_folder(config.output, default, config.output_root, "exports")
     files: dict[str, Path] = {}
     compared: list[dict[str, Any]] = []
+    # Several batch sizes, because an export may fix the one that it was traced with
     batches = [images[:size] for size in config.batch_sizes]
     with report.counting("export", len(chosen)) as begin:
         for name in chosen:
             begin(name)
             files[name] = folder / FORMATS[name][0]
+            # A file that is there is complete: other programs may watch the folder
             with _write_complete(files[name]) as path:
                 loaded = formats.write(name, exported, images, path)
             compared += _compare(name, exported, loaded, batches)
@@ -94,6 +97,7 @@ def run(composition: Composition) -> float:
     _show(record, compared, report)
     report.lines(*written)
     report.json(record, written=[str(path) for path in written])
+    # The files are written even if one differs, so that the difference can be studied
     worst = next((each for each in compared if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
     if worst is not None:
         print(

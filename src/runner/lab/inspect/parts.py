@@ -239,6 +239,7 @@ def errors(found: Inspection) -> None:
     config, training = found.config, found.training
     classes = unique_names(training.data.classes)
     outputs = training.task.outputs(classes)
+    # Whoever asked for this part gets an error, and all others a note
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:
             raise UserError("what", "errors needs 2 to 2048 classes, and this task has others", "the other parts")

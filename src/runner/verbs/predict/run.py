@@ -76,6 +76,7 @@ def run(composition: Composition) -> float:
     if config.output is not None:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
+    # The input is a split of the data that the run was trained on, or files; only a split needs the data set
     split = split_in(words)
     with contextlib.ExitStack() as stack:
         data: KnownData
@@ -93,6 +94,7 @@ def run(composition: Composition) -> float:
         threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
         rows = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
         predictor: nn.Module = model
+        # Features come from the plain model, as its views would have one each
         if config.tta:
             predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
         names = as_list(config.features)
@@ -115,6 +117,7 @@ def run(composition: Composition) -> float:
                 write=lambda outputs, cells: table(rows.rows(outputs, cells)),
                 report=report,
             )
+            # Nobody stores the features: the batches still have to be drawn, as the table is written meanwhile
             if features_file is None:
                 deque(batches, maxlen=0)
             else:

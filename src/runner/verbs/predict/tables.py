@@ -41,6 +41,7 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
     The ending of `path` selects the format. `lists` are the columns that hold lists, each with a name for every item; CSV
     gives each item a column.
     """
+    # Nobody can read half a table: it gets its name when it is complete
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -84,6 +84,7 @@ def score_baselines(context: CheckContext) -> Baselines:
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    # Scored on data that were not fitted, as only that can be compared with the model
     stats = next((stats for stats in context.held_out_stats if len(stats.thumbnails) >= _FEWEST), None)
     if stats is None:
         raise NotApplicable(f"there is no split of {_FEWEST} samples to score on")
@@ -97,11 +98,13 @@ def score_baselines(context: CheckContext) -> Baselines:
         if context.classes
         else (DummyRegressor(), Ridge(alpha=1.0), root_mean_squared_error)
     )
+    # Standardised pixels, as the penalty of a linear model depends on their scale
     model = make_pipeline(StandardScaler(), linear)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline need not be optimal
         model.fit(pixels, targets)
     guessed, trivial = model.predict(theirs), constant.fit(pixels, targets).predict(theirs)
+    # Whether predictions have anything to do with the targets, also where the score is no better than a guess
     related = (guessed - guessed.mean()) * (right - right.mean())
     if context.classes:  # how much more probable each class is for its samples than for all
         probable = model.predict_proba(theirs) - model.predict_proba(theirs).mean(0)

@@ -240,6 +240,7 @@ def augmentation(context: CheckContext) -> Result:
     augmented, where = batch.images[:_AUGMENTED].float(), "repair transform.train or sample_train"
     if not bool(augmented.isfinite().all()):
         return failed("a batch of augmented images contains NaN or infinity", where)
+    # The same images with and without augmentation are compared where that is possible
     if context.splits.train.mix is None and not any(stats.unreadable for stats in context.stats.values()):
         plain = context.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
     ours, theirs = moments_without_padding(context, plain, augmented)

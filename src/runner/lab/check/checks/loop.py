@@ -210,6 +210,7 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
     training, found, begins = context.training, _ObservedSteps(), True
     modules = [(name or "the model", module) for name, module in context.model.named_modules()]
 
+    # Modules that were put into evaluation mode by someone, for example by a callback
     def in_evaluation() -> set[str]:
         return {name for name, module in modules if not module.training}
 
@@ -232,6 +233,7 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
     limits = Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1)
     build_loop(context, training.data.train.loader, plan, limits, held_out=held_out_loader(context), step=step).run()
 
+    # A hook that adds to gradients shows when the loss is multiplied by zero
     context.restore()
     context.model.eval()
     images, targets, _ = overfit_samples(context)

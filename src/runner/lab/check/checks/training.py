@@ -45,6 +45,7 @@ def learning_rate(context: CheckContext) -> Result:
     _count_every_loss(context)
     state, plan, loader = training.state, training.plan, training.data.train.loader
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
+    # What moves too little does not learn, even if the loss is finite
     before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
     losses: list[float] = []
     epochs = (zip(loader.batches(n, 0, plan.batches), plan.parts(0), strict=False) for n in itertools.count())
@@ -59,12 +60,14 @@ def learning_rate(context: CheckContext) -> Result:
             state.meter.reset()
             if len(losses) >= 2 * _RAMP or not math.isfinite(losses[-1]):
                 break
+    # The result of a short ramp: how far the weights moved, and where the loss went
     after = dict(training.model.named_parameters())
     moves = [float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items() if bool(old.any())]
     moved, first, last = max([0.0, *moves]), losses[0], statistics.median(losses[-5:])
     evidence = f"loss {first:.4g} to {last:.4g} in {len(losses)} steps up to {max(rates):g}; "
     evidence += f"weights move by up to {moved:.2g} of their size"
     fix = "a smaller optimizer.lr"
+    # A rise is measured by the range of the loss, as losses have no common scale
     rise, reach = last - first, max(first, guess) - lowest
     if not math.isfinite(last) or not math.isfinite(losses[-1]) or rise > _EXPLODED * reach:
         return failed(evidence, fix)
@@ -106,6 +109,7 @@ def training(context: CheckContext) -> Result:
             losses.append(loop.state.meter.read())
             loop.state.meter.reset()
 
+    # A rollback discards the steps after the state that it returned to
     def on_rollback(loop: Loop, found: NotFinite) -> None:
         rollbacks.append(str(found))
         losses.clear()
@@ -118,6 +122,7 @@ def training(context: CheckContext) -> Result:
     extra = [SimpleNamespace(on_step=on_step, on_rollback=on_rollback)]
     loop = build_loop(context, run.data.train.loader, run.plan, limits, extra=extra)
     fix = "see overfit and short-training about model and optimizer; learnable, batches and splits about the data"
+    # The schedule is squeezed into these few steps, so that its end is seen too
     try:
         with _squeezed(context, steps):
             loop.run()
@@ -127,6 +132,7 @@ def training(context: CheckContext) -> Result:
         return failed(f"rolled back {len(rollbacks)} times, and no step is left: {rollbacks[0]}", fix)
     if wrong := [place for place, value in enumerate(losses, 1) if not math.isfinite(value)]:
         return failed(f"the loss of step {wrong[0]} of {steps} is not finite", f"a smaller optimizer.lr: {fix}")
+    # Means of the first and last part, as single losses are noisy
     parts = losses[: max(1, len(losses) // 10)], losses[-max(1, len(losses) // 5) :]
     (first, last), guess = map(statistics.fmean, parts), guess_loss(context)
     evidence = f"mean loss {first:.4g} in the first {len(parts[0])} of {steps} steps, "
@@ -180,8 +186,10 @@ def short_training(context: CheckContext) -> Result:
     start = min(first, guess)
     need(lowest < start < math.inf, f"the loss is {first:.3g} before the first step")
     enough = start - _LEARNED * (start - lowest)
+    # Only callbacks of the user can undo training; the others are known
     custom = any(not type(each).__module__.startswith("runner.") for each in run_callbacks(context)[0])
     best, scale = math.inf, 1.0
+    # Several rates, because the one of the config fits a long training and not one batch
     for each in _RATES:
         value = _loss_after(context, batch, each)
         if value < best:
@@ -191,11 +199,13 @@ def short_training(context: CheckContext) -> Result:
     evidence = f"loss {first:.4g} to {best:.4g} in {_STEPS} steps on {count} samples"
     evidence += "" if scale == 1.0 else f" at {scale:g} times the rate"
     of_callbacks = "check what the callbacks do to weights and learning rates"
+    # The loss falls, so that only callbacks could still be at fault
     if best < enough:
         without = _loss_after(context, batch, scale, "callbacks") if custom else best
         if first - best < _UNDONE * (first - without):
             return failed(f"{evidence}, to {without:.4g} without callbacks", of_callbacks)
         return passed(evidence)
+    # It does not fall: omit one suspect at a time, and see whether that helps
     for without_what, how, fix in (
         ("callbacks", "without callbacks", of_callbacks),
         ("clipping", "without clipping", "larger bounds in grad_clip, or null"),
@@ -204,6 +214,7 @@ def short_training(context: CheckContext) -> Result:
         value = min(_loss_after(context, batch, each, without_what) for each in _RATES[:2])
         if value < enough:
             return failed(f"{evidence}, to {value:.4g} {how}", fix)
+    # A plain optimizer tells whether the model can learn the batch at all
     plain = []
     for rate in _PLAIN_RATES:
         train_on_batch(context, batch.images, rate, _STEPS, until_learned=False)
