@@ -41,7 +41,7 @@ class Setup:
 def resolve(composition: Composition) -> Setup:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
-    # Continue the newest run of the same command, if it has not finished
+    # Look for an earlier run of this command to continue: resume=auto, or a job that the scheduler started again
     if composition.resumes or restarted():
         # A job of a sweep begins with the checkpoint, and resumes from its own.
         if ckpt_path is not None and composition.values.get("resume") == "auto" and composition.job_dir is None:
