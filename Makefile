@@ -1,4 +1,4 @@
-.PHONY: install test test-fast coverage lint format types check docs docs-serve torture same-bits benchmark clean
+.PHONY: install test test-all test-fast coverage lint format types check docs docs-serve torture same-bits benchmark clean
 
 install:  ## install with everything that development needs
 	python -m pip install -e ".[dev]"
@@ -7,8 +7,11 @@ install:  ## install with everything that development needs
 test:  ## the whole test suite
 	pytest
 
+test-all:  ## every test, with all cases of what the default suite tests by a few: about twice the time
+	pytest -m ""
+
 test-fast:  ## the tests of single parts, in less than a minute
-	pytest -m "not slow and not program" $(addprefix tests/,checkpoint config data engine instrument models optim test_rooms.py)
+	pytest -m "not slow and not program and not extended" $(addprefix tests/,checkpoint config data engine instrument models optim test_rooms.py)
 
 coverage:  ## the whole test suite, and which lines it runs; tracing makes it half as slow again
 	pytest --cov --cov-report=term --cov-fail-under=90

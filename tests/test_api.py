@@ -344,6 +344,7 @@ def test_the_code_of_the_page_runs(workdir: Path) -> None:
     names["runs"]("outputs/**").to_pandas()
 
 
+@pytest.mark.extended
 def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbclient
     import nbformat

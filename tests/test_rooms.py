@@ -9,8 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,26 +146,30 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
     assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich"} & set(done.stdout.split())
 
 
-@pytest.mark.program
-def test_train_eval_and_predict_give_the_same_bits_without_lab_sweeps_and_launch(tmp_path: Path) -> None:
-    results = []
-    for name, missing in (("whole", set()), ("core", {"lab", "sweeps", "launch"})):
-        folder, package = tmp_path / name, tmp_path / name / "runner"
-        shutil.copytree(
-            SOURCE, package, ignore=lambda _, names, missing=missing: {"__pycache__", *missing} & set(names)
-        )
-        shutil.copytree(SOURCE.parents[1] / "conf", package / "conf")
-        for words in (
-            ("train", "data=digits", "model=mlp", "max_steps=5", "epochs=null", "threads=1", "logger=csv"),
-            ("eval", "ckpt_path=last", "output=eval"),
-            ("predict", "ckpt_path=last", "input=test", "output=test.csv"),
-        ):
-            command = [sys.executable, "-m", "runner", *words]
-            subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, check=True)
+def test_train_eval_and_predict_give_the_same_bits_without_lab_sweeps_and_launch(
+    run: Callable[..., Any], workdir: Path
+) -> None:
+    package = workdir / "core" / "runner"
+    missing = shutil.ignore_patterns("__pycache__", "lab", "sweeps", "launch")
+    shutil.copytree(SOURCE, package, ignore=missing)
+    shutil.copytree(SOURCE.parents[1] / "conf", package / "conf")
+    calls = []
+    for words in (
+        ("train", "data=digits", "model=mlp", "max_steps=5", "epochs=null", "threads=1", "logger=csv"),
+        ("eval", "ckpt_path=last", "output=eval"),
+        ("predict", "ckpt_path=last", "input=test", "output=test.csv"),
+    ):
+        assert run(*words).status == 0
+        calls.append(words)
+    code = f"from runner.cli import main; assert not any(main(list(words)) for words in {calls})"
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+    subprocess.run([sys.executable, "-c", code], cwd=package.parent, env=environment, check=True)
+    found = []
+    for folder in (workdir, package.parent):
         (summary,) = (json.loads(path.read_text()) for path in folder.glob("outputs/digits/*/summary.json"))
         evaluated = json.loads((folder / "eval/eval_test.json").read_text())
-        results.append((summary["weights_sha256"], evaluated["metrics"], (folder / "test.csv").read_bytes()))
-    assert results[0] == results[1]
+        found.append((summary["weights_sha256"], evaluated["metrics"], (folder / "test.csv").read_bytes()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("room", ["sweeps", "launch"])
@@ -175,24 +180,24 @@ def test_sweeps_and_launchers_use_no_internals_of_hydra_no_patches_and_no_import
 
 
 BUDGET = {
-    ".": 850,
+    ".": 900,
     "base": 900,
-    "checkpoint": 1_500,
-    "config": 3_950,
-    "data": 6_000,
-    "distributed": 1_050,
-    "engine": 2_750,
+    "checkpoint": 1_550,
+    "config": 4_050,
+    "data": 6_100,
+    "distributed": 1_100,
+    "engine": 2_850,
     "instrument": 650,
-    "lab": 8_950,
-    "launch": 1_000,
+    "lab": 9_100,
+    "launch": 1_050,
     "models": 1_200,
     "optim": 1_100,
-    "run": 3_950,
-    "runtime": 1_950,
-    "sweeps": 2_250,
+    "run": 4_100,
+    "runtime": 2_000,
+    "sweeps": 2_300,
     "tasks": 300,
     "tracking": 2_500,
-    "verbs": 2_450,
+    "verbs": 2_500,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

@@ -22,6 +22,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_whatever_is_done_to_a_run_nothing_is_lost(workdir: Path) -> None:
     done = forked.run(["--short", "--json", "table.json"], timeout=1200, script=str(SCRIPTS / "torture.py"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@ EVEN, ODD = "+data.dataset.classes=[0,2,4,6,8]", "+data.dataset.classes=[1,3,5,7
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_head_on_a_frozen_trunk_that_knows_other_digits_beats_the_same_steps_from_scratch(
     train: Callable[..., Any],
 ) -> None:

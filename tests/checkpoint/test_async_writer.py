@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended import some
 
 from runner.base.errors import UserError
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
@@ -57,7 +58,9 @@ def test_what_may_be_copied_later_is_copied_when_the_snapshot_is_finished() -> N
     assert torch.equal(copy["model"]["mean"], torch.ones(3))
 
 
-@pytest.mark.parametrize("words", [(), ("amp=fp16",), ("optimizer=rmsprop",), ("compile=step",)], ids=str)
+@pytest.mark.parametrize(
+    "words", some([(), ("amp=fp16",), ("optimizer=rmsprop",), ("compile=step",)], 0, 1, 2), ids=str
+)
 def test_an_update_waits_until_the_weights_before_it_are_copied(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:

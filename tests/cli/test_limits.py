@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import some
 
 from runner.base.errors import system_limit
 
@@ -39,7 +40,7 @@ def test_looking_whether_a_folder_can_be_made_leaves_nothing(run: Callable[..., 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [("data.placement=disk", "data.num_workers=2"), ("devices=2",)])
+@pytest.mark.parametrize("given", some([("data.placement=disk", "data.num_workers=2"), ("devices=2",)], 1))
 def test_a_limit_on_open_files_is_a_sentence(workdir: Path, given: tuple[str, ...]) -> None:
     words = (*SMALL, *given, "hydra.run.dir=run")
     command = f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}'

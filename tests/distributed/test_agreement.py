@@ -12,6 +12,7 @@ from rank_pool import RankPool
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_ranks_whose_clocks_differ_agree(pool: RankPool, tmp_path: Path) -> None:
     pool(agreement_ranks.on_a_rank, tmp_path, 2)
     for rank in range(2):

@@ -13,7 +13,7 @@ from rank_pool import RankPool
 
 
 @pytest.mark.slow
-def test_splits_of_every_size_give_the_same_numbers_on_any_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
+def test_splits_of_many_sizes_give_the_same_numbers_on_any_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
     # One process, without a process group.
     expected = json.loads(json.dumps(split_sizes.all_found()))  # JSON keeps every bit of a float
     for ranks in (2, 3, 4):

@@ -18,6 +18,7 @@ import collective_ranks
 import pytest
 import torch.distributed as dist
 from agent import Agent
+from extended import some
 
 from rank_pool import RankPool
 from runner.base.errors import UserError
@@ -150,7 +151,7 @@ def test_a_signal_before_ranks_train_ends_them_and_an_ignored_one_does_not(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.2, 0.8, 1.6])
+@pytest.mark.parametrize("delay", some([0.2, 0.8, 1.6], 1))
 def test_ctrl_c_while_ranks_start_ends_without_a_traceback(workdir: Path, delay: float) -> None:
     command = [
         sys.executable,

@@ -82,6 +82,7 @@ def test_ranks_train_what_one_process_trains(here: Path, train: Callable[..., An
     assert two.summary["weights_sha256"] == again.summary["weights_sha256"]
 
 
+@pytest.mark.extended
 def test_a_sweep_makes_one_directory_a_job(here: Path, run: Callable[..., Any]) -> None:
     result = run("train", *WORDS, "devices=2", "max_steps=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep")
     assert result.status == 0, result.err

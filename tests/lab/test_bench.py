@@ -157,6 +157,7 @@ def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
         picture.verify()
 
 
+@pytest.mark.extended
 def test_if_nothing_pays_it_says_so(run: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.lab.bench.run.bars", lambda *_, **__: None)
     result = run("bench", *TINY, *NET, "model.with_channels_last_ms=4", "toggles=[channels_last]")

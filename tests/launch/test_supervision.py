@@ -17,6 +17,7 @@ from pathlib import Path
 import joining_ranks
 import pytest
 import torch.distributed as dist
+from extended import some
 from forked import ForkedProgram
 
 from runner.checkpoint.file import read
@@ -68,10 +69,13 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [
-        {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"},
-        {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"},
-    ],
+    some(
+        [
+            {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"},
+            {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"},
+        ],
+        0,
+    ),
     ids=["torchrun", "srun"],
 )
 def test_ranks_that_were_not_started_are_named(
@@ -107,6 +111,7 @@ def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "met").exists()
 
 
+@pytest.mark.extended
 def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(
     workdir: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +135,7 @@ def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0, 0.1, 0.3, 0.7, 1.2, 1.8, 2.5, 3.5, 5])
+@pytest.mark.parametrize("delay", some([0, 0.1, 0.3, 0.7, 1.2, 1.8, 2.5, 3.5, 5], 2, 5))
 @pytest.mark.parametrize("starter", ["torchrun", "devices=2"])
 def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
     workdir: Path, mark: str, delay: float, starter: str
@@ -149,7 +154,7 @@ def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
         until(lambda: not marked(mark), 20)
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", some([False, True], 1))
 def test_ranks_of_a_job_end_once_the_process_of_its_sweep_is_killed(workdir: Path, mark: str, trains: bool) -> None:
     log, folder = workdir / "log", workdir / "sweep" / "0"
     words = [*WORDS[:-1], "devices=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep"]

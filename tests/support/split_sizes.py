@@ -1,4 +1,4 @@
-"""Evaluations of splits of every size, by one process or by each of several ranks."""
+"""Evaluations of splits of many sizes, by one process or by each of several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from runner.engine.evaluation import evaluate
 from runner.tasks.classification import Classification
 from runner.tasks.regression import Regression
 
-SIZES, BATCHES = range(41), (1, 3, 8)
+# Every remainder by the batches and by 2 to 4 ranks, and some larger sizes.
+SIZES, BATCHES = (*range(13), 23, 24, 25, 40), (1, 3, 8)
 _CPU = torch.device("cpu")
 
 
@@ -57,7 +58,7 @@ class Noting:
 
 
 def all_found(world: World | None = None) -> list[dict[str, Any]]:
-    """For every size and batch size the samples that this rank evaluated, and the metrics of each task.
+    """For each size and batch size the samples that this rank evaluated, and the metrics of each task.
 
     The models are divided among the ranks of `world`, if there is one. The metrics do not depend on it, so one task has to do.
     """

@@ -133,6 +133,7 @@ def test_the_command_of_a_job_has_the_same_bits_and_a_job_that_fails_early_keeps
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_killed_command_of_a_sweep_that_begins_with_a_checkpoint_continues_with_its_own(
     trained, spawn, tiny, workdir, mine
 ):
@@ -156,6 +157,7 @@ def test_a_killed_command_of_a_sweep_that_begins_with_a_checkpoint_continues_wit
     assert f"{folder.name}/1/checkpoints" in json.loads((folder / "1" / "summary.json").read_text())["resumed_from"]
 
 
+@pytest.mark.extended
 def test_runs_on_a_cluster_are_found_again_without_the_ledger(spawn, tiny, workdir, mine):
     words = (*tiny, *mine, "--multirun", "seed=0,1")
     assert spawn("train", *words).returncode == 0
@@ -169,6 +171,7 @@ def test_runs_on_a_cluster_are_found_again_without_the_ledger(spawn, tiny, workd
 
 @needs("ray")
 @pytest.mark.slow
+@pytest.mark.extended
 def test_jobs_of_ray_save_on_a_signal_and_the_same_command_gives_the_bits_of_the_sweep_without(
     made_once, tiny, workdir
 ):
@@ -192,6 +195,7 @@ def test_jobs_of_ray_save_on_a_signal_and_the_same_command_gives_the_bits_of_the
 
 @needs("ray")
 @pytest.mark.slow
+@pytest.mark.extended
 def test_jobs_of_ray_save_when_their_worker_or_the_sweep_is_killed_and_a_second_signal_kills_them(tiny, workdir):
     words = ["train", *tiny, *LONG, *RAY, "epochs=100000"]
 

@@ -52,6 +52,7 @@ def jobs_of(workdir: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_jobs_side_by_side_give_the_bits_of_one_after_the_other_and_hurt_no_other(workdir):
     done = forked.run(["--jobs", "4"], script=str(SCRIPT))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,6 +86,7 @@ def test_a_signal_goes_on_to_the_jobs_and_a_killed_sweep_leaves_none(workdir, ti
     until(lambda: all(map(gone, number.values())))
 
 
+@pytest.mark.extended
 def test_a_job_that_a_killed_sweep_left_is_waited_for_and_continued(workdir, tiny):
     words = ("train", *tiny, "--multirun", "seed=0,1", "epochs=300", "checkpoint.min_seconds=0")
     program = ForkedProgram(words)
@@ -210,6 +212,7 @@ def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, call, sentenc
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_sweep_keeps_no_memory_files_and_threads_of_its_jobs(workdir):
     script = SCRIPT.with_name("sweep_leaks.py")
     done = forked.run(["--jobs", "12", "--first", "4", "--most", "30"], script=str(script))

@@ -15,6 +15,7 @@ from typing import Any
 import optuna
 import pytest
 import yaml
+from extended import some
 from forked import ForkedProgram
 from optuna.storages.journal import JournalFileBackend, JournalStorage
 
@@ -229,6 +230,7 @@ def test_trials_with_the_values_of_one_that_runs_wait_for_its_result(search):
     assert (len(trials(folder)), len(results), len(digests(folder))) == (6, 2, 2)
 
 
+@pytest.mark.extended
 def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mine, monkeypatch):
     (workdir / "conf" / "hydra" / "launcher").mkdir(parents=True)
     (workdir / "conf" / "hydra" / "launcher" / "mine.yaml").write_text("_target_: mine.Commands\n")
@@ -246,7 +248,7 @@ def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mi
 
 @pytest.mark.parametrize(
     "words",
-    [("sweep=optuna", *HALVING), (*SEARCH, "search.sampler=random", "search.jobs=2")],
+    some([("sweep=optuna", *HALVING), (*SEARCH, "search.sampler=random", "search.jobs=2")], 1),
     ids=["serial", "parallel"],
 )
 def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials(search, tiny, workdir, words):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from extended import some
 from forked import ForkedProgram
 
 from runner.launch.jobs import Job
@@ -79,12 +80,13 @@ def test_a_warned_run_saves_and_asks_for_one_requeue(slurm, tiny, monkeypatch, w
     assert json.loads(summary.read_text())["status"] == "preempted"
 
 
-@pytest.mark.parametrize("words", [SEARCH, POOL], ids=["search", "pool"])
+@pytest.mark.parametrize("words", some([SEARCH, POOL], 1), ids=["search", "pool"])
 def test_a_warned_sweep_is_requeued(slurm, tiny, words):
     assert warned([*tiny, *LONG, *words]) == 75
     assert slurm()[-1] == "requeue 77"
 
 
+@pytest.mark.extended
 def test_a_requeued_job_continues_its_own_run_and_no_other(slurm, tiny, monkeypatch):
     assert warned([*tiny, *LONG]) == 75
     [directory] = Path.cwd().glob("outputs/*/*")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import some
 from extras import needs, optional
 from fake_mlflow import FakeMLflow, fake_mlflow
 from fake_wandb import FakeWandB, fake_wandb
@@ -81,7 +82,7 @@ def _until(done: Callable[[], Any], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("failure", ["refuse", "hang", "500", "die", "slow", "full"])
+@pytest.mark.parametrize("failure", some(["refuse", "hang", "500", "die", "slow", "full"], 2, 3, 5))
 def test_after_a_failure_of_the_server_every_point_is_there_once(tmp_path, server, failure):
     run = tmp_path / "run"
     _write(run, range(1, 4))
@@ -244,7 +245,7 @@ def test_a_sweep_shows_each_job_and_failed_ones_as_failed(run, server):
     assert "mlflow:" not in result.err + result.out
 
 
-@pytest.mark.parametrize("failure", ["refuse", "hang", "500", "die", "slow"])
+@pytest.mark.parametrize("failure", some(["refuse", "hang", "500", "die", "slow"], 0, 2))
 def test_a_server_that_fails_costs_one_warning_and_its_command_sends_everything_later(run, server, paused, failure):
     quiet = run("train", *FAST, "logger=none", "epochs=2", "log.every_steps=5", "hydra.run.dir=quiet")
     server.failure, server.script = failure, [""] * 4 if failure == "die" else []  # it dies in the middle
@@ -424,7 +425,7 @@ def test_an_online_run_of_wandb_that_is_killed_and_resumed_is_complete_and_uniqu
 
 
 @needs("wandb")
-@pytest.mark.parametrize("dies", ["at the start", "in the middle"])
+@pytest.mark.parametrize("dies", some(["at the start", "in the middle"]))
 def test_a_dead_server_of_wandb_costs_one_warning_and_does_not_keep_the_process(workdir, wandb_server, paused, dies):
     if dies == "at the start":
         wandb_server.stop()
@@ -461,6 +462,7 @@ def test_a_client_is_not_imported_before_it_costs_less_than_its_share(tmp_path, 
     assert len(tracker.points) == 3
 
 
+@pytest.mark.extended
 def test_the_thread_computes_for_no_more_than_its_share(tmp_path, monkeypatch):
     tracker = _slow(tmp_path, monkeypatch, 0.0, max_share=0.2)
     _write(tmp_path / "run", range(1, 10_000))

@@ -115,6 +115,7 @@ def test_two_rates_on_a_line_are_a_mistake(problems: Callable[..., Any]) -> None
     assert problems("lr=auto", verb="profile")["lr"].allowed == "a number, or null"
 
 
+@pytest.mark.extended
 def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Callable[..., Any]) -> None:
     words = ("epochs=8", "data=digits", "model=small_cnn")
     preset, found = (train(*words, *more).summary["test"]["accuracy"] for more in ((), ("lr=auto",)))

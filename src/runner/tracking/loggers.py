@@ -92,7 +92,7 @@ class JsonLines:
 class Csv:
     """`metrics_<split>.csv`: the lines of `metrics.jsonl` as tables, a column per metric, written at each flush and the end.
 
-    A table is written whole each time, so a resumed run and a new metric need no code of their own.
+    A table is written whole each time, so a resumed run and a new metric need no further code.
     """
 
     def __init__(self) -> None:
