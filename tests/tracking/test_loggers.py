@@ -90,6 +90,25 @@ def test_csv_files_of_a_resumed_run_have_what_metrics_jsonl_has(tmp_path):
     assert foreign.read_text() == "a,b\nx,y"
 
 
+def test_csv_files_of_a_long_run_are_written_less_often_than_checkpoints(tmp_path, monkeypatch):
+    clock = [0.0]
+    lines, logger = JsonLines(), Csv()
+    monkeypatch.setattr("runner.tracking.loggers.time.monotonic", lambda: clock[0])
+    written = Csv._write
+    monkeypatch.setattr(Csv, "_write", lambda self: (written(self), clock.__setitem__(0, clock[0] + 2))[0])
+    for each in (lines, logger):
+        each.open(tmp_path, None)
+    for now, expected in ((0.0, 1), (100.0, 1), (202.0, 3)):
+        lines.log("train", {"loss": 1.0}, int(now), 1)
+        clock[0] = max(clock[0], now)
+        logger.flush()
+        assert len(_rows(tmp_path / "metrics_train.csv")) - 1 == expected
+    lines.log("train", {"loss": 1.0}, 300, 1)
+    for each in (lines, logger):
+        each.close()
+    assert len(_rows(tmp_path / "metrics_train.csv")) - 1 == 4
+
+
 def _scalars(folder, tag):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
