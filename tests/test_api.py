@@ -21,6 +21,7 @@ import pytest
 import runs_that_ended_early
 import torch
 import yaml
+from extended import some
 from PIL import Image
 
 import runner
@@ -110,7 +111,7 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
     }
 
 
-@pytest.mark.parametrize("first", ["import runner.train", "from runner.train import build_run", "pass"])
+@pytest.mark.parametrize("first", some(["import runner.train", "from runner.train import build_run", "pass"], 0))
 def test_train_is_the_function_whatever_was_imported_before(first: str) -> None:
     code = f"{first}\nfrom runner import train\nassert train.__module__ == 'runner.api', train"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -108,7 +108,9 @@ def test_a_table_of_numbers_read_by_workers(story: Callable[..., Any], pictures:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [("accumulate=2",), ("data.num_workers=2", "data.hflip=0.5", "transform=strong")])
+@pytest.mark.parametrize(
+    "words", some([("accumulate=2",), ("data.num_workers=2", "data.hflip=0.5", "transform=strong")], 1)
+)
 def test_balanced_classes(story: Callable[..., Any], pictures: Path, words: tuple[str, ...]) -> None:
     rest = story(
         "data=csv",
@@ -148,7 +150,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("kind", some(ROWS, 0))
 def test_a_table_with_several_columns_of_targets(kind: str, story: Callable[..., Any], pictures: Path) -> None:
     columns, *words = ROWS[kind]
     story(

@@ -114,6 +114,7 @@ def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatc
     assert result.err.count("error: ") == 1
 
 
+@pytest.mark.extended
 def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoint(
     here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

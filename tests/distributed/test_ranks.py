@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from agent import Agent
+from extended import some
 
 from runner.checkpoint.file import read
 from scale_kills import ranks_of
@@ -120,7 +121,7 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train
     assert losses(again.directory) == losses(whole.directory)
 
 
-@pytest.mark.parametrize(("number", "size"), [(signal.SIGTERM, 2), (signal.SIGKILL, 3)])
+@pytest.mark.parametrize(("number", "size"), some([(signal.SIGTERM, 2), (signal.SIGKILL, 3)], 0, several=True))
 def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits(
     here: Path, train: Callable[..., Any], number: signal.Signals, size: int
 ) -> None:

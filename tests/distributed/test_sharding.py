@@ -83,6 +83,7 @@ def test_parts_of_a_model_that_are_frozen_recomputed_and_gathered_apart(runs: Ca
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_replicas_of_divided_weights(runs: Callable[..., Any]) -> None:
     assert_same(runs(*WINDOW, "devices=4", "strategy=fsdp", "fsdp.replicas=2"), runs(*WINDOW))
 
@@ -107,6 +108,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_tied_weights_of_one_block_and_of_several(runs: Callable[..., Any]) -> None:
     one, two = runs(*TIED), runs(*TIED, *TWO)
     assert_same(two, one)

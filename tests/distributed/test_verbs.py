@@ -76,6 +76,7 @@ def _a_layer(call: Any) -> str:
     return str(json.loads(result.out)["layers"][-1]["name"])
 
 
+@pytest.mark.extended
 def test_ranks_of_torchrun_evaluate_together(call: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ("eval", "ckpt_path=run", "threads=1", "json=true")

@@ -231,6 +231,7 @@ def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
     assert not torch.is_anomaly_enabled()
 
 
+@pytest.mark.extended
 def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,12 @@ import pytest
 MARK = pytest.mark.extended
 
 
-def some(cases: Iterable[Any], *by_default: int) -> list[Any]:
-    """The cases of a parametrization, those at other places than `by_default` marked as `extended`."""
-    return [case if place in by_default else pytest.param(case, marks=MARK) for place, case in enumerate(cases)]
+def some(cases: Iterable[Any], *by_default: int, several: bool = False) -> list[Any]:
+    """The cases of a parametrization, those at other places than `by_default` marked as `extended`.
+
+    `several` says that a case is a tuple of several parameters.
+    """
+    params = [pytest.param(*case) if several else pytest.param(case) for case in cases]
+    return [
+        each if place in by_default else pytest.param(*each.values, marks=MARK) for place, each in enumerate(params)
+    ]

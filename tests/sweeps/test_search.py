@@ -207,6 +207,7 @@ def test_a_warm_start_knows_earlier_jobs_within_the_space(search, made_once):
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "logs"]
 
 
+@pytest.mark.extended
 def test_results_that_the_study_has_stay_when_code_changes_and_other_trials_run_with_the_new_code(search, mine):
     words = (*SEARCH, "search.sampler=random", "+callbacks.mine._target_=mine.Callback")
     search(*words, "search.trials=1")
@@ -274,6 +275,7 @@ def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials
     assert ends == list("01234")
 
 
+@pytest.mark.extended
 def test_a_killed_trial_begins_no_other_with_fail_fast_and_the_same_command_continues_it(search, tiny, workdir):
     words = (*SEARCH, "search.trials=2", "epochs=20")
     _, alone = search(*words, "output_root=alone")

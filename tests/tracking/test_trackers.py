@@ -273,6 +273,7 @@ def test_a_server_that_fails_costs_one_warning_and_its_command_sends_everything_
         assert server.steps(server.only, f"{split}/loss") == steps
 
 
+@pytest.mark.extended
 def test_a_server_that_answers_again_gets_everything_without_a_word(run, server, paused):
     server.script = ["500"] * 2
     result = run("train", *FAST, "logger=mlflow", *_live(server), "epochs=2", *paused(0.1))
@@ -521,6 +522,7 @@ child.kill()
 """
 
 
+@pytest.mark.extended
 def test_a_process_forked_while_a_client_is_imported_can_import_it_too(workdir):
     (workdir / "slow_client.py").write_text("import time\nopen('importing', 'w')\ntime.sleep(2)\n")
     _write(workdir / "run", range(1, 4))
