@@ -9,7 +9,6 @@ from typing import Any
 
 from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
-from runner.config import stored
 from runner.config.merge import may_write_cache
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, read_data
@@ -221,7 +220,7 @@ def _train(
 
     # From here on, the state is that of the checkpoint
     run.warnings += saving.resume(found, record.continued) if found else []
-    record.directory.write_config(stored.dump(config))
+    record.directory.write_config(saving.config_text)
     open_loggers(loggers, record, state.position.global_step if found else None, ending)
     show_run(run, record, hardware_metrics.rows(), [*run.warnings, *record.setup.warnings])
     if config.watch.shapes:

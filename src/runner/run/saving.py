@@ -74,8 +74,9 @@ class Saving:
         self._run, self._record, self._callbacks = run, record, callbacks
         self._loggers, self._buffer = loggers, buffer
         # Facts that do not change during a run; with them, a checkpoint can be used without its run directory
+        self.config_text = stored.dump(run.config)
         self._facts: dict[str, Any] = {
-            "config": stored.dump(run.config),
+            "config": self.config_text,
             "classes": list(run.data.classes),
             "versions": versions(),
             "data": run.data.fingerprint(),
