@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from extended import some
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -235,7 +234,8 @@ made.close()
 """
 
 
-@pytest.mark.parametrize("send", some([os.kill, os.killpg]), ids=["the process", "the process and its workers"])
+@pytest.mark.extended
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["the process", "the process and its workers"])
 def test_the_time_in_which_a_process_is_stopped_does_not_count(send: Any) -> None:
     command = [sys.executable, "-c", STOPPED, str(Path(__file__).parent)]
     with subprocess.Popen(
