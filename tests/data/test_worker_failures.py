@@ -56,7 +56,7 @@ class Numbered(Dataset[Any]):
             elif self.wrong == "calls exit":
                 sys.exit()
             elif self.wrong:
-                os.kill(os.getpid(), getattr(signal, self.wrong))
+                os.kill(os.getpid(), int(self.wrong) if self.wrong.isdecimal() else getattr(signal, self.wrong))
         return torch.full((1, self.side, self.side), index, dtype=torch.uint8), index
 
 
@@ -81,6 +81,7 @@ def gone(pids: list[int]) -> bool:
         ("SIGKILL", r"worker process 1 \(pid \d+\) was killed by SIGKILL \(the system kills .* memory\)"),
         ("SIGBUS", r"worker process 1 \(pid \d+\) was killed by SIGBUS \(.*/dev/shm is full\)"),
         ("SIGVTALRM", r"worker process 1 \(pid \d+\) was killed by SIGVTALRM\n"),
+        ("35", r"worker process 1 \(pid \d+\) was killed by signal 35\n"),
         ("exits", r"worker process 1 \(pid \d+\) ended with status 5"),
         ("calls exit", r"worker process 1 \(pid \d+\) ended with status 0 \(.*exit\(\)"),
     ],

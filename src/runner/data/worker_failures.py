@@ -118,7 +118,8 @@ def _how_it_ended(exitcode: int) -> str:
         return "ended with status 0 (the data set or a transform may have called exit())"
     if exitcode > 0:
         return f"ended with status {exitcode}"
-    name = signal.Signals(-exitcode).name
+    # Real-time signals have a number alone
+    name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
     return f"was killed by {name}{_ADVICE.get(name, '')}"
 
 
