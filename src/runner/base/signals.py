@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _weakrefset
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -59,6 +60,10 @@ def interruptible() -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
+        # While torch is imported, its compiled part aborts the process if Python raises an exception.
+        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+            os.write(2, b"interrupted\n")
+            os._exit(128 + number)
         signal.default_int_handler(number, frame)
 
     # Only Python's own handler is replaced: a shell ignores the signal for jobs in the background, and that stays so.
