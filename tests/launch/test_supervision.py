@@ -82,32 +82,29 @@ def test_ranks_that_were_not_started_are_named(
     workdir: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
     as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=free_port(), **environment)
-    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=4"])
-    begun = time.monotonic()
+    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=2"])
     _, err = program.communicate(60)
     assert program.returncode == 1, err
-    assert "waiting for ranks 1, 2 of 3, up to dist.timeout_s=4" in err
-    assert "error: dist.timeout_s: ranks 1, 2 of 3 did not come within 4 s" in err
+    assert "waiting for ranks 1, 2 of 3, up to dist.timeout_s=2" in err
+    assert "error: dist.timeout_s: ranks 1, 2 of 3 did not come within 2 s" in err
     assert "Traceback" not in err
-    assert time.monotonic() - begun < 30
     assert not (workdir / "run").exists()
 
 
 def test_a_rank_without_rank_0_says_where_it_looked_for_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2", RANK="1")
-    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=2"])
+    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=1"])
     _, err = program.communicate(60)
     assert program.returncode == 1, err
     assert f"error: rank 0 of 2 does not answer at localhost:{port}" in err
     assert "Traceback" not in err
 
 
-def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path) -> None:
-    begun = time.monotonic()
+def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.launch.ranks._NOTICED_S", 1.5)
     with pytest.raises(RankFailed, match=r"rank 1 took no part for dist\.timeout_s"):
         run_ranks(joining_ranks.meet_without_one, tmp_path, 3, tmp_path)
-    assert time.monotonic() - begun < 60
     assert not (tmp_path / "met").exists()
 
 
@@ -135,8 +132,8 @@ def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", some([0, 0.1, 0.3, 0.7, 1.2, 1.8, 2.5, 3.5, 5], 2, 5))
-@pytest.mark.parametrize("starter", ["torchrun", "devices=2"])
+@pytest.mark.parametrize("delay", some([0, 0.1, 0.3, 0.7, 1.2, 1.8, 2.5, 3.5, 5], 5))
+@pytest.mark.parametrize("starter", some(["torchrun", "devices=2"], 0))
 def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
     workdir: Path, mark: str, delay: float, starter: str
 ) -> None:
@@ -152,22 +149,6 @@ def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
         launcher.kill()
         launcher.wait()
         until(lambda: not marked(mark), 20)
-
-
-@pytest.mark.parametrize("trains", some([False, True], 1))
-def test_ranks_of_a_job_end_once_the_process_of_its_sweep_is_killed(workdir: Path, mark: str, trains: bool) -> None:
-    log, folder = workdir / "log", workdir / "sweep" / "0"
-    words = [*WORDS[:-1], "devices=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep"]
-    command = [sys.executable, "-m", "runner", "train", *words]
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as sweep:
-        until(lambda: (folder / ("checkpoints/last.safetensors" if trains else "logs")).exists())
-        sweep.kill()
-        sweep.wait()
-        until(lambda: not marked(mark), 30)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "preempted", log.read_text()
-    if trains:
-        assert read(folder / "checkpoints/last.safetensors")["position"]["global_step"] == summary["global_step"]
 
 
 def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(workdir: Path, mark: str) -> None:
@@ -187,6 +168,30 @@ def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(workdir: Path
 
 
 SIGNALLED_AT_ONCE = """
+import multiprocessing, os, signal, sys, time
+from runner.launch.processes import accept_signals, start_fork_server
+
+def listen():
+    accept_signals()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    start_fork_server([])
+    for _ in range(10):
+        process = multiprocessing.get_context("forkserver").Process(target=listen)
+        process.start()
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+        assert process.exitcode == -signal.SIGINT
+"""
+
+
+def test_a_signal_right_after_a_process_has_started_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(SIGNALLED_AT_ONCE)
+    subprocess.run([sys.executable, "starts.py"], cwd=tmp_path, check=True, timeout=50)
+
+
+SIGNALLED_RANKS = """
 import time
 from pathlib import Path
 from runner.launch.ranks import run_ranks
@@ -199,8 +204,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_signal_right_after_ranks_have_started_is_not_lost(tmp_path: Path) -> None:
-    (tmp_path / "starts.py").write_text(SIGNALLED_AT_ONCE)
+@pytest.mark.extended
+def test_a_signal_right_after_ranks_have_started_ends_them(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(SIGNALLED_RANKS)
     command = [sys.executable, "starts.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import forked
 import pytest
+from extended import some
 from forked import ForkedProgram
 
 from runner.base.errors import UserError
+from runner.checkpoint.file import read
 from runner.launch import local
 from runner.launch.jobs import Job
 from runner.launch.local import Local
@@ -104,20 +107,27 @@ def test_a_job_that_a_killed_sweep_left_is_waited_for_and_continued(workdir, tin
     assert sorted(path.name for path in folder.glob("[0-9]*")) == ["0", "1"]
 
 
-def test_a_job_of_several_ranks_leaves_none_when_its_sweep_is_killed(workdir, tiny):
-    program = ForkedProgram(["train", *tiny, "--multirun", *ENDLESS, "devices=2"])
-    until(lambda: jobs_of(workdir), program)
-    session = [path.parent.name for path in Path("/proc").glob("[0-9]*/cwd") if _is_in(path, workdir)]
-    assert len(session) >= 4  # the sweep, the job, and its ranks
+def processes_in(folder: Path) -> list[Path]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            found += [path] if path.resolve() == folder and int(path.parent.name) != os.getpid() else []
+    return found
+
+
+@pytest.mark.parametrize("trains", some([False, True], 1))
+def test_a_job_of_several_ranks_saves_and_leaves_none_when_its_sweep_is_killed(workdir, tiny, trains):
+    words = (*ENDLESS, "devices=2", "checkpoint.every_steps=1", "checkpoint.min_seconds=0", "hydra.sweep.dir=sweep")
+    last = Path("sweep/0/checkpoints/last.safetensors")
+    program = ForkedProgram(["train", *tiny, "--multirun", *words])
+    until(lambda: len(processes_in(workdir)) >= 4, program)  # the sweep, the job, and its ranks
+    until(lambda: last.exists() or not trains, program)
     program.kill()
-    until(lambda: not [path for path in Path("/proc").glob("[0-9]*/cwd") if _is_in(path, workdir)])
-
-
-def _is_in(path: Path, workdir: Path) -> bool:
-    try:
-        return path.resolve() == workdir.resolve() and int(path.parent.name) != os.getpid()
-    except OSError:
-        return False
+    until(lambda: not processes_in(workdir))
+    summary = json.loads(Path("sweep/0/summary.json").read_text())
+    assert summary["status"] == "preempted"
+    if trains:
+        assert read(last)["position"]["global_step"] == summary["global_step"]
 
 
 @pytest.mark.parametrize(

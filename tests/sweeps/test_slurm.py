@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 from extended import some
 from forked import ForkedProgram
 
-from runner.launch.jobs import Job
+from runner.launch.jobs import Ended, Job
 from runner.launch.slurm import Slurm
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "slurm_local" / "check.py"
 SEARCH = ("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}")
 POOL = ("--multirun", "seed=0,1", "hydra/launcher=pool", "hydra.launcher.per_device=1")
 LONG = ("epochs=200", "data.dataset.samples=512", "checkpoint.min_seconds=0")
@@ -120,11 +124,12 @@ def test_a_run_that_cannot_save_is_requeued_too(slurm, tiny):
 
 
 def test_a_warning_before_the_run_listens_is_not_lost(slurm, tiny):
+    script = Path("warned_early.py")
     code = "import os, signal, sys, runner.verbs._launch as launch; run = launch._launch\n"
     code += "launch._launch = lambda *given: (os.kill(os.getpid(), signal.SIGUSR2), run(*given))[1]\n"
     code += "from runner.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "train", *tiny, *LONG]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    script.write_text(code)
+    done = forked.run(["train", *tiny, *LONG], script=str(script))
     assert done.returncode == 75, done.stderr
     assert slurm()[-1] == "requeue 77"
 
@@ -170,7 +175,7 @@ def test_the_keys_of_the_launcher_are_options_of_sbatch_by_the_names_of_submitit
     }
     given = [f"hydra.launcher.{key}={value}" for key, value in words.items()]
     result = run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1,2", *given)
-    [submitted] = [line for line in (commands / "calls").read_text().splitlines() if line.startswith("sbatch")]
+    [submitted] = [line for line in calls(commands) if line.startswith("sbatch")]
     found = submitted.split()[1:]
     expected = ["--parsable", "--array=0,1,2%2", "--open-mode=append", "--nodes=2", "--ntasks-per-node=3"]
     expected += ["--cpus-per-task=5", "--gpus-per-node=a100:1", "--time=90", "--mem=4G", "--partition=gpu"]
@@ -189,44 +194,46 @@ def test_the_keys_of_the_launcher_are_options_of_sbatch_by_the_names_of_submitit
     assert "job 1 of 3: seed=0: failed: SLURM job 7_0 is not in the queue any more" in result.out + result.err
 
 
-def test_a_controller_that_does_not_answer_ends_no_job_and_a_state_says_why_one_ended(run, tiny, commands):
-    slurm_job = "7_0 OUT_OF_MEMORY synthetic"
-    (commands / "queue").write_text(slurm_job + "\n")
+def launcher(values_name="x", slurm_signal="USR2", requeue=True, **keys):
+    return Slurm(values={"name": values_name, "slurm": {"signal": slurm_signal, "requeue": requeue}}, **keys)
 
-    def calls(text):
-        return [line.split()[0] for line in (commands / "calls").read_text().splitlines() if text in line]
 
-    sbatch = commands / "tools" / "sbatch"
-    sbatch.write_text(sbatch.read_text().replace("echo 7", "touch silent; echo 7"))
-    result = run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0")
-    assert calls("") == ["squeue", "sbatch", "squeue", "squeue", "squeue"]
-    assert "seed=0" not in (commands / "calls").read_text()
-    assert "failed: SLURM job 7_0 is OUT_OF_MEMORY" in result.out + result.err
+def jobs_of(folder, *numbers):
+    return [Job(number, print, ["train"], folder / "logs" / f"{number}.log") for number in numbers]
+
+
+def calls(folder):
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_a_controller_that_does_not_answer_ends_no_job_and_a_state_says_why_one_ended(commands):
+    started = launcher()
+    assert started.start(jobs_of(commands, 0)) == ["SLURM 7_0"]
+    (commands / "queue").write_text("7_0 OUT_OF_MEMORY synthetic\n")
+    (commands / "silent").touch()
+    assert [started.wait(0) for _ in range(3)] == [[], [], [Ended(0, "SLURM job 7_0 is OUT_OF_MEMORY")]]
+    assert [line.split()[0] for line in calls(commands)] == ["squeue", "sbatch", "squeue", "squeue", "squeue"]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected", "absent"),
+    ("keys", "expected", "absent"),
     [
-        (("slurm.signal=TERM",), "--signal=TERM@120", "--signal=USR"),
-        (("slurm.signal=null",), "--requeue", "--signal"),
-        (('slurm.requeue="false"',), "--no-requeue", " --requeue"),
-        (("name=a b",), "--job-name=a_b-", "--job-name=a b"),
-        (("hydra.launcher.name=mine",), "--job-name=mine-", "--job-name=synthetic"),
+        ({"slurm_signal": "TERM"}, "--signal=TERM@120", "--signal=USR"),
+        ({"slurm_signal": None}, "--requeue", "--signal"),
+        ({"requeue": "false"}, "--no-requeue", " --requeue"),
+        ({"values_name": "a b"}, "--job-name=a_b-", "--job-name=a b"),
+        ({"name": "mine"}, "--job-name=mine-", "--job-name=x"),
     ],
 )
-def test_an_array_is_warned_and_requeued_as_the_config_of_its_runs_says(run, tiny, commands, words, expected, absent):
-    run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1", *words)
-    calls = (commands / "calls").read_text()
-    assert expected in calls
-    assert absent not in calls
+def test_an_array_is_warned_and_requeued_as_the_config_of_its_runs_says(commands, keys, expected, absent):
+    launcher(**keys).start(jobs_of(commands, 0, 1))
+    assert expected in calls(commands)[-1]
+    assert absent not in calls(commands)[-1]
 
 
 def test_jobs_beyond_the_limit_of_an_array_are_another_array(commands):
-    values = {"name": "x", "slurm": {"signal": None, "requeue": True}}
-    launcher = Slurm(values=values)
-    jobs = [Job(number, print, ["train"], commands / "logs" / f"{number}.log") for number in (999, 1000, 1007)]
-    assert launcher.start(jobs) == ["SLURM 7_999", "SLURM 7_0", "SLURM 7_7"]
-    first, second = [line for line in (commands / "calls").read_text().splitlines() if line.startswith("sbatch")]
+    assert launcher().start(jobs_of(commands, 999, 1000, 1007)) == ["SLURM 7_999", "SLURM 7_0", "SLURM 7_7"]
+    first, second = [line for line in calls(commands) if line.startswith("sbatch")]
     assert "--array=999 " in first
     assert "/logs/%a.log" in first
     assert "--array=0,7 " in second
@@ -246,14 +253,14 @@ def test_a_machine_without_slurm_and_a_cluster_that_refuses_are_named(run, tiny,
     assert "hydra/launcher: is slurm, and there is no sbatch on this machine" in result.err
 
 
-def test_a_sweep_inside_a_job_of_slurm_passes_none_of_its_variables_on(run, tiny, commands, monkeypatch):
+def test_a_sweep_inside_a_job_of_slurm_passes_none_of_its_variables_on(commands, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_CPU_BIND", "verbose")
     monkeypatch.setenv("SLURM_CONF", "/mine")
     for name in ("sbatch", "squeue"):
         tool = commands / "tools" / name
         tool.write_text(tool.read_text().replace("#!/bin/sh", "#!/bin/sh\nenv | grep SLURM_ >> variables"))
-    run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1")
+    launcher().start(jobs_of(commands, 0))
     assert {*(commands / "variables").read_text().splitlines()} == {"SLURM_CONF=/mine"}
 
 
@@ -262,22 +269,74 @@ def test_wrong_values_are_refused(problems, word):
     assert word.partition("=")[0] in problems(word)
 
 
-def _script(name):
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / "slurm_local" / f"{name}.py")
+LOOKS_OFTEN = """
+import sys
+import runner.launch.slurm
+from runner.cli import main
+runner.launch.slurm._PERIOD_S = 0.5
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def check(workdir):
+    """A cluster, and the functions of the script that checks what is promised about its jobs."""
+    spec = importlib.util.spec_from_file_location("slurm_check", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     spec.loader.exec_module(module)
-    return module
+    cluster = sys.modules["cluster"]
+    if why := cluster.missing():
+        pytest.skip(why)
+    folder = workdir / "cluster"
+    cluster.start(folder)
+    found = module.Check(workdir, cluster.environment(folder), random.Random(0))
+    yield found
+    cluster._call(folder, "scancel", "--user=root", "--signal=KILL", "--full")
+    found.wait(lambda: not found.call("squeue", "--noheader").stdout, "the end of all jobs")
+    with ThreadPoolExecutor() as pool:  # each daemon takes two seconds to end
+        [*pool.map(lambda name: cluster._end(folder, name), ("slurmd", "slurmctld", "munged"))]
+    cluster.stop(folder)
 
 
 @pytest.mark.slow
-def test_on_a_real_cluster_sweeps_continue_and_a_preempted_run_too():
-    cluster = _script("cluster")
-    if why := cluster.missing():
-        pytest.skip(why)
+def test_on_a_real_cluster_a_warned_job_continues_and_a_sweep_finds_its_jobs_again(
+    check, run, tiny, workdir, monkeypatch
+):
+    def queue():
+        """All jobs that the cluster has had."""
+        return check.call("squeue", "--noheader", "--array", "--states=all", "--format=%i").stdout.split()
+
+    monkeypatch.setenv("SLURM_CONF", check.environment["SLURM_CONF"])
+    long = (*tiny, *LONG, "epochs=60")
+    command = shlex.join(["srun", sys.executable, "-m", "runner", "train", *long, "output_root=warned"])
+    warned = check.submit("warned", command)
+    sweep = ("train", *tiny, "--multirun", "hydra/launcher=slurm", "model.width=4,0", "sweep.retry=never")
+    script = workdir / "sweep.py"
+    script.write_text(LOOKS_OFTEN)
+    program = ForkedProgram(sweep, script=str(script))
+    check.wait(lambda: len(queue()) == 3, "the jobs of the sweep")
+    check.wait(lambda: "started" in program._paths[0].read_text(), "the ledger")
+    program.send_signal(signal.SIGINT)
+    assert program.wait(60) == 75
+    again = ForkedProgram(sweep, script=str(script))
+    warned.wait(lambda: warned.steps() > 2, "progress")
+    check.call("scancel", "--signal=USR1", warned.number)
+    expected = run("train", *long).summary["weights_sha256"]
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 1, out + err
+    assert "1 of 2 jobs finished" in out
+    assert "model.width=0: failed: model.width: " in out + err
+    assert warned.wait_for_end() == "COMPLETED", warned.said()
+    assert (warned.restarts, len(warned.runs), warned.output.read_text().count("is requeued")) == (1, 1, 1)
+    assert warned.summary()["weights_sha256"] == expected
+    assert len(queue()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_on_a_real_cluster_sweeps_continue_and_a_preempted_run_too(check):
     parts = ("array", "sweep_killed", "sweep_of_ranks", "preempted", "--preemptions=2")
-    command = [sys.executable, "scripts/slurm_local/check.py", *parts]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run([sys.executable, SCRIPT, *parts], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok  ") >= 15
     assert "BROKEN" not in done.stdout
