@@ -63,7 +63,7 @@ def test_jobs_side_by_side_give_the_bits_of_one_after_the_other_and_hurt_no_othe
     assert "1 skipped, 4 with the same SHA-256" in done.stdout
 
 
-@pytest.mark.parametrize("words", [("--multirun",), POOL], ids=["serial", "pool"])
+@pytest.mark.parametrize("words", some([("--multirun",), POOL], 1), ids=["serial", "pool"])
 def test_a_signal_goes_on_to_the_jobs_and_a_killed_sweep_leaves_none(workdir, tiny, words):
     slots = 2 if words is POOL else 1
     program = ForkedProgram(["train", *tiny, *words, *ENDLESS])
@@ -76,6 +76,7 @@ def test_a_signal_goes_on_to_the_jobs_and_a_killed_sweep_leaves_none(workdir, ti
     ended = [(event, job) for event in ("preempted", "started") for job in "012"[:slots]]
     assert sorted(events(folder)[1:]) == ended
     assert "job 1 of 3: seed=0: preempted: stopped by SIGTERM" in out
+    assert "0 of 3 jobs finished" in out
     assert not (folder / "2").exists()
 
     program = ForkedProgram(["train", *tiny, *words, *ENDLESS])

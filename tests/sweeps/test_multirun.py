@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from forked import ForkedProgram
 
 
 @pytest.fixture
@@ -210,21 +207,6 @@ def test_a_run_by_itself_leaves_nothing_but_its_directory(run, tiny, workdir):
     assert run("train", *tiny).status == 0
     assert [path.name for path in workdir.iterdir()] == ["outputs"]
     assert [path.name for path in workdir.rglob("*.log")] == ["run.log"]
-
-
-def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
-    words = ("--multirun", "seed=0,1,2", "epochs=100000", "checkpoint.every_epochs=1000")
-    program, deadline = ForkedProgram(["train", *tiny, *words]), time.monotonic() + 60
-    while not any('"val"' in path.read_text() for path in workdir.rglob("metrics.jsonl")):
-        assert program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline, "no evaluation was logged"
-        time.sleep(0.01)
-    program.send_signal(signal.SIGTERM)
-    out, err = program.communicate(timeout=60)
-    assert program.returncode == 75, err
-    assert "preempted" in out
-    assert "0 of 3 jobs finished" in out
-    assert not (Path(out.splitlines()[-1].strip()) / "1").exists()
 
 
 def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
