@@ -60,7 +60,7 @@ def test_a_job_of_a_sweep_is_the_same_run_as_one_by_itself(four_jobs, run, tiny)
     assert summaries(four_jobs[1])["3"]["weights_sha256"] == alone.summary["weights_sha256"]
 
 
-def test_the_table_marks_the_best_and_says_what_each_job_varied(four_jobs):
+def test_the_tables_fold_seeds_mark_the_best_and_say_what_each_job_varied(four_jobs):
     out, folder = four_jobs
     table = out[out.index("4 of 4 jobs finished") :]
     values = {job: summary["best"]["value"] for job, summary in summaries(folder).items()}
@@ -71,36 +71,35 @@ def test_the_table_marks_the_best_and_says_what_each_job_varied(four_jobs):
     assert json.loads((folder / "sweep.json").read_text())["best"] == [best]
     assert "val/accuracy" in table
     assert "threads=1" not in table
+    head, *lines = [line.split(",") for line in (folder / "sweep.csv").read_text().splitlines()]
+    assert head == ["optimizer.lr", "metric", "finished", "mean", "std", "min", "max", "jobs"]
+    assert {line[0] for line in lines} == {"0.1", "0.01"}
+    assert [line[2] for line in lines] == ["2", "2"]
+    assert float(lines[0][3]) >= float(lines[1][3])
+    stored = json.loads((folder / "sweep.json").read_text())["table"]
+    assert [[str(cell) for cell in row.values()] for row in stored] == lines
+    assert f"| {lines[0][0]} | {lines[0][1]} | 2 | {float(lines[0][3]):.4g} | " in (folder / "sweep.md").read_text()
 
 
-def test_a_mistake_in_one_job_stops_no_other(sweep):
-    result, folder = sweep("--multirun", "model.width=4,0,6")
-    assert result.status == 1
-    assert "Traceback" not in result.err
-    found = summaries(folder)
-    assert [found[job]["status"] for job in "012"] == ["finished", "failed", "finished"]
-    assert "width must be at least 1, got 0" in found["1"]["error"]
-    assert "2 of 3 jobs finished" in result.out
-    assert re.search(r"error: job 1 failed: .*width must be at least 1, got 0", result.out + result.err)
-    told = r"job 2 of 3: model.width=0: failed: .*\n    log: .*/1/run.log\n.*\n    again: python -m runner train .*model.width=0"
-    assert re.search(told, result.out + result.err)
-    assert re.search(r"^ +1 +model.width=0 +failed ", result.out, re.MULTILINE)
-    [best] = json.loads((folder / "sweep.json").read_text())["best"]
-    assert best in "02"
-
-
-def test_a_job_that_breaks_stops_no_other(sweep, workdir, monkeypatch):
+def test_a_job_that_fails_stops_no_other(sweep, workdir, monkeypatch):
     text = "import torch\n\n\ndef net(num_classes, **_):\n    raise RuntimeError('broken inside')\n"
     (workdir / "breaking_sweep_package.py").write_text(text)
     monkeypatch.syspath_prepend(workdir)
-    both = "model._target_=breaking_sweep_package.net,runner.models.small_cnn.SmallCNN"
-    result, folder = sweep("--multirun", both)
+    models = "model._target_=breaking_sweep_package.net,runner.models.small_cnn.SmallCNN"
+    result, folder = sweep("--multirun", models, "model.width=0,4")
     assert result.status == 1
-    found = summaries(folder)
-    assert [found[job]["status"] for job in "01"] == ["failed", "finished"]
-    assert found["0"]["error"] == "RuntimeError: broken inside"
-    assert "RuntimeError: broken inside" in (folder / "0" / "run.log").read_text()
-    assert re.search(r"error: job 0 failed: RuntimeError: broken inside", result.out + result.err)
+    assert "Traceback" not in result.err
+    found, said = summaries(folder), result.out + result.err
+    assert [found[job]["status"] for job in "0123"] == ["failed", "failed", "failed", "finished"]
+    assert found["2"]["error"] == "RuntimeError: broken inside"
+    assert "RuntimeError: broken inside" in (folder / "2" / "run.log").read_text()
+    assert "width must be at least 1, got 0" in found["1"]["error"]
+    assert "1 of 4 jobs finished" in result.out
+    assert re.search(r"error: job 2 failed: RuntimeError: broken inside", said)
+    assert re.search(r"error: job 1 failed: .*width must be at least 1, got 0", said)
+    told = r"job 2 of 4: .*: failed: .*\n    log: .*/1/run.log\n.*\n    again: python -m runner train .*model.width=0"
+    assert re.search(told, said)
+    assert re.search(r"^ +1 .*model.width=0.* failed ", result.out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -156,15 +155,9 @@ def test_a_preset_starts_a_sweep_without_the_flag(sweep):
 
 def test_a_sweep_that_an_experiment_asks_for_is_one(sweep, workdir):
     (workdir / "mine" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 1,2\n"
+    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optimizer: sgd,adam\n"
     (workdir / "mine" / "experiment" / "two.yaml").write_text(text)
-    result, folder = sweep("--config-dir", "mine", "experiment=two")
-    assert result.status == 0, result.err
-    assert [yaml.safe_load((folder / job / "config.yaml").read_text())["seed"] for job in "01"] == [1, 2]
-
-
-def test_options_of_a_group_can_be_swept(sweep):
-    result, folder = sweep("--multirun", "optimizer=sgd,adam", "+amp=false")
+    result, folder = sweep("--config-dir", "mine", "experiment=two", "+amp=false")
     assert result.status == 0, result.err
     kinds = [yaml.safe_load((folder / job / "config.yaml").read_text())["optimizer"]["_target_"] for job in "01"]
     assert kinds == ["torch.optim.SGD", "torch.optim.Adam"]
@@ -177,14 +170,16 @@ def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch)
     assert all(len(summaries(folder)) == 1 for folder in folders)
 
 
-@pytest.mark.parametrize("word", ["sweep.dir=chosen", "hydra.sweep.dir=chosen", "++hydra.sweep.dir=chosen"])
-def test_the_folder_of_a_sweep_can_be_chosen(sweep, workdir, word):
-    result, folder = sweep("--multirun", word, "seed=0")
-    assert not [each for each in yaml.safe_load((folder / "0" / "overrides.yaml").read_text()) if "hydra" in each]
+def test_the_folder_of_a_sweep_can_be_chosen_and_has_no_files_of_hydra(sweep, workdir):
+    result, folder = sweep("--multirun", "++hydra.sweep.dir=chosen", "seed=0")
     assert result.status == 0, result.err
+    assert not [each for each in yaml.safe_load((folder / "0" / "overrides.yaml").read_text()) if "hydra" in each]
     assert folder == workdir / "chosen"
     assert list(summaries(folder)) == ["0"]
-    assert not (workdir / "outputs").exists()
+    assert "[HYDRA]" not in result.out + result.err
+    assert [path.name for path in workdir.iterdir()] == ["chosen"]
+    assert sorted(path.name for path in folder.rglob("*.log")) == ["0.log", "run.log"]
+    assert not [*folder.rglob(".hydra"), *folder.rglob("multirun.yaml")]
 
 
 def test_the_newest_run_of_a_name_is_found_in_sweeps_too(four_jobs, run, tiny, workdir):
@@ -193,14 +188,6 @@ def test_the_newest_run_of_a_name_is_found_in_sweeps_too(four_jobs, run, tiny, w
     result = run("train", *tiny, "ckpt_path=last", "epochs=2")
     assert result.status == 0, result.err
     assert result.summary["resumed_from"].endswith(str(Path(folder.name) / "3" / "checkpoints" / "last.safetensors"))
-
-
-def test_hydra_says_nothing_of_its_own_and_leaves_no_logs(sweep, workdir):
-    result, folder = sweep("--multirun", "seed=0")
-    assert "[HYDRA]" not in result.out + result.err
-    assert [path.name for path in workdir.iterdir()] == ["outputs"]
-    assert sorted(path.name for path in folder.rglob("*.log")) == ["0.log", "run.log"]
-    assert not [*folder.rglob(".hydra"), *folder.rglob("multirun.yaml")]
 
 
 def test_a_run_by_itself_leaves_nothing_but_its_directory(run, tiny, workdir):
@@ -275,17 +262,17 @@ def test_keys_of_hydra_that_do_nothing_are_refused(run, workdir, word):
     assert list(workdir.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["hydra.sweep.dir=mine", "sweep.dir=mine"])
-def test_the_same_command_continues_the_folder_that_it_names(sweep, first_sweep, place):
+def test_the_same_command_continues_the_folder_that_it_names(sweep, first_sweep):
     (first_sweep / "1" / "summary.json").unlink()
     before = contents(first_sweep / "0")
-    result, folder = sweep("--multirun", "seed=0,1,2", place)
+    result, folder = sweep("--multirun", "seed=0,1,2", "hydra.sweep.dir=mine")
     assert result.status == 0, result.err
     assert folder == first_sweep
     assert "3 of 3 jobs finished" in result.out
     assert contents(first_sweep / "0") == before
-    assert [line["folder"] for line in ledger_of(folder) if line["event"] == "started"] == ["0", "1", "1", "2"]
-    other = sweep("--multirun", "seed=0,1", place, "optimizer.lr=0.3")[0]
+    started = [line["folder"] for line in ledger_of(folder) if line["event"] == "started"]
+    assert started == ["0", "1", "1", "2"]
+    other = sweep("--multirun", "seed=0,1", "hydra.sweep.dir=mine", "optimizer.lr=0.3")[0]
     assert (other.status, "sweep.dir: is a sweep with another base config: optimizer.lr was" in other.err) == (2, True)
 
 
