@@ -56,15 +56,28 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return str(found.getsockname()[1])
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Set the variables of a rank, whose rank 0 is at a port of this machine that is free; gives the port."""
+
+    def call(**environment: str) -> str:
+        with socket.socket() as found:
+            found.bind(("localhost", 0))
+            free = str(found.getsockname()[1])
+        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": free, **environment}.items():
+            monkeypatch.setenv(name, value)
+        return free
+
+    return call
 
 
-def as_rank(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def ended(*words: str) -> str:
+    """What a run says that fails without a traceback."""
+    program = ForkedProgram(["train", *WORDS, *words])
+    _, err = program.communicate(60)
+    assert program.returncode == 1, err
+    assert "Traceback" not in err
+    return err
 
 
 @pytest.mark.parametrize(
@@ -79,26 +92,18 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
     ids=["torchrun", "srun"],
 )
 def test_ranks_that_were_not_started_are_named(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+    workdir: Path, as_rank: Callable[..., str], environment: dict[str, str]
 ) -> None:
-    as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=free_port(), **environment)
-    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=2"])
-    _, err = program.communicate(60)
-    assert program.returncode == 1, err
+    as_rank(**environment)
+    err = ended("dist.timeout_s=2")
     assert "waiting for ranks 1, 2 of 3, up to dist.timeout_s=2" in err
     assert "error: dist.timeout_s: ranks 1, 2 of 3 did not come within 2 s" in err
-    assert "Traceback" not in err
     assert not (workdir / "run").exists()
 
 
-def test_a_rank_without_rank_0_says_where_it_looked_for_it(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2", RANK="1")
-    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=1"])
-    _, err = program.communicate(60)
-    assert program.returncode == 1, err
-    assert f"error: rank 0 of 2 does not answer at localhost:{port}" in err
-    assert "Traceback" not in err
+def test_a_rank_without_rank_0_says_where_it_looked_for_it(workdir: Path, as_rank: Callable[..., str]) -> None:
+    port = as_rank(WORLD_SIZE="2", RANK="1")
+    assert f"error: rank 0 of 2 does not answer at localhost:{port}" in ended("dist.timeout_s=1")
 
 
 def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +115,13 @@ def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path, monkeypatch:
 
 @pytest.mark.extended
 def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(
-    workdir: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+    workdir: Path, mark: str, as_rank: Callable[..., str]
 ) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    as_rank(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    found = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     programs = {}
     for rank in ("1", "0"):
-        as_rank(monkeypatch, WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank)
+        as_rank(WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank, **found)
         programs[rank] = ForkedProgram(["train", *WORDS, "dist.timeout_s=4"])
         if rank == "1":
             until(lambda: store.check(["start_0/words/1"]))

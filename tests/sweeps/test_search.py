@@ -240,10 +240,8 @@ def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mi
     _, alone = search(*words)
     out, folder = search(*words, "--config-dir=conf", "hydra/launcher=mine", "sweep.new=true")
     assert "hydra/launcher=mine has any number of slots: 8 trials at a time" in out
-    assert (sorted(map(str, trials_of(folder))), digests(folder)) == (
-        sorted(map(str, trials_of(alone))),
-        digests(alone),
-    )
+    assert sorted(map(str, trials_of(folder))) == sorted(map(str, trials_of(alone)))
+    assert digests(folder) == digests(alone)
     assert len(list(folder.glob("*/pruning.json"))) == 2
 
 
@@ -402,12 +400,12 @@ def test_trials_decide_as_optuna_does_and_again_after_a_kill(tmp_path, pruner):
     assert len({*stopped}) > 1
 
 
-@pytest.mark.parametrize("storage", some(["mine.jsonl", "sqlite:///study.db"], 1))
-def test_a_study_lies_where_storage_says(search, workdir, storage):
-    _, folder = search(*SEARCH, "search.trials=1", f"search.storage={storage}")
-    assert (workdir / storage.removeprefix("sqlite:///")).is_file()
+def test_a_study_lies_where_storage_says(search, workdir):
+    words = (*SEARCH, "search.trials=1", "search.storage=sqlite:///study.db")
+    _, folder = search(*words)
+    assert (workdir / "study.db").is_file()
     assert not (folder / JOURNAL).exists()
-    assert "1 of 1 trials have ended already" in search(*SEARCH, "search.trials=1", f"search.storage={storage}")[0]
+    assert "1 of 1 trials have ended already" in search(*words)[0]
     assert len(Ledger(folder).read().jobs) == 1
 
 

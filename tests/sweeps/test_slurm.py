@@ -49,13 +49,19 @@ def slurm(workdir, monkeypatch):
     return call
 
 
-def warned(words, number=signal.SIGUSR1):
-    """The status of a run that gets a signal once it has been evaluated, and its directory."""
+def begun(words, files, text=b"", count=1):
+    """A run, once there are files of a name with a text."""
     program, deadline = ForkedProgram(["train", *words]), time.monotonic() + 60
-    while not any('"val"' in path.read_text() for path in Path.cwd().glob("outputs/**/metrics.jsonl")):
+    while sum(text in path.read_bytes() for path in Path.cwd().glob(files)) < count:
         assert program.poll() is None, program.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return program
+
+
+def warned(words, number=signal.SIGUSR1):
+    """The status of a run that gets a signal once it has been evaluated."""
+    program = begun(words, "outputs/**/metrics.jsonl", b'"val"')
     program.send_signal(number)
     program.communicate(timeout=60)
     return program.returncode
@@ -96,11 +102,7 @@ def test_a_requeued_job_continues_its_own_run_and_no_other(slurm, tiny, monkeypa
     [directory] = Path.cwd().glob("outputs/*/*")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.setenv("SLURM_JOB_ID", "78")
-    program, deadline = ForkedProgram(["train", *tiny, *LONG]), time.monotonic() + 60
-    while len(list(Path.cwd().glob("outputs/*/*"))) < 2:
-        assert program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    program = begun([*tiny, *LONG], "outputs/*/*/config.yaml", count=2)
     program.kill()
     program.wait(60)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
@@ -111,12 +113,10 @@ def test_a_requeued_job_continues_its_own_run_and_no_other(slurm, tiny, monkeypa
 
 
 def test_a_run_that_cannot_save_is_requeued_too(slurm, tiny):
-    program, deadline = ForkedProgram(["train", *tiny, *LONG]), time.monotonic() + 60
-    while not (found := list(Path.cwd().glob("outputs/*/*/checkpoints/last*"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    found[0].parent.rename(found[0].parents[1] / "moved")
-    (found[0].parents[1] / "checkpoints").touch()
+    program = begun([*tiny, *LONG], "outputs/*/*/checkpoints/last*")
+    [folder] = Path.cwd().glob("outputs/*/*/checkpoints")
+    folder.rename(folder.with_name("moved"))
+    folder.touch()
     program.send_signal(signal.SIGUSR1)
     program.communicate(timeout=60)
     assert program.returncode not in (0, 75)
@@ -243,14 +243,12 @@ def test_jobs_beyond_the_limit_of_an_array_are_another_array(commands):
 def test_a_machine_without_slurm_and_a_cluster_that_refuses_are_named(run, tiny, commands, monkeypatch):
     sbatch = commands / "tools" / "sbatch"
     sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpu' >&2\nexit 1\n")
-    words = ("--multirun", "hydra/launcher=slurm", "seed=0,1")
-    result = run("train", *tiny, *words)
-    assert result.status == 2
-    assert "sbatch failed: sbatch: error: invalid partition specified: gpu" in result.err
-    monkeypatch.setenv("PATH", str(commands))
-    result = run("train", *tiny, *words)
-    assert result.status == 2
-    assert "hydra/launcher: is slurm, and there is no sbatch on this machine" in result.err
+    refused = "sbatch failed: sbatch: error: invalid partition specified: gpu"
+    for said in (refused, "hydra/launcher: is slurm, and there is no sbatch on this machine"):
+        result = run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1")
+        assert result.status == 2
+        assert said in result.err
+        monkeypatch.setenv("PATH", str(commands))
 
 
 def test_a_sweep_inside_a_job_of_slurm_passes_none_of_its_variables_on(commands, monkeypatch):

@@ -2,23 +2,12 @@ import csv
 import io
 import json
 
-import yaml
+from stored_sweeps import LAUNCH, make_job
 
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import print_table, summarise
 from runner.sweeps.view import changes, look
 from runner.tracking.console import Console
-
-
-def _job(folder, overrides, **summary):
-    folder.mkdir(parents=True)
-    (folder / "overrides.yaml").write_text(yaml.safe_dump(overrides))
-    if summary:
-        (folder / "summary.json").write_text(json.dumps(summary))
-
-
-def _best(value, mode="max", metric="val/accuracy"):
-    return {"metric": metric, "mode": mode, "value": value, "step": 10}
 
 
 def _shown(rows):
@@ -30,7 +19,7 @@ def _shown(rows):
 def test_a_sweep_shows_what_varied_and_marks_the_best(tmp_path):
     for job, (lr, value) in enumerate([(0.1, 0.9), (0.01, 0.99), (0.001, 0.95)]):
         overrides = ["epochs=3", f"optimizer.lr={lr}"]
-        _job(tmp_path / str(job), overrides, status="finished", best=_best(value), wall_s=61)
+        make_job(tmp_path / str(job), overrides, value)
     (tmp_path / ".hidden").mkdir()
     rows = summarise(tmp_path)
     assert [row.varied for row in rows] == [("optimizer.lr=0.1",), ("optimizer.lr=0.01",), ("optimizer.lr=0.001",)]
@@ -47,10 +36,10 @@ def test_a_sweep_shows_what_varied_and_marks_the_best(tmp_path):
 
 def test_jobs_that_failed_or_died_are_reported_with_their_reason(tmp_path):
     error = "optimizer.lr must be positive\nTraceback ..."
-    _job(tmp_path / "0", ["a=1"], status="failed", error=error, best=_best(0.999))
-    _job(tmp_path / "1", ["a=2"], status="running", error=None, best=None)
-    _job(tmp_path / "2", ["a=3"])
-    _job(tmp_path / "3", ["a=4"], status="finished", error=None, best=_best(0.5))
+    make_job(tmp_path / "0", ["a=1"], 0.999, status="failed", error=error)
+    make_job(tmp_path / "1", ["a=2"], status="running", best=None)
+    (make_job(tmp_path / "2", ["a=3"]) / "summary.json").unlink()
+    make_job(tmp_path / "3", ["a=4"], 0.5)
     rows = summarise(tmp_path)
     assert [row.status for row in rows] == ["failed", "died", "died", "finished"]
     assert [row.best for row in rows] == [False, False, False, True]
@@ -63,29 +52,22 @@ def test_jobs_that_failed_or_died_are_reported_with_their_reason(tmp_path):
     assert "Traceback" not in text
 
 
-def test_a_preempted_job_is_not_a_failed_one(tmp_path):
-    _job(tmp_path / "0", [], status="preempted", error=None, best=None)
-    failed, text = _shown(summarise(tmp_path))
-    assert not failed
-    assert "preempted" in text
-
-
 def test_the_best_is_the_smallest_where_smaller_is_better_and_nan_never_wins(tmp_path):
     for job, value in enumerate([None, 0.5, 0.25]):
-        _job(tmp_path / str(job), [f"seed={job}"], status="finished", best=_best(value, "min", "val/loss"))
+        make_job(tmp_path / str(job), [f"seed={job}"], value, "min")
     assert [row.best for row in summarise(tmp_path)] == [False, False, True]
 
 
-def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
-    for job in (10, 9, 0):
-        _job(tmp_path / str(job), [f"seed={job}"], status="finished")
-    assert [row.job for row in summarise(tmp_path)] == ["0", "9", "10"]
-
-
-def test_a_sweep_without_any_job_is_an_empty_table(tmp_path):
+def test_jobs_are_in_the_order_of_their_numbers_without_a_spread_where_nothing_repeats(tmp_path):
     failed, text = _shown(summarise(tmp_path / "none"))
-    assert not failed
-    assert "0 of 0 jobs finished" in text
+    assert (failed, "0 of 0 jobs finished" in text) == (False, True)
+    for job in (10, 9, 0):
+        more = {} if job else {"status": "preempted", "best": None}
+        make_job(tmp_path / str(job), [f"optimizer.lr=0.{job}", f"seed={job}"], **more)
+    rows = summarise(tmp_path)
+    assert [(row.job, row.status) for row in rows] == [("0", "preempted"), ("9", "finished"), ("10", "finished")]
+    failed, text = _shown(rows)
+    assert (failed, "spread" in text) == (False, False)
 
 
 def test_repetitions_are_summed_up_by_their_mean_and_spread(tmp_path):
@@ -95,10 +77,8 @@ def test_repetitions_are_summed_up_by_their_mean_and_spread(tmp_path):
         for fold in range(3)
     ]
     for job, (lr, fold, value) in enumerate(jobs):
-        _job(tmp_path / str(job), ["epochs=3", lr, fold], status="finished", best=_best(value))
-    _job(
-        tmp_path / "6", ["epochs=3", "optimizer.lr=0.2", "data.split.fold=3"], status="failed", error="x", best=_best(9)
-    )
+        make_job(tmp_path / str(job), ["epochs=3", lr, fold], value)
+    make_job(tmp_path / "6", ["epochs=3", "optimizer.lr=0.2", "data.split.fold=3"], 9, status="failed", error="x")
     _, text = _shown(summarise(tmp_path))
     lines = text.splitlines()
     start = lines.index("spread of val/accuracy")
@@ -111,16 +91,10 @@ def test_repetitions_are_summed_up_by_their_mean_and_spread(tmp_path):
     assert [spread["jobs"] for spread in stored] == [3, 3]
 
 
-def test_jobs_that_repeat_nothing_have_no_spread(tmp_path):
-    for job, seed in enumerate((0, 1)):
-        _job(tmp_path / str(job), [f"optimizer.lr=0.{job}", f"seed={seed}"], status="finished", best=_best(0.5))
-    assert "spread" not in _shown(summarise(tmp_path))[1]
-
-
 def test_files_have_all_digits_of_a_number_and_people_see_four(tmp_path):
     values = (0.8123456789012345, 0.1 + 0.2, 1e-300)
     for job, value in enumerate(values):
-        _job(tmp_path / str(job), [f"seed={job}"], status="finished", best=_best(value))
+        make_job(tmp_path / str(job), [f"seed={job}"], value)
     _, text = _shown(summarise(tmp_path))
     head, line = csv.reader((tmp_path / "sweep.csv").read_text().splitlines())
     stored = json.loads((tmp_path / "sweep.json").read_text())
@@ -136,16 +110,8 @@ def test_files_have_all_digits_of_a_number_and_people_see_four(tmp_path):
 
 
 def test_a_job_that_runs_again_says_why_wherever_it_is_shown(tmp_path):
-    _job(tmp_path / "0", ["seed=0"], status="finished", best=_best(0.5))
-    launch = {
-        "swept": ["seed"],
-        "base": {},
-        "jobs": {"a": ["seed=0"]},
-        "flags": [],
-        "retry": "failed",
-        "fail_fast": False,
-    }
-    Ledger(tmp_path).append("launch", **launch)
+    make_job(tmp_path / "0", ["seed=0"], 0.5)
+    Ledger(tmp_path).append("launch", **LAUNCH, jobs={"a": ["seed=0"]})
     Ledger(tmp_path).append("finished", job="a", overrides=["seed=0"], folder="0")
     assert [row.why for row in summarise(tmp_path)] == [None]
     assert "again" not in _shown(summarise(tmp_path))[1]

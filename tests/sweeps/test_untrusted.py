@@ -9,37 +9,21 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import stored_sweeps
+from extended import some
+from stored_sweeps import make_job
 
 from runner.sweeps.rows import Scan, rows_in
 from runner.sweeps.table import print_table, summarise
 from runner.sweeps.view import changes, live_lines, look, progress_line
 from runner.tracking.console import Console
 
-LAUNCH: dict[str, Any] = {
-    "event": "launch",
-    "time": 1.0,
-    "swept": ["seed"],
-    "base": {},
-    "jobs": {"a": ["seed=0"], "b": ["seed=1"]},
-    "flags": [],
-    "retry": "failed",
-    "fail_fast": False,
-}
+LAUNCH = stored_sweeps.LAUNCH | {"event": "launch", "time": 1.0, "jobs": {"a": ["seed=0"], "b": ["seed=1"]}}
 ENTRY: dict[str, Any] = {"event": "finished", "job": "a", "folder": "0", "overrides": ["seed=0"]}
-
-
-def make_job(folder: Path, words: list[str], **summary: Any) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
-    best = {"metric": "val/accuracy", "mode": "max", "value": 0.75, "global_step": 5}
-    (folder / "summary.json").write_text(json.dumps({"status": "finished", "best": best, "wall_s": 3} | summary))
-    return folder
 
 
 def make_sweep(folder: Path, *lines: dict[str, Any]) -> Path:
@@ -48,47 +32,49 @@ def make_sweep(folder: Path, *lines: dict[str, Any]) -> Path:
     return folder
 
 
-def shown(verb: str, folder: Path, timeout: float = 60) -> str:
+def shown(verb: str, folder: Path) -> str:
     """What a verb prints about a sweep with one finished job, in a process that must end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", verb, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    command = [sys.executable, "-m", "runner", verb, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "  0  seed=0  finished          0.75  0:03" in done.stdout
+    assert "  0  seed=0  finished          0.75  1:01" in done.stdout
     return done.stdout
 
 
-def damaged_ledgers() -> dict[str, Callable[[Path], Any]]:
-    line = json.dumps(ENTRY | {"job": "b", "folder": "1"}).encode()
-    return {
-        "foreign lines": lambda path: path.write_bytes(
-            path.read_bytes() + b'{"x": 1}\n' * 100_000 + b"\xff{\0\n" * 100_000
-        ),
-        "a cut line": lambda path: path.write_bytes(path.read_bytes() + line[:-9]),
-        "deep nesting": lambda path: path.write_bytes(path.read_bytes() + b"[" * 200_000 + b"\n"),
-        "no ledger": lambda path: path.unlink(),
-        "a folder": lambda path: (path.unlink(), path.mkdir()),
-        "a named pipe": lambda path: (path.unlink(), os.mkfifo(path)),
-        "a link to nowhere": lambda path: (path.unlink(), path.symlink_to("nowhere")),
-    }
+LINE = json.dumps(ENTRY | {"job": "b", "folder": "1"}).encode()
 
 
-@pytest.mark.parametrize("damage", damaged_ledgers())
+@pytest.mark.parametrize(
+    ("damage", "is_ledger"),
+    [
+        (b'{"x": 1}\n' * 100_000 + b"\xff{\0\n" * 100_000, True),
+        (LINE[:-9], True),
+        (b"[" * 200_000 + b"\n", True),
+        (None, False),
+        (Path.mkdir, False),
+        (os.mkfifo, False),
+        (lambda path: path.symlink_to("nowhere"), False),
+    ],
+    ids=["foreign lines", "a cut line", "deep nesting", "no ledger", "a folder", "a named pipe", "a link to nowhere"],
+)
 @pytest.mark.parametrize("verb", ["sweep", "watch"])
-def test_a_damaged_ledger_hides_no_run_and_keeps_nobody_waiting(tmp_path: Path, verb: str, damage: str) -> None:
+def test_a_damaged_ledger_hides_no_run_and_keeps_nobody_waiting(
+    tmp_path: Path, verb: str, damage: Any, is_ledger: bool
+) -> None:
     ledger = make_sweep(tmp_path / "sweep", LAUNCH, ENTRY) / "sweep.jsonl"
-    damaged_ledgers()[damage](ledger)
+    if isinstance(damage, bytes):
+        ledger.write_bytes(ledger.read_bytes() + damage)
+    else:
+        ledger.unlink()
+        _ = damage and damage(ledger)
     text = shown(verb, ledger.parent)
-    is_ledger = damage in ("foreign lines", "a cut line", "deep nesting")
     assert ("  -  seed=1  pending" in text) == is_ledger
     assert f"1 of {1 + is_ledger} jobs finished" in text
 
 
-@pytest.mark.parametrize("place", ["/elsewhere", "../..", "../other/0", "link", "link/0", "0/../../other/0", "", "."])
+@pytest.mark.parametrize(
+    "place", some(["/elsewhere", "../..", "../other/0", "link", "link/0", "0/../../other/0", "", "."], 0, 2, 3, 6)
+)
 def test_a_job_that_a_ledger_has_elsewhere_is_ignored_with_a_note(tmp_path: Path, place: str) -> None:
     other = tmp_path / "other"
     make_job(other / "0", ["seed=1"], error="not to be seen")

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from lock_holder import held_elsewhere
+from stored_sweeps import LAUNCH, FakeTerminal, make_job
 
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import result_of
@@ -42,26 +42,17 @@ from runner.tracking.progress_file import NAME, Progress
 def job(
     folder: Path, words: list[str], status: str, progress: Progress | None = None, value: float | None = None
 ) -> None:
-    folder.mkdir(parents=True)
-    (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
-    best = None if value is None else {"metric": "val/accuracy", "mode": "max", "value": value, "global_step": 5}
-    summary = {"status": status, "error": "it broke" if status == "failed" else None, "best": best, "wall_s": 61}
-    (folder / "summary.json").write_text(json.dumps(summary | {"started": "2026-11-20T10:00:00+00:00"}))
+    best = {} if value is not None else {"best": None}
+    error, started = "it broke" if status == "failed" else None, "2026-11-20T10:00:00+00:00"
+    make_job(folder, words, value, status=status, error=error, started=started, **best)
     if progress is not None:
         (folder / ".lock").write_text("process 1 on elsewhere")  # counts as alive
         (folder / NAME).write_text(json.dumps(dataclasses.asdict(progress)))
 
 
 def progress(**more: object) -> Progress:
-    known = {
-        "global_step": 30,
-        "total_steps": 120,
-        "epoch": 2,
-        "total_epochs": 8,
-        "seconds_left": 90.0,
-        "device": "cpu",
-    }
-    return Progress(**{**known, "train": {"loss": 0.5}, "time": time.time(), **more})  # type: ignore[arg-type]
+    known = {"global_step": 30, "total_steps": 120, "epoch": 2, "total_epochs": 8, "seconds_left": 90.0}
+    return Progress(**{**known, "device": "cpu", "train": {"loss": 0.5}, "time": time.time(), **more})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -74,7 +65,7 @@ def sweep(tmp_path: Path) -> Path:
     job(folder / "2", words[2], "running", progress(metric="val/accuracy", last=0.5, best=0.875, best_step=20))
     ledger = Ledger(folder)
     jobs = {str(number): each for number, each in enumerate(words)}
-    ledger.append("launch", swept=["optimizer.lr"], base={}, jobs=jobs, flags=[], retry="failed", fail_fast=False)
+    ledger.append("launch", **LAUNCH | {"swept": ["optimizer.lr"], "jobs": jobs})
     for number, event in enumerate(("finished", "failed", "started")):
         ledger.append(event, job=str(number), overrides=words[number], folder=str(number))
     return folder
@@ -88,15 +79,13 @@ def live_text(folder: Path, columns: int, rows: int = 20) -> list[str]:
 def test_a_sweep_is_seen_with_the_progress_and_the_metric_so_far_of_its_jobs(sweep):
     view = look(sweep)
     assert [row.status for row in view.rows] == ["finished", "failed", "running", "pending"]
-    assert [result_of(row) for row in view.rows] == [
-        ("val/accuracy", 0.75),
-        ("", None),
-        ("val/accuracy", 0.875),
-        ("", None),
-    ]
-    assert (
-        "1 of 4 jobs finished, 1 running, 1 failed, 1 pending, best val/accuracy 0.75 (job 0), about " in view.headline
-    )
+    results = [("val/accuracy", 0.75), ("", None), ("val/accuracy", 0.875), ("", None)]
+    assert [result_of(row) for row in view.rows] == results
+    counts = "1 of 4 jobs finished, 1 running, 1 failed, 1 pending"
+    assert f"{counts}, best val/accuracy 0.75 (job 0), about " in view.headline
+    assert look(sweep.parent).headline.startswith(counts), "a folder with nothing but a sweep is that sweep"
+    assert changes(view, view) == []
+    assert changes(None, view) == ["job 2 running: optimizer.lr=0.3"], "nothing of what had ended before"
     assert not view.done
     assert progress_line(view).endswith("; job 2 step 30/120 val/accuracy 0.875")
     running = next(line for line in live_text(sweep, 120) if " running " in line)
@@ -107,24 +96,6 @@ def test_before_an_evaluation_the_loss_is_shown_and_silence_is_told(sweep):
     (sweep / "2" / NAME).write_text(json.dumps(dataclasses.asdict(progress(time=time.time() - 600))))
     assert result_of(look(sweep).rows[2]) == ("train loss", 0.5)
     assert re.search(r" train loss 0\.5 .* silent for 10:00$", "\n".join(live_text(sweep, 120)), re.MULTILINE)
-
-
-@pytest.mark.parametrize("columns", [80, 160])
-def test_the_table_fits_the_terminal(sweep, columns):
-    lines = live_text(sweep, columns)
-    assert max(map(len, lines)) <= columns
-    for part in (
-        "lr=0.3",
-        "running",
-        "━━────── 25%",
-        "0.875",
-        "cpu",
-        "1:30",
-        "0.75 (job 0)",
-        "pending",
-        "val/accuracy",
-    ):
-        assert part in " ".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +136,6 @@ def test_settings_without_room_take_several_lines_before_they_go(tmp_path):
     assert len(lines) <= 9 + 4, "the headline, the head of the table, and the jobs that are not shown"
 
 
-def test_a_folder_with_nothing_but_a_sweep_is_that_sweep(sweep):
-    assert look(sweep.parent).headline.startswith("1 of 4 jobs finished, 1 running, 1 failed, 1 pending")
-
-
 def test_a_table_with_too_many_jobs_has_those_that_run_and_counts_the_others(tmp_path):
     for number in range(40):
         job(tmp_path / str(number), [f"seed={number}"], "finished", value=0.5)
@@ -182,7 +149,7 @@ def test_a_table_with_too_many_jobs_has_those_that_run_and_counts_the_others(tmp
 def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
     ledger, now = Ledger(tmp_path), time.time()
     plan = {str(number): [f"seed={number}"] for number in range(6)}
-    launch = {"swept": ["seed"], "base": {}, "jobs": plan, "flags": [], "retry": "failed", "fail_fast": False}
+    launch = LAUNCH | {"jobs": plan}
     lines = [{"event": "launch", "time": now - 1000, **launch}]
     lines += [
         {"event": "finished", "time": now - 900, "job": str(n), "overrides": [], "folder": str(n)} for n in (0, 1, 2)
@@ -213,27 +180,14 @@ def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep):
     assert "again: python -m runner train epochs=8 optimizer.lr=0.3 seed=0" in third
 
 
-def test_a_job_that_ended_before_is_not_told_as_a_change(sweep):
-    view = look(sweep)
-    assert changes(view, view) == []
-    assert changes(None, view) == ["job 2 running: optimizer.lr=0.3"]
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
-def terminal(monkeypatch) -> Terminal:
+def terminal(monkeypatch) -> FakeTerminal:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "80")
-    return Terminal()
+    return FakeTerminal()
 
 
-def test_on_a_terminal_lines_stay_above_the_live_table(sweep, terminal):
+def test_on_a_terminal_lines_stay_above_the_live_table_and_without_one_there_are_the_lines_alone(sweep, terminal):
     display = Display(sweep, Console(None, stream=terminal))
     assert display.live
     display.refresh()
@@ -241,14 +195,9 @@ def test_on_a_terminal_lines_stay_above_the_live_table(sweep, terminal):
     display.refresh(now=True)
     display.stop()
     text = terminal.getvalue()
-    assert "error: job 2 of 4: lr=0.2: failed: it broke" in text
-    assert "1 of 4 jobs finished" in text
-    assert "━━────── 25%" in text
-
-
-def test_without_a_terminal_there_are_the_lines_alone(sweep):
-    stream = io.StringIO()
-    display = Display(sweep, Console(None, stream=stream))
+    for part in ("error: job 2 of 4: lr=0.2: failed: it broke", "1 of 4 jobs finished", "━━────── 25%"):
+        assert part in text
+    display = Display(sweep, Console(None, stream=(stream := io.StringIO())))
     display.line("job 1 of 4: lr=0.1: started: CPU 0")
     display.refresh(now=True)
     display.stop()
@@ -346,10 +295,8 @@ def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, mo
             text += part
     os.close(screen)
     assert process.wait(60) == 0
-    assert (
-        b"error: job 2 died: it is still marked as running: it was killed"
-        in text.partition(b"1 of 4 jobs finished, 1 failed")[2]
-    )
+    below = text.partition(b"1 of 4 jobs finished, 1 failed")[2]
+    assert b"error: job 2 died: it is still marked as running: it was killed" in below
 
 
 def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
@@ -359,17 +306,6 @@ def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, o
     process.send_signal(signal.SIGINT)
     out = rest_of(process)
     assert process.returncode == 0
-    assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
-    assert owner.poll() is None
-
-
-def test_sweep_shows_the_progress_of_what_runs_once(sweep, owner):
-    process, first = start_watch(sweep, "sweep")
-    out = rest_of(process)
-    assert first.startswith(
-        "1 of 4 jobs finished, 1 running, 1 failed, 1 pending, best val/accuracy 0.75 (job 0), about "
-    )
-    assert "job 2 step 30/120 val/accuracy 0.875" in first
     assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
     assert owner.poll() is None
 

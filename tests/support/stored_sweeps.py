@@ -1,0 +1,32 @@
+"""Files of sweeps as jobs leave them, and a terminal that keeps what it is given."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LAUNCH: dict[str, Any] = {"swept": ["seed"], "base": {}, "flags": [], "retry": "failed", "fail_fast": False}
+
+
+def make_job(folder: Path, words: list[str], value: float | None = 0.75, mode: str = "max", **summary: Any) -> Path:
+    """The folder of a job with these overrides, which has finished with a value unless `summary` says otherwise."""
+    folder.mkdir(parents=True)
+    (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
+    metric = "val/accuracy" if mode == "max" else "val/loss"
+    best = {"metric": metric, "mode": mode, "value": value, "global_step": 5}
+    found = {"status": "finished", "error": None, "best": best, "wall_s": 61} | summary
+    (folder / "summary.json").write_text(json.dumps(found))
+    return folder
+
+
+class FakeTerminal(io.StringIO):
+    """A terminal whose text can be read."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
