@@ -9,19 +9,13 @@ import sys
 import threading
 
 import pytest
+from stored_sweeps import FakeTerminal
 
 from runner.tracking import console as console_module
 from runner.tracking.console import Console
 from runner.tracking.formats import clean
 
 ESCAPE = "\x1b"
-
-
-class FakeTerminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +71,8 @@ def test_run_log_has_every_line_with_a_time_and_no_escape_codes_in_either_mode(t
     assert plain.splitlines()[-1].endswith("  done")
 
 
-def test_run_log_is_appended_to(tmp_path):
-    (tmp_path / "run.log").write_text("before\n")
-    Console(tmp_path / "run.log", stream=io.StringIO()).line("after")
-    assert (tmp_path / "run.log").read_text().startswith("before\n")
-
-
-def test_a_terminal_gets_colours_a_bar_and_permanent_evaluation_lines():
-    stream = FakeTerminal()
+def test_a_terminal_gets_colours_and_permanent_evaluation_lines_and_without_progress_no_bar():
+    stream, plain = FakeTerminal(), FakeTerminal()
     _everything(Console(None, stream=stream))
     text = stream.getvalue()
     assert ESCAPE in text
@@ -93,6 +81,9 @@ def test_a_terminal_gets_colours_a_bar_and_permanent_evaluation_lines():
     assert sum("[val]" in line for line in permanent) == 2
     assert not any("train" in line for line in permanent)
     assert text.endswith("done\n")
+    _everything(Console(None, progress=False, stream=plain))
+    assert not {"━", "\r"} & {*plain.getvalue()}
+    assert "train loss 0.412" in plain.getvalue()
 
 
 @pytest.mark.parametrize(("wait", "shown"), [(0.02, False), (0.4, True)])
@@ -112,14 +103,6 @@ def test_the_bar_has_room_for_waiting_that_costs_and_lines_have_all_gauges(tmp_p
     assert f"data wait {'40%' if shown else '2.0%'}  memory 700 MiB  mfu 31%" in (tmp_path / "run.log").read_text()
 
 
-def test_progress_false_turns_the_bar_off_and_shows_train_metrics_as_lines():
-    stream = FakeTerminal()
-    _everything(Console(None, progress=False, stream=stream))
-    assert "━" not in stream.getvalue()
-    assert "\r" not in stream.getvalue()
-    assert "train loss 0.412" in stream.getvalue()
-
-
 def test_the_bar_is_not_behind_an_evaluation():
     stream = FakeTerminal()
     console = Console(None, stream=stream)
@@ -132,16 +115,19 @@ def test_the_bar_is_not_behind_an_evaluation():
     console.stop()
 
 
-def test_the_bar_moves_at_most_five_times_a_second_and_without_a_thread(monkeypatch):
-    now = [100.0]
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
     monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
-    stream = FakeTerminal()
+    return now
+
+
+def test_the_bar_moves_at_most_five_times_a_second_and_without_a_thread(clock):
+    stream, threads, drawn = FakeTerminal(), threading.active_count(), 0
     console = Console(None, stream=stream)
-    threads = threading.active_count()
     console.start(1000, 1, 0)
-    drawn = 0
     for step in range(1, 1001):
-        now[0] += 0.002
+        clock[0] += 0.002
         before = len(stream.getvalue())
         console.advance(step, 1)
         drawn += len(stream.getvalue()) > before
@@ -150,19 +136,16 @@ def test_the_bar_moves_at_most_five_times_a_second_and_without_a_thread(monkeypa
     assert 8 <= drawn <= 11
 
 
-def test_the_time_left_follows_the_rate_and_leaves_out_a_slow_first_step(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
+def test_the_time_left_follows_the_rate_and_leaves_out_a_slow_first_step(clock):
     stream = io.StringIO()
     console = Console(None, stream=stream)
     console.start(1000, 1, 500)
-    now[0] = 300.0
+    clock[0] = 300.0
     for step in range(501, 521):
         console.advance(step, 1)
-        now[0] += 0.5
+        clock[0] += 0.5
     console.metrics("train", {"loss": 1.0}, 520, 1)
-    elapsed_per_step = 10.0 / 19
-    expected = round(480 * elapsed_per_step)
+    expected = round(480 * 10.0 / 19)
     assert f"eta {expected // 60}:{expected % 60:02d}" in stream.getvalue()
 
 
@@ -219,7 +202,7 @@ def test_a_terminal_breaks_lines_between_metrics_and_words_and_keeps_commands_wh
     assert "step 160  [test]  weights of step 80  loss 0.05588  accuracy 0.9833\n" in (tmp_path / "run.log").read_text()
 
 
-def test_prints_and_warnings_of_others_appear_above_the_bar_and_stdout_is_given_back(monkeypatch):
+def test_prints_of_others_appear_above_the_bar_and_stdout_is_given_back_also_by_a_terminal_that_breaks(monkeypatch):
     stream = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", stream)
     console = Console(None)
@@ -228,6 +211,14 @@ def test_prints_and_warnings_of_others_appear_above_the_bar_and_stdout_is_given_
     console.stop()
     assert sys.stdout is stream
     assert "\x1b[2Ka print of someone else\n" in stream.getvalue()
+    broken = Broken(True, None)
+    monkeypatch.setattr(sys, "stdout", broken)
+    console = Console(None)
+    console.start(10, 1, 0)
+    broken.error = BrokenPipeError()
+    console.line("x")
+    assert sys.stdout is broken
+    console.stop()
 
 
 def test_a_real_terminal_is_recognised_and_a_dumb_one_gets_plain_lines(monkeypatch):
@@ -266,7 +257,8 @@ class Broken(FakeTerminal):
 
     def write(self, text):
         self.calls += 1
-        raise self.error
+        if self.error:
+            raise self.error
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -280,47 +272,29 @@ def test_a_broken_stream_ends_the_display_but_not_the_run_log(tmp_path, terminal
     assert log.endswith("  done\n")
 
 
-def test_a_terminal_that_breaks_while_the_bar_is_up_gives_stdout_back(monkeypatch):
-    stream = FakeTerminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    console = Console(None)
-    console.start(10, 1, 0)
-
-    def gone(text):
-        raise BrokenPipeError
-
-    monkeypatch.setattr(stream, "write", gone)
-    console.line("x")
-    assert sys.stdout is stream
-    console.stop()
-
-
 def test_a_terminal_that_cannot_be_drawn_on_falls_back_to_plain_lines(monkeypatch):
     stream = FakeTerminal()
     console = Console(None, stream=stream)
-
-    def fail(*arguments, **options):
-        raise RuntimeError("a fault in drawing")
-
-    monkeypatch.setattr(console._terminal, "lines", fail)
+    monkeypatch.setattr(console._terminal, "lines", lambda *_, **__: 1 / 0)
     console.line("still here")
     assert stream.getvalue() == "still here\n"
 
 
 def test_a_process_whose_reader_goes_away_goes_on_and_ends_without_complaint(tmp_path):
-    code = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from runner.tracking.console import Console\n"
-        f"console = Console(Path({str(tmp_path / 'run.log')!r}))\n"
-        "sys.stdin.readline()\n"
-        "for i in range(100):\n"
-        "    console.line(f'line {i}')\n"
-        "print('a print of someone else', flush=True)\n"
-        "print('and one for the last flush')\n"
-    )
+    code = """
+import sys
+from pathlib import Path
+from runner.tracking.console import Console
+console = Console(Path("run.log"))
+sys.stdin.readline()
+for i in range(100):
+    console.line(f"line {i}")
+print("a print of someone else", flush=True)
+print("and one for the last flush")
+"""
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
         process.stdout.close()
         process.stdin.write(b"go\n")
         process.stdin.close()
@@ -334,9 +308,9 @@ def test_a_log_file_that_cannot_be_opened_or_written_is_warned_about_once(tmp_pa
     Console(tmp_path / "none" / "run.log", stream=stream).line("on")
     assert stream.getvalue().count("warning") == 1
 
+    (tmp_path / "run.log").write_text("before\n")
     stream = io.StringIO()
     console = Console(tmp_path / "run.log", stream=stream)
-
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
@@ -346,6 +320,7 @@ def test_a_log_file_that_cannot_be_opened_or_written_is_warned_about_once(tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert stream.getvalue().count("warning") == 1
     assert (tmp_path / "run.log").stat().st_size == 10
+    assert (tmp_path / "run.log").read_text().startswith("before\n")
     assert stream.getvalue().endswith("on\nand on\n")
 
 
@@ -373,9 +348,8 @@ def test_a_header_and_a_bar_fit_the_terminal(monkeypatch, columns):
     assert max(map(len, re.split("[\x1b\n\r]", last))) <= columns
 
 
-def test_counting_without_a_terminal_says_more_and_more_rarely_how_far_it_is(monkeypatch):
-    stream, clock = io.StringIO(), [0.0]
-    monkeypatch.setattr("runner.tracking.console.perf_counter", lambda: clock[0])
+def test_counting_without_a_terminal_says_more_and_more_rarely_how_far_it_is(clock):
+    stream = io.StringIO()
     with Console(None, stream=stream).counting("find-lr", 300) as begin:
         begin("first")
         assert not stream.getvalue()

@@ -72,9 +72,15 @@ def test_ten_thousand_steps_that_are_all_logged_take_less_than_200_kb_in_a_file(
     assert int(shown[-1].partition("step ")[2].partition("/")[0]) > 9_900
 
 
-def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
+@pytest.fixture
+def now(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(console_module, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("runner.tracking.progress_file.time.monotonic", lambda: clock[0])
+    return clock
+
+
+def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(now):
     stream = io.StringIO()
     console = Console(None, stream=stream)
     console.start(1000, 10, 0)
@@ -89,10 +95,7 @@ def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(monkeypatch):
     ]
 
 
-def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
-    monkeypatch.setattr("runner.tracking.progress_file.time.monotonic", lambda: now[0])
+def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, now):
     console = Console(None, stream=io.StringIO())
     found = {"monitor": ("val/loss", "min"), "best": (0.5, 10), "device": "cpu", "file": tmp_path / NAME}
     console.start(100, 5, 20, **found)

@@ -28,48 +28,33 @@ def test_a_json_line_is_on_the_disk_at_once_with_the_fixed_keys_first_and_nan_as
     assert text == '{"global_step": 10, "epoch": 1, "split": "train", "loss": 0.5, "accuracy": null}\n'
 
 
-def test_json_lines_continue_at_the_step_they_resume_from(tmp_path):
-    first = JsonLines()
-    first.open(tmp_path, None)
-    for step in (10, 20, 30):
-        first.log("train", {"loss": 1.0 / step}, step, 1)
-    first.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"global_step": 40, "epo')
-    second = JsonLines()
-    second.open(tmp_path, 20)
-    second.log("train", {"loss": 0.0}, 30, 1)
-    second.flush()
-    second.close()
-    second.close()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(record["global_step"], record["loss"]) for record in records] == [(10, 0.1), (20, 0.05), (30, 0.0)]
+def test_json_lines_continue_at_the_step_they_resume_from_or_at_the_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    _log([JsonLines()], tmp_path, None, [("train", {"loss": 1.0 / step}, step) for step in (10, 20, 30)])
+    path.write_text(path.read_text() + '{"global_step": 40, "epo')
+    _log([JsonLines()], tmp_path, 20, [("train", {"loss": 0.0}, 30)])
+    path.write_text(path.read_text() + '{"glo')
+    _log([JsonLines()], tmp_path, None, [("test", {}, 40)])
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [(record["split"], record["global_step"], record.get("loss")) for record in records]
+    assert found == [("train", 10, 0.1), ("train", 20, 0.05), ("train", 30, 0.0), ("test", 40, None)]
 
 
-def test_json_lines_without_a_step_to_resume_from_add_to_what_is_there(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"global_step": 40, "epoch": 1, "split": "val"}\n{"glo')
-    logger = JsonLines()
-    logger.open(tmp_path, None)
-    logger.log("test", {}, 40, 1)
-    logger.close()
-    splits = [json.loads(line)["split"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert splits == ["val", "test"]
-
-
-def _log_both(directory, resume_step, lines):
-    loggers = [JsonLines(), Csv()]
+def _log(loggers, directory, resume_step, lines):
     for logger in loggers:
         logger.open(directory, resume_step)
     for split, metrics, step in lines:
         for logger in loggers:
             logger.log(split, metrics, step, 1)
     for logger in reversed(loggers):
+        logger.flush()
+        logger.close()
         logger.close()
 
 
 def test_csv_files_have_a_column_for_each_metric(tmp_path):
     train = [({"loss": 0.5}, 10), ({"loss": 0.25, "lr": math.nan}, 20), ({"lr": 0.1}, 30)]
-    _log_both(tmp_path, None, [*(("train", *line) for line in train), ("val", {"loss": 0.125}, 30)])
+    _log([JsonLines(), Csv()], tmp_path, None, [*(("train", *line) for line in train), ("val", {"loss": 0.125}, 30)])
     assert _rows(tmp_path / "metrics_train.csv") == [
         ["global_step", "epoch", "loss", "lr"],
         ["10", "1", "0.5", ""],
@@ -80,11 +65,11 @@ def test_csv_files_have_a_column_for_each_metric(tmp_path):
 
 
 def test_csv_files_of_a_resumed_run_have_what_metrics_jsonl_has(tmp_path):
-    _log_both(tmp_path, None, [("train", {"loss": 1.0}, step) for step in (10, 20, 30)])
+    _log([JsonLines(), Csv()], tmp_path, None, [("train", {"loss": 1.0}, step) for step in (10, 20, 30)])
     path, foreign = tmp_path / "metrics_train.csv", tmp_path / "metrics_of_mine.csv"
     path.write_text(path.read_text() + "15,1,0.")
     foreign.write_text("a,b\nx,y")
-    _log_both(tmp_path, 20, [("train", {"loss": 0.0, "accuracy": 1.0}, 30)])
+    _log([JsonLines(), Csv()], tmp_path, 20, [("train", {"loss": 0.0, "accuracy": 1.0}, 30)])
     assert [row[0] for row in _rows(path)] == ["global_step", "10", "20", "30"]
     assert _rows(path)[-1] == ["30", "1", "0.0", "1.0"]
     assert foreign.read_text() == "a,b\nx,y"
@@ -128,11 +113,7 @@ def test_tensorboard_event_files_read_back_and_resuming_takes_back_later_steps(t
     assert _scalars(tmp_path, "loss/train") == [(10, 2.5), (20, 5.0), (30, 7.5)]
     assert math.isnan(_scalars(tmp_path, "loss/val")[0][1])
     first.close()
-    second = TensorBoard()
-    second.open(tmp_path, 20)
-    second.log("train", {"loss": 1.0}, 30, 1)
-    second.close()
-    second.close()
+    _log([TensorBoard()], tmp_path, 20, [("train", {"loss": 1.0}, 30)])
     assert _scalars(tmp_path, "loss/train") == [(10, 2.5), (20, 5.0), (30, 1.0)]
 
 
@@ -147,24 +128,13 @@ def test_what_a_resumed_run_logs_again_at_its_first_step_is_there_once_in_every_
         logger.log("test", {"loss": 1.0}, 20, 1)
         logger.flush()  # and the process is killed
     RunDirectory(tmp_path).truncate_metrics(20, ("test", "val") if due else ("test",))
-    second = [JsonLines(), Csv(), TensorBoard()]
-    for logger in second:
-        logger.open(tmp_path, 20)
-    for logger in second:
-        if due:
-            logger.log("val", {"loss": math.nan}, 20, 1)
-        logger.log("test", {"loss": 1.0}, 20, 1)
-        logger.close()
+    again = [("val", {"loss": math.nan}, 20)] if due else []
+    _log([JsonLines(), Csv(), TensorBoard()], tmp_path, 20, [*again, ("test", {"loss": 1.0}, 20)])
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(record["split"], record["global_step"]) for record in records] == [
-        ("train", 10),
-        ("train", 20),
-        ("val", 20),
-        ("test", 20),
-    ]
-    assert [row[0] for row in _rows(tmp_path / "metrics_train.csv")] == ["global_step", "10", "20"]
-    assert [row[0] for row in _rows(tmp_path / "metrics_val.csv")] == ["global_step", "20"]
-    assert [row[0] for row in _rows(tmp_path / "metrics_test.csv")] == ["global_step", "20"]
+    found = [(record["split"], record["global_step"]) for record in records]
+    assert found == [("train", 10), ("train", 20), ("val", 20), ("test", 20)]
+    for split, steps in (("train", ["10", "20"]), ("val", ["20"]), ("test", ["20"])):
+        assert [row[0] for row in _rows(tmp_path / f"metrics_{split}.csv")] == ["global_step", *steps]
     assert _scalars(tmp_path, "loss/train") == [(10, 4.0), (20, 2.0)]
     assert [step for step, _ in _scalars(tmp_path, "loss/val")] == [20]
     assert _scalars(tmp_path, "loss/test") == [(20, 1.0)]
@@ -176,20 +146,14 @@ def test_event_files_of_runs_within_a_second_are_read_in_the_order_they_were_wri
     monkeypatch.setattr("runner.tracking.loggers.time.time", lambda: 1000.0)
     for attempt, pid in enumerate((9, 10)):  # "10" comes before "9" in the order of names
         monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
-        logger = TensorBoard()
-        logger.open(tmp_path, 10 if attempt else None)
-        logger.log("train", {"loss": 1.0 + attempt}, 20, 1)
-        logger.close()
+        _log([TensorBoard()], tmp_path, 10 if attempt else None, [("train", {"loss": 1.0 + attempt}, 20)])
     assert _scalars(tmp_path, "loss/train") == [(20, 2.0)]
 
 
 def test_a_metrics_file_that_somebody_else_wrote_does_not_break_a_resumed_run(tmp_path):
     lines = ['{"global_step": 20}', '{"global_step": 20, "split": [1], "loss": {}, "x": 1e999, "y": 1' + 60 * "0" + "}"]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    for logger in (Csv(), TensorBoard()):
-        logger.open(tmp_path, 20)
-        logger.log("train", {"loss": 1.0}, 30, 1)
-        logger.close()
+    _log([Csv(), TensorBoard()], tmp_path, 20, [("train", {"loss": 1.0}, 30)])
     assert _scalars(tmp_path, "loss/train") == [(30, 1.0)]
 
 
@@ -242,14 +206,7 @@ def test_every_shipped_option_builds_its_loggers_and_comments_every_key(option):
 def test_tensorboard_gets_histograms_graph_images_and_hyperparameters_and_the_weights_keep_their_bits(train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = (
-        "epochs=1",
-        "max_steps=6",
-        "log.every_steps=1",
-        "checkpoint.every_steps=3",
-        "model=mlp",
-        "evaluate.test=false",
-    )
+    words = ("max_steps=6", "log.every_steps=1", "checkpoint.every_steps=3", "model=mlp", "evaluate.test=false")
     options = [f"logger.tensorboard.{name}=true" for name in ("hparams", "histograms", "graph", "images")]
     plain, full = train(*words), train(*words, "logger=tensorboard", *options)
     assert full.summary["weights_sha256"] == plain.summary["weights_sha256"]
@@ -272,9 +229,6 @@ def test_a_model_that_cannot_be_traced_costs_a_warning(tmp_path):
 
     said: list[str] = []
     watched = Watched(torch.nn.Linear(2, 2), lambda: torch.zeros(1, 3), {})
-    logger = TensorBoard(graph=True, watched=watched, warn=said.append)
-    logger.open(tmp_path, None)
-    logger.log("train", {"loss": 1.0}, 1, 1)
-    logger.close()
+    _log([TensorBoard(graph=True, watched=watched, warn=said.append)], tmp_path, None, [("train", {"loss": 1.0}, 1)])
     assert len(said) == 1
     assert _scalars(tmp_path, "loss/train") == [(1, 1.0)]
