@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 from extended import some
 from forked import ForkedProgram
+from running_sweeps import until
 
 from runner.checkpoint.file import read
 from runner.launch.ranks import RankFailed, run_ranks
@@ -47,13 +48,6 @@ def marked(mark: str) -> list[int]:
             if mark.encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
                 found.append(int(path.parent.name))
     return found
-
-
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -153,7 +147,7 @@ def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
         time.sleep(delay)
         launcher.kill()
         launcher.wait()
-        until(lambda: not marked(mark), 20)
+        until(lambda: not marked(mark), seconds=20)
 
 
 def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(workdir: Path, mark: str) -> None:
@@ -166,7 +160,7 @@ def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(workdir: Path
         until(lambda: (workdir / "run/checkpoints/last.safetensors").exists())
         os.killpg(launcher.pid, signal.SIGHUP)
         assert launcher.wait(60) == 75, log.read_text()
-        until(lambda: not marked(mark), 10)
+        until(lambda: not marked(mark), seconds=10)
     summary = json.loads((workdir / "run/summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("preempted", "stopped by SIGHUP")
     assert read(workdir / "run/checkpoints/last.safetensors")["position"]["global_step"] == summary["global_step"]

@@ -1,5 +1,23 @@
 """Fixtures of these tests."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 from tiny_runs import made_once, tiny, trained
 
 __all__ = ["made_once", "tiny", "trained"]
+
+
+@pytest.fixture
+def sweep(run: Callable[..., Any], tiny: tuple[str, ...], workdir: Path) -> Callable[..., tuple[Any, Path]]:
+    """Sweep over tiny runs; gives the result and the sweep's folder."""
+
+    def call(*words: str) -> tuple[Any, Path]:
+        result = run("train", *tiny, *words)
+        return result, workdir / (result.out.strip().splitlines() or ["."])[-1]
+
+    return call

@@ -8,19 +8,17 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 import psutil
 import pytest
 from extras import needs
 from forked import ForkedProgram
+from running_sweeps import digests, events, jobs_of, until
 
 from runner.config.hydra_messages import as_problem
 
-T = TypeVar("T")
 LONG = ("--multirun", "seed=0,1", "epochs=60", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 RAY = ("hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2")
 MINE = """
@@ -68,32 +66,8 @@ def mine(workdir: Path) -> tuple[str, ...]:
     return ("--config-dir=my_conf", "hydra/launcher=commands")
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in folder.glob("*/summary.json"):
-        if digest := json.loads(path.read_text()).get("weights_sha256"):
-            found[path.parent.name] = digest
-    return found
-
-
-def events(folder: Path) -> Counter[str]:
-    return Counter(json.loads(line)["event"] for line in (folder / "sweep.jsonl").read_text().splitlines())
-
-
-def until(condition: Callable[[], T], program: ForkedProgram | None = None) -> T:
-    """Wait until something is true, and return it."""
-    deadline = time.monotonic() + 120
-    while not (found := condition()):
-        assert program is None or program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
-def jobs_of(workdir: Path) -> dict[str, int]:
-    """Processes of the jobs that have logged an evaluation, by folder."""
-    found = [path.parent for path in workdir.rglob("metrics.jsonl") if '"val"' in path.read_text()]
-    return {folder.name: int((folder / ".lock").read_text().split()[1]) for folder in found}
+def counts(folder: Path) -> Counter[str]:
+    return Counter(line["event"] for line in events(folder))
 
 
 def processes_in(folder: Path) -> list[str]:
@@ -121,14 +95,14 @@ def test_the_command_of_a_job_has_the_same_bits_and_a_job_that_fails_early_keeps
     first = spawn("train", *words)
     assert first.returncode == 1, first.stdout + first.stderr
     [folder] = workdir.glob("outputs/*/sweeps/*")
-    assert hashes(folder) == {"0": json.loads((trained / "summary.json").read_text())["weights_sha256"]}
+    assert digests(folder) == {"0": json.loads((trained / "summary.json").read_text())["weights_sha256"]}
     assert "1 of 2 jobs finished" in first.stdout
     assert "job 2 of 2: model.width=0: failed: model.width: " in first.stdout + first.stderr
     assert "width must be at least 1" in (folder / "logs" / "1.log").read_text()
     again = spawn("train", *words)
     assert again.returncode == 1
     assert "1 of 2 jobs have finished already" in again.stdout
-    assert events(folder) == {"launch": 2, "started": 2, "finished": 1, "failed": 1}
+    assert counts(folder) == {"launch": 2, "started": 2, "finished": 1, "failed": 1}
 
 
 @pytest.mark.slow
@@ -150,8 +124,8 @@ def test_a_killed_command_of_a_sweep_that_begins_with_a_checkpoint_continues_wit
     done = spawn(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     [expected] = workdir.glob("whole/*/sweeps/*")
-    assert hashes(folder) == hashes(expected)
-    assert len(hashes(folder)) == 2
+    assert digests(folder) == digests(expected)
+    assert len(digests(folder)) == 2
     assert str(trained) in (folder / "0" / "run.log").read_text()
     assert f"{folder.name}/1/checkpoints" in json.loads((folder / "1" / "summary.json").read_text())["resumed_from"]
 
@@ -170,13 +144,13 @@ def test_jobs_of_ray_save_on_a_signal_and_the_same_command_gives_the_bits_of_the
     out, err = program.communicate(timeout=120)
     assert program.returncode == 75, out + err
     [folder] = workdir.glob("outputs/*/sweeps/*")
-    assert events(folder) == {"launch": 1, "started": 2, "preempted": 2}
+    assert counts(folder) == {"launch": 1, "started": 2, "preempted": 2}
     program = ForkedProgram(words)
-    until(lambda: events(folder)["started"] == 4, program)
+    until(lambda: counts(folder)["started"] == 4, program)
     out, err = program.communicate(timeout=120)
     assert program.returncode == 0, out + err
-    assert hashes(folder) == hashes(alone)
-    assert events(folder)["finished"] == 2
+    assert digests(folder) == digests(alone)
+    assert counts(folder)["finished"] == 2
     until(lambda: not processes_in(workdir))
 
 

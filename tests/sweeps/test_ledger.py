@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from extended import some
 from forked import ForkedProgram
+from running_sweeps import digests, events, started, until
 
 from runner.base.errors import DiskFull
 from runner.sweeps import table
@@ -27,42 +28,11 @@ TWO = ("--multirun", "seed=0,1")
 
 
 @pytest.fixture
-def sweep(run, tiny):
-    """Sweep over tiny runs; gives the result and the sweep's folder."""
-
-    def call(*words: str):
-        result = run("train", *tiny, *words)
-        return result, Path((result.out.strip().splitlines() or ["."])[-1])
-
-    return call
-
-
-@pytest.fixture
 def two_jobs(made_once, workdir) -> Path:
     """The folder of a finished sweep of two jobs, where the same command finds it."""
     folder = made_once(*TWO)[1]
     shutil.copytree(folder.parents[2], workdir / "outputs")
     return workdir / "outputs" / folder.relative_to(folder.parents[2])
-
-
-def events(folder: Path, kind: str = "") -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
-    return [line for line in lines if not kind or line["event"] == kind]
-
-
-def digests(folder: Path) -> dict[tuple[str, ...], str]:
-    """SHA-256 of the weights of each job, by its overrides."""
-    found = {}
-    for path in folder.glob("*/summary.json"):
-        words = tuple(
-            sorted(word for word in (path.parent / "overrides.yaml").read_text().splitlines() if "seed" in word)
-        )
-        found[words] = json.loads(path.read_text())["weights_sha256"]
-    return found
-
-
-def started(folder: Path) -> list[str]:
-    return [line["folder"] for line in events(folder, "started")]
 
 
 def test_a_finished_sweep_is_not_repeated_and_its_table_is_shown(sweep, two_jobs):
@@ -287,9 +257,7 @@ def test_a_job_whose_code_has_changed_runs_again_and_says_why(sweep, workdir, mo
     assert (again.status, same) == (0, folder), again.err
     assert again.out.count("started, again, as my_nets.net changed since job") == 2, again.out
     assert started(folder) == ["0", "1", "2", "3"]
-    weights = {
-        path.parent.name: json.loads(path.read_text())["weights_sha256"] for path in folder.glob("*/summary.json")
-    }
+    weights = digests(folder)
     assert {weights["2"], weights["3"]}.isdisjoint({weights["0"], weights["1"]})
     rows = json.loads((folder / "sweep.json").read_text())["jobs"]
     assert [(row["job"], row["why"]) for row in rows] == [
@@ -299,10 +267,7 @@ def test_a_job_whose_code_has_changed_runs_again_and_says_why(sweep, workdir, mo
 
 def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
     program = ForkedProgram(["train", *tiny, *TWO, "epochs=100000"])
-    deadline = time.monotonic() + 60
-    while not (found := list(workdir.rglob("metrics.jsonl"))):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    found = until(lambda: list(workdir.rglob("metrics.jsonl")), program)
     shown = subprocess.run(
         [sys.executable, "-c", "import sys; from runner.cli import main; main(['sweep', sys.argv[1]]); "
          "assert not {'torch', 'hydra', 'numpy'} & {*sys.modules}", str(found[0].parents[1])],
@@ -395,7 +360,7 @@ def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
 
 
 def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(sweep, two_jobs, capsys):
-    digest = digests(two_jobs)
+    before = {*digests(two_jobs).values()}
     shutil.rmtree(two_jobs / "0")
     assert [(row.job, row.status) for row in table.summarise(two_jobs, write=False)] == [
         ("1", "finished"),
@@ -406,7 +371,7 @@ def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(
     assert "1 of 2 jobs have finished already; the others follow; missing folders: 0, and" in result.out
     assert "job 1 of 2: seed=0: started; 1 finished\n" in result.out
     assert result.out.count(": skipped, ") == 1
-    assert digests(two_jobs) == digest
+    assert {*digests(two_jobs).values()} == before
 
 
 @pytest.mark.parametrize(
@@ -419,11 +384,9 @@ def test_a_sweep_that_is_killed_anywhere_and_repeated_ends_with_the_same_bits(ma
     draw = random.Random(0)
     for attempt in range(kills + 1):
         program = ForkedProgram(["train", *tiny, *words])
-        before, deadline = len(list(workdir.rglob("summary.json"))), time.monotonic() + 60
-        while program.poll() is None and len(list(workdir.rglob("summary.json"))) == before and attempt < kills:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        before = len(list(workdir.rglob("summary.json")))
         if attempt < kills:
+            until(lambda: program.poll() is not None or len(list(workdir.rglob("summary.json"))) > before)  # noqa: B023
             time.sleep(draw.random() * 0.2)
             program.kill()
         out, err = program.communicate(timeout=60)

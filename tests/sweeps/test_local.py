@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import forked
 import pytest
 from extended import some
 from forked import ForkedProgram
+from running_sweeps import events, jobs_of, until
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
@@ -25,33 +25,11 @@ POOL = ("--multirun", "hydra/launcher=pool", "hydra.launcher.per_device=2")
 ENDLESS = ("seed=0,1,2", "epochs=100000", "checkpoint.every_epochs=1000")
 
 
-def events(folder: Path) -> list[tuple[str, str]]:
-    lines = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
-    return [(line["event"], line.get("folder", "")) for line in lines]
-
-
-def until(condition, program: ForkedProgram | None = None):
-    """Wait until something is true, and return it."""
-    deadline = time.monotonic() + 60
-    while not (found := condition()):
-        assert program is None or program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
 def gone(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
-
-
-def jobs_of(workdir: Path) -> dict[str, int]:
-    """Processes of the jobs that have logged an evaluation, by folder."""
-    found = [path.parent for path in workdir.rglob("metrics.jsonl") if '"val"' in path.read_text()]
-    owners = {folder.name: (folder / ".lock").read_text().split() for folder in found}
-    return {name: int(words[1]) for name, words in owners.items() if words}  # none while it is being written
 
 
 @pytest.mark.slow
@@ -74,7 +52,7 @@ def test_a_signal_goes_on_to_the_jobs_and_a_killed_sweep_leaves_none(workdir, ti
     assert all(map(gone, jobs.values()))
     [folder] = workdir.glob("outputs/*/sweeps/*")
     ended = [(event, job) for event in ("preempted", "started") for job in "012"[:slots]]
-    assert sorted(events(folder)[1:]) == ended
+    assert sorted((line["event"], line["folder"]) for line in events(folder)[1:]) == ended
     assert "job 1 of 3: seed=0: preempted: stopped by SIGTERM" in out
     assert "0 of 3 jobs finished" in out
     assert not (folder / "2").exists()
@@ -197,7 +175,7 @@ def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
     result = run("train", *tiny, "--multirun", "model.width=0,4", "sweep.retries=2")
     assert result.status == 1
     folder = Path(result.out.splitlines()[-1])
-    states = [event for event, job in events(folder) if job == "0"]
+    states = [line["event"] for line in events(folder) if line.get("folder") == "0"]
     assert [state for state in states if state != "started"] == ["retried", "retried", "failed"]
     assert "1 of 2 jobs finished" in result.out
 

@@ -10,25 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-
-
-@pytest.fixture
-def sweep(run, tiny, workdir):
-    """Sweep over tiny runs; gives the result and the sweep's folder."""
-
-    def call(*words: str):
-        result = run("train", *tiny, *words)
-        return result, workdir / (result.out.strip().splitlines() or ["."])[-1]
-
-    return call
-
-
-def ledger_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
-
-
-def summaries(folder: Path) -> dict[str, dict]:
-    return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))}
+from running_sweeps import digests, started, summaries
 
 
 @pytest.fixture
@@ -134,7 +116,7 @@ def test_settings_of_one_job_do_not_leak_into_the_next(sweep, run, tiny):
     _, folder = sweep("--multirun", "deterministic=true,false", "detect_anomaly=true")
     assert not torch.are_deterministic_algorithms_enabled()
     alone = run("train", *tiny)
-    assert {summary["weights_sha256"] for summary in summaries(folder).values()} == {alone.summary["weights_sha256"]}
+    assert {*digests(folder).values()} == {alone.summary["weights_sha256"]}
 
 
 def test_a_mistake_in_the_words_starts_no_job(sweep, workdir, run, tiny):
@@ -270,8 +252,7 @@ def test_the_same_command_continues_the_folder_that_it_names(sweep, first_sweep)
     assert folder == first_sweep
     assert "3 of 3 jobs finished" in result.out
     assert contents(first_sweep / "0") == before
-    started = [line["folder"] for line in ledger_of(folder) if line["event"] == "started"]
-    assert started == ["0", "1", "1", "2"]
+    assert started(folder) == ["0", "1", "1", "2"]
     other = sweep("--multirun", "seed=0,1", "hydra.sweep.dir=mine", "optimizer.lr=0.3")[0]
     assert (other.status, "sweep.dir: is a sweep with another base config: optimizer.lr was" in other.err) == (2, True)
 

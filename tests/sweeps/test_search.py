@@ -18,6 +18,7 @@ import yaml
 from extended import some
 from forked import ForkedProgram
 from optuna.storages.journal import JournalFileBackend, JournalStorage
+from running_sweeps import digests, until
 
 from runner.config.space import Range, ranges_of, text_of, with_space
 from runner.sweeps.ledger import Ledger
@@ -96,13 +97,6 @@ def states(folder: Path) -> list[str]:
 
 def summary(folder: Path, job: int | str) -> dict[str, Any]:
     return json.loads((folder / str(job) / "summary.json").read_text())
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of the weights that each job ended with, by its folder."""
-    return {
-        path.parent.name: summary(folder, path.parent.name)["weights_sha256"] for path in folder.glob("*/summary.json")
-    }
 
 
 def ended(workdir: Path) -> int:
@@ -263,12 +257,9 @@ def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials
     _, expected = search(*words, "output_root=undisturbed", "search.jobs=null")
     draw = random.Random(0)
     for attempt in range(kills + 1):
-        program, deadline = ForkedProgram(["train", *tiny, *words]), time.monotonic() + 60
-        known = ended(workdir)
-        while attempt < kills and program.poll() is None and ended(workdir) == known:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        if attempt < kills and program.poll() is None:
+        program, known = ForkedProgram(["train", *tiny, *words]), ended(workdir)
+        if attempt < kills:
+            until(lambda: program.poll() is not None or ended(workdir) > known)  # noqa: B023
             time.sleep(draw.random() * 0.3)
             program.kill()
         out, err = program.communicate(timeout=60)
@@ -286,9 +277,9 @@ def test_a_killed_trial_begins_no_other_with_fail_fast_and_the_same_command_cont
     words = (*SEARCH, "search.trials=2", "epochs=20")
     _, alone = search(*words, "output_root=alone")
     program = ForkedProgram(["train", *tiny, *words, "sweep.fail_fast=true"])
-    deadline = time.monotonic() + 60
-    while not (found := [path for path in workdir.glob("outputs/*/*/*/0/metrics.jsonl") if path.stat().st_size]):
-        assert time.monotonic() < deadline
+    found = until(
+        lambda: [path for path in workdir.glob("outputs/*/*/*/0/metrics.jsonl") if path.stat().st_size], program
+    )
     os.kill(int((found[0].parent / ".lock").read_text().split()[1]), signal.SIGKILL)
     out, err = program.communicate(timeout=60)
     assert program.returncode == 1, err + out

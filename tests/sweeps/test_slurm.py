@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import forked
 import pytest
 from extended import some
 from forked import ForkedProgram
+from running_sweeps import until
 
 from runner.launch.jobs import Ended, Job
 from runner.launch.slurm import Slurm
@@ -51,11 +51,8 @@ def slurm(workdir, monkeypatch):
 
 def begun(words, files, text=b"", count=1):
     """A run, once there are files of a name with a text."""
-    program, deadline = ForkedProgram(["train", *words]), time.monotonic() + 60
-    while sum(text in path.read_bytes() for path in Path.cwd().glob(files)) < count:
-        assert program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    program = ForkedProgram(["train", *words])
+    until(lambda: sum(text in path.read_bytes() for path in Path.cwd().glob(files)) >= count, program)
     return program
 
 

@@ -21,6 +21,7 @@ from extras import needs, optional
 from fake_mlflow import FakeMLflow, fake_mlflow
 from fake_wandb import FakeWandB, fake_wandb
 from forked import ForkedProgram
+from running_sweeps import until
 
 from runner.base.errors import Problem, UserError
 from runner.tracking.jsonl import read_records
@@ -73,13 +74,6 @@ def _begun(directory: Path, uri: str, resume_step: int = 0, again: bool = False)
 def _send(tracker: Tracker) -> None:
     while tracker.advance():
         pass
-
-
-def _until(done: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    limit = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < limit, "it did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("failure", some(["refuse", "hang", "500", "die", "slow", "full"], 2, 3, 5))
@@ -167,7 +161,7 @@ def _killed_at(goals: tuple[int, ...], words: list[str], workdir: Path) -> Forke
     """The program that goes on after it was killed each time that it had logged so many lines."""
     for goal in goals:
         program = ForkedProgram(words)
-        _until(lambda goal=goal: len(_logged(workdir)) >= goal)
+        until(lambda goal=goal: len(_logged(workdir)) >= goal)
         program.kill()
         program.wait()
     return ForkedProgram(words)
@@ -294,7 +288,7 @@ def test_a_server_that_answers_again_gets_everything_without_a_word(run, server,
 def test_sync_of_a_run_that_goes_on_is_refused_with_its_process(workdir, server, run, paused):
     words = ("train", *FAST, "logger=mlflow", *_live(server), "epochs=100", *paused(0.1))
     program = ForkedProgram(words)
-    _until(lambda: [*workdir.glob("outputs/digits/*/trackers/mlflow.json")])
+    until(lambda: [*workdir.glob("outputs/digits/*/trackers/mlflow.json")])
     try:
         found = run("sync", "outputs")
     finally:
@@ -438,10 +432,10 @@ def test_a_dead_server_of_wandb_costs_one_warning_and_does_not_keep_the_process(
     words = ["train", *FAST, *ONLINE, "logger.wandb.wait_s=2", "epochs=3", *paused(0.1)]
     program = ForkedProgram(words)
     if dies == "in the middle":
-        _until(lambda: wandb_server.rows or program.poll() is not None)
-    _until(lambda: len(_logged(workdir)) >= 20)
+        until(lambda: wandb_server.rows or program.poll() is not None)
+    until(lambda: len(_logged(workdir)) >= 20)
     wandb_server.stop()
-    _until(lambda: len(_logged(workdir)) >= 60)
+    until(lambda: len(_logged(workdir)) >= 60)
     began = time.monotonic()
     out, err = program.communicate(60)
     assert program.wait() == 0, err

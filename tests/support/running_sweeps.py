@@ -1,0 +1,51 @@
+"""Sweeps that run in other processes: waiting for them, and what their folders say."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forked import ForkedProgram
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], program: ForkedProgram | None = None, seconds: float = 60) -> T:
+    """Wait until something is true, while a program runs, and return it."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert program is None or program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+    return found
+
+
+def jobs_of(workdir: Path) -> dict[str, int]:
+    """Processes of the jobs that have logged an evaluation, by folder."""
+    found = [path.parent for path in workdir.rglob("metrics.jsonl") if '"val"' in path.read_text()]
+    owners = {folder.name: (folder / ".lock").read_text().split() for folder in found}
+    return {name: int(words[1]) for name, words in owners.items() if words}  # none while it is being written
+
+
+def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Lines of the ledger of a sweep: all, or those of some kinds."""
+    lines = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
+    return [line for line in lines if not kinds or line["event"] in kinds]
+
+
+def started(folder: Path) -> list[str]:
+    """Folders of the jobs that a sweep started, in their order."""
+    return [line["folder"] for line in events(folder, "started")]
+
+
+def summaries(folder: Path) -> dict[str, dict[str, Any]]:
+    """The summary of each job of a sweep, by its folder."""
+    return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of the weights that the jobs of a sweep ended with, by their folders."""
+    return {name: found["weights_sha256"] for name, found in summaries(folder).items() if "weights_sha256" in found}
