@@ -21,3 +21,17 @@ def sweep(run: Callable[..., Any], tiny: tuple[str, ...], workdir: Path) -> Call
         return result, workdir / (result.out.strip().splitlines() or ["."])[-1]
 
     return call
+
+
+@pytest.fixture
+def refused(run: Callable[..., Any], tiny: tuple[str, ...], workdir: Path) -> Callable[..., str]:
+    """What is told about a sweep over tiny runs that is refused before it makes a folder."""
+
+    def call(*words: str) -> str:
+        result = run("train", *tiny, *words)
+        assert result.status == 2, result.out + result.err
+        assert "Traceback" not in result.err
+        assert list(workdir.iterdir()) == []
+        return result.err
+
+    return call

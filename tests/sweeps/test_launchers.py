@@ -205,23 +205,18 @@ def test_wrong_keys_of_ray_are_named(run, tiny, word, reason):
     assert f"hydra.launcher: {reason}" in result.err.replace("Ray.__init__() got an ", "")
 
 
-def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(run, tiny, workdir, monkeypatch):
+def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    result = run("train", *tiny, "--multirun", "hydra/launcher=ray", "seed=0,1")
-    assert result.status == 2
-    assert "hydra/launcher: is ray, whose package is not installed" in result.err
-    assert "pip install 'runner[ray]'" in result.err
-    assert list(workdir.iterdir()) == []
+    err = refused("--multirun", "hydra/launcher=ray", "seed=0,1")
+    assert "hydra/launcher: is ray, whose package is not installed" in err
+    assert "pip install 'runner[ray]'" in err
 
 
 @pytest.mark.parametrize(
     ("name", "instead"), [("joblib", "pool"), ("submitit_local", "pool"), ("submitit_slurm", "slurm")]
 )
-def test_launchers_that_are_gone_are_named_with_what_replaces_them(run, tiny, workdir, name, instead):
-    result = run("train", *tiny, "--multirun", f"hydra/launcher={name}", "seed=0,1")
-    assert result.status == 2
-    assert f"did you mean '{instead}'?" in result.err
-    assert list(workdir.iterdir()) == []
+def test_launchers_that_are_gone_are_named_with_what_replaces_them(refused, name, instead):
+    assert f"did you mean '{instead}'?" in refused("--multirun", f"hydra/launcher={name}", "seed=0,1")
     others = SimpleNamespace(missing_cfg_file=f"hydra/launcher/{name}", options=["basic", "pool", "ray", "slurm"])
     problem = as_problem(others)  # type: ignore[arg-type]
     assert (problem.key, problem.nearest) == ("hydra/launcher", instead)

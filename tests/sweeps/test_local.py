@@ -109,26 +109,6 @@ def test_a_job_of_several_ranks_saves_and_leaves_none_when_its_sweep_is_killed(w
         assert read(last)["position"]["global_step"] == summary["global_step"]
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "reason"),
-    [
-        (("hydra.launcher.per_device=0",), "hydra.launcher.per_device", "cannot be 0"),
-        (("hydra.launcher.threads=some",), "hydra.launcher.threads", "cannot be some"),
-        (("hydra.launcher.devices=gpu",), "hydra.launcher.devices", "cannot be gpu"),
-        (("hydra.launcher.devices=[0,0]",), "hydra.launcher.devices", "cannot be [0, 0]"),
-        (("hydra.launcher.devices=[1000]",), "hydra.launcher.devices", "GPUs that can be seen"),
-        (("hydra.launcher.threeds=1",), "hydra.launcher.threeds", "did you mean 'hydra.launcher.threads'"),
-        (("sweep.retries=-1",), "sweep.retries", "cannot be -1"),
-    ],
-)
-def test_mistakes_in_the_keys_are_told_before_the_first_job(run, tiny, workdir, words, key, reason):
-    result = run("train", *tiny, *POOL, "seed=0,1", *words)
-    assert result.status == 2
-    assert f"{key}: " in result.err
-    assert reason in result.err
-    assert list(workdir.iterdir()) == []
-
-
 def leases(monkeypatch, devices, values=None, **keys) -> list[tuple[str, str]]:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     launcher = Local(devices, values=values or {"device": "auto"}, **keys)
