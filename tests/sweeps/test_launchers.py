@@ -15,51 +15,18 @@ import psutil
 import pytest
 from extras import needs
 from forked import ForkedProgram
-from running_sweeps import digests, events, jobs_of, until
+from running_sweeps import COMMANDS, digests, events, jobs_of, until
 
 from runner.config.hydra_messages import as_problem
 
 LONG = ("--multirun", "seed=0,1", "epochs=60", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 RAY = ("hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2")
-MINE = """
-import subprocess
-import time
-
-from runner.launch.jobs import Ended
-
-
-class Commands:
-    slots, survives = 2, False
-
-    def __init__(self, values, words=()):
-        self.words, self.running = list(words), {}
-
-    def start(self, jobs):
-        for job in jobs:
-            job.log.parent.mkdir(exist_ok=True)
-            with job.log.open("ab") as log:
-                process = subprocess.Popen([*self.words, *job.command], stdout=log, stderr=subprocess.STDOUT)
-            self.running[job.number] = process
-        return ["here"] * len(jobs)
-
-    def wait(self, timeout_s):
-        time.sleep(timeout_s)
-        ended = [number for number, process in self.running.items() if process.poll() is not None]
-        return [Ended(number, f"status {self.running.pop(number).returncode}") for number in ended]
-
-    def stop(self, kill):
-        for process in self.running.values():
-            process.terminate()
-
-    def close(self):
-        pass
-"""
 
 
 @pytest.fixture
 def mine(workdir: Path) -> tuple[str, ...]:
     """The words that choose a launcher of the user's, which runs the commands of jobs."""
-    Path("mine.py").write_text(MINE)
+    Path("mine.py").write_text(COMMANDS)
     launcher = Path("my_conf/hydra/launcher/commands.yaml")
     launcher.parent.mkdir(parents=True)
     launcher.write_text("_target_: mine.Commands\nwords: [nice]\n")

@@ -47,12 +47,17 @@ def test_a_finished_sweep_is_not_repeated_and_its_table_is_shown(sweep, two_jobs
     assert started(folder) == ["0", "1"]
 
 
-def test_a_larger_grid_runs_the_new_jobs_alone_in_folders_of_their_own(sweep, two_jobs):
-    result, folder = sweep("--multirun", "seed=2,0,1")
-    assert result.status == 0, result.err
-    assert started(folder) == ["0", "1", "2"]
-    assert "seed=2" in (two_jobs / "2" / "overrides.yaml").read_text()
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "logs"]
+@pytest.mark.parametrize(
+    ("words", "new"), [(["seed=2,0,1"], ["2"]), (["seed=0", "optimizer.lr=0.02,0.03", "sweep.dir=FOLDER"], ["2", "3"])]
+)
+def test_a_larger_grid_and_other_keys_of_a_named_sweep_run_new_jobs_in_folders_of_their_own(
+    sweep, two_jobs, words, new
+):
+    result, folder = sweep("--multirun", *(word.replace("FOLDER", str(two_jobs)) for word in words))
+    assert (result.status, folder.resolve()) == (0, two_jobs), result.err
+    assert started(folder) == ["0", "1", *new]
+    assert ("seed=2" in (two_jobs / "2" / "overrides.yaml").read_text()) == (new == ["2"])
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", *new, "logs"]
 
 
 @pytest.mark.parametrize(
@@ -93,13 +98,6 @@ def test_what_cannot_continue_is_refused_and_leaves_the_sweep_alone(sweep, two_j
     assert f"{key}: " in result.err
     assert reason in result.err
     assert (two_jobs / "sweep.jsonl").read_bytes() == before
-
-
-def test_a_named_sweep_takes_other_keys_too(sweep, two_jobs):
-    result, folder = sweep("--multirun", "seed=0", "optimizer.lr=0.02,0.03", f"sweep.dir={two_jobs}")
-    assert result.status == 0, result.err
-    assert folder == two_jobs
-    assert started(folder) == ["0", "1", "2", "3"]
 
 
 def test_failed_jobs_are_repeated_or_not_as_retry_says_and_fail_fast_leaves_the_rest_pending(sweep):
@@ -259,10 +257,8 @@ def test_a_job_whose_code_has_changed_runs_again_and_says_why(sweep, workdir, mo
     assert started(folder) == ["0", "1", "2", "3"]
     weights = digests(folder)
     assert {weights["2"], weights["3"]}.isdisjoint({weights["0"], weights["1"]})
-    rows = json.loads((folder / "sweep.json").read_text())["jobs"]
-    assert [(row["job"], row["why"]) for row in rows] == [
-        (job, f"my_nets.net changed since job {before} ran") for job, before in (("2", "0"), ("3", "1"))
-    ]
+    why = {row["job"]: row["why"] for row in json.loads((folder / "sweep.json").read_text())["jobs"]}
+    assert why == {new: f"my_nets.net changed since job {old} ran" for new, old in (("2", "0"), ("3", "1"))}
 
 
 def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
@@ -318,9 +314,8 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
     (two_jobs / lock).mkdir()  # a read-only file system is not an obstacle to root, who may run the tests
     result, _ = sweep(*TWO, *words)
     assert result.status in (1, 2)
-    assert reason.replace("FOLDER", str(two_jobs.relative_to(Path.cwd().resolve()))) in (
-        result.out + result.err
-    ).replace(f"{Path.cwd().resolve()}/", "")
+    said, here = (result.out + result.err).replace(f"{Path.cwd().resolve()}/", ""), Path.cwd().resolve()
+    assert reason.replace("FOLDER", str(two_jobs.relative_to(here))) in said
     assert "is being run by" not in result.err
     (two_jobs / lock).rmdir()
     again, _ = sweep(*TWO)
@@ -362,10 +357,8 @@ def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
 def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(sweep, two_jobs, capsys):
     before = {*digests(two_jobs).values()}
     shutil.rmtree(two_jobs / "0")
-    assert [(row.job, row.status) for row in table.summarise(two_jobs, write=False)] == [
-        ("1", "finished"),
-        ("-", "pending"),
-    ]
+    rows = table.summarise(two_jobs, write=False)
+    assert [(row.job, row.status) for row in rows] == [("1", "finished"), ("-", "pending")]
     result, _ = sweep(*TWO)
     assert result.status == 0, result.err
     assert "1 of 2 jobs have finished already; the others follow; missing folders: 0, and" in result.out

@@ -18,7 +18,7 @@ import yaml
 from extended import some
 from forked import ForkedProgram
 from optuna.storages.journal import JournalFileBackend, JournalStorage
-from running_sweeps import digests, until
+from running_sweeps import COMMANDS, digests, until
 
 from runner.config.space import Range, ranges_of, text_of, with_space
 from runner.sweeps.ledger import Ledger
@@ -31,9 +31,8 @@ SEARCH = ("sweep=optuna", LR, "search.pruner=none")
 HALVING = ("search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss")
 SPACE = {"a": Range("float", 1e-4, 0.1, log=True), "b": Range("choice", choices=("x", 2)), "c": Range("int", 1, 9, 2)}
 MINE = """
-import atexit, os, signal, subprocess
+import atexit, os, signal
 from pathlib import Path
-from runner.launch.jobs import Ended
 
 class Callback:
     def on_start(self, loop):
@@ -43,22 +42,6 @@ class Callback:
 
     def on_end(self, loop):
         atexit.register(os._exit, 3)  # the process dies after the end of its run
-
-class Commands:
-    slots, survives = None, False
-    stop = close = lambda *_, **__: None
-
-    def __init__(self, values):
-        self.ended = []
-
-    def start(self, jobs):
-        for job in jobs:
-            subprocess.run(job.command, env={**os.environ, **job.environment}, stdout=subprocess.DEVNULL)
-        self.ended = [Ended(job.number) for job in jobs]
-        return ["somewhere" for _ in jobs]
-
-    def wait(self, timeout_s):
-        return self.ended
 """
 
 
@@ -226,10 +209,11 @@ def test_trials_with_the_values_of_one_that_runs_wait_for_its_result(search):
 
 
 @pytest.mark.extended
-def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mine, monkeypatch):
+def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, monkeypatch):
     (workdir / "conf" / "hydra" / "launcher").mkdir(parents=True)
-    (workdir / "conf" / "hydra" / "launcher" / "mine.yaml").write_text("_target_: mine.Commands\n")
-    monkeypatch.setenv("PYTHONPATH", f"{workdir}:{os.environ.get('PYTHONPATH', '')}")
+    (workdir / "conf" / "hydra" / "launcher" / "mine.yaml").write_text("_target_: my_launcher.Commands\nslots: null\n")
+    (workdir / "my_launcher.py").write_text(COMMANDS)
+    monkeypatch.syspath_prepend(workdir)
     words = ("sweep=optuna", LR, "search.sampler=random", "search.trials=2", "epochs=2")
     _, alone = search(*words)
     out, folder = search(*words, "--config-dir=conf", "hydra/launcher=mine", "sweep.new=true")

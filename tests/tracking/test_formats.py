@@ -1,60 +1,27 @@
 import math
 
-import pytest
-
-from runner.tracking.formats import (
-    aligned,
-    clean,
-    compact,
-    duration,
-    encodable,
-    in_order,
-    label,
-    metric,
-    number,
-    plus_minus,
-)
+from runner.tracking import formats
+from runner.tracking.formats import clean, compact, duration, encodable, in_order, metric, number
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (1, "1"),
-        (12_345, "12.3k"),
-        (999.6, "1.00k"),
-        (1_234_567, "1.23M"),
-        (99_950, "100k"),
-        (-2500, "-2.50k"),
-        (0, "0"),
-    ],
-)
-def test_large_numbers_get_three_digits_and_a_suffix(value, text):
-    assert compact(value) == text
+def test_large_numbers_get_three_digits_and_a_suffix():
+    numbers = (1, 12_345, 999.6, 1_234_567, 99_950, -2500, 0)
+    assert [compact(value) for value in numbers] == ["1", "12.3k", "1.00k", "1.23M", "100k", "-2.50k", "0"]
 
 
 def test_numbers_have_four_digits_and_missing_ones_are_nan():
     assert [number(x) for x in (0.123456, 3, 1e-7, None, math.nan)] == ["0.1235", "3", "1e-07", "nan", "nan"]
 
 
-@pytest.mark.parametrize(
-    ("mean", "deviation", "text"),
-    [
-        (0.98, 0.0039, "0.98 ± 0.0039"),
-        (3421.0, 293.4, "3421 ± 293"),
-        (0.5, None, "0.5"),
-        (1e9, 2.5e8, "1e+09 ± 2.5e+08"),
-    ],
-)
-def test_a_deviation_has_two_digits_or_all_before_the_point(mean, deviation, text):
-    assert plus_minus(mean, deviation) == text
+def test_a_deviation_has_two_digits_or_all_before_the_point():
+    pairs = ((0.98, 0.0039), (3421.0, 293.4), (0.5, None), (1e9, 2.5e8))
+    expected = ["0.98 ± 0.0039", "3421 ± 293", "0.5", "1e+09 ± 2.5e+08"]
+    assert [formats.plus_minus(*pair) for pair in pairs] == expected
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0:00"), (12, "0:12"), (3723, "1:02:03"), (2 * 86400 + 5, "2d 0:00:05"), (None, "?"), (math.inf, "?")],
-)
-def test_durations_read_like_a_clock(seconds, text):
-    assert duration(seconds) == text
+def test_durations_read_like_a_clock():
+    times = (0.4, 12, 3723, 2 * 86400 + 5, None, math.inf)
+    assert [duration(seconds) for seconds in times] == ["0:00", "0:12", "1:02:03", "2d 0:00:05", "?", "?"]
 
 
 def test_metrics_are_shown_with_their_unit_and_in_reading_order():
@@ -62,7 +29,7 @@ def test_metrics_are_shown_with_their_unit_and_in_reading_order():
     assert metric("loss", None) == "loss nan"
     assert in_order(["samples_per_s", "lr", "accuracy", "loss"]) == ["loss", "accuracy", "lr", "samples_per_s"]
     names = ["lr", "samples_per_s", "step_ms", "grad_norm"]
-    assert [label(name) for name in names] == ["learning rate", "samples/s", "step (ms)", "grad norm"]
+    assert [formats.label(name) for name in names] == ["learning rate", "samples/s", "step (ms)", "grad norm"]
 
 
 def test_gauges_of_the_machine_are_short_and_come_last():
@@ -83,10 +50,6 @@ def test_text_can_be_reduced_to_any_encoding():
 
 
 def test_a_table_is_aligned_with_numbers_to_the_right():
-    assert aligned(["name", "n"], [["a", "1"], ["bcdef", "100"]]) == [
-        "name     n",
-        "-----  ---",
-        "a        1",
-        "bcdef  100",
-    ]
-    assert aligned(["name"], []) == ["name", "----"]
+    rows = formats.aligned(["name", "n"], [["a", "1"], ["bcdef", "100"]])
+    assert rows == ["name     n", "-----  ---", "a        1", "bcdef  100"]
+    assert formats.aligned(["name"], []) == ["name", "----"]

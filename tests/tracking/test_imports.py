@@ -1,15 +1,17 @@
 import subprocess
 import sys
 
+CODE = """
+import sys
+from runner.base import files
+from runner.run import directory
+from runner.tracking import console, environment, loggers, jsonl, plots
+from runner.tracking.trackers import loggers
+from runner.verbs import sync
+heavy = {"torch", "matplotlib", "tensorboard", "psutil", "torchmetrics", "numpy", "rich", "mlflow", "wandb"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
 
-def test_importing_the_room_imports_no_heavy_library():
-    code = (
-        "import sys\n"
-        "from runner.base import files\n"
-        "from runner.run import directory\n"
-        "from runner.tracking import console, environment, loggers, jsonl, plots\n"
-        "heavy = {'torch', 'matplotlib', 'tensorboard', 'psutil', 'torchmetrics', 'numpy', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+
+def test_importing_the_room_and_sync_imports_no_heavy_library():
+    subprocess.run([sys.executable, "-c", CODE], check=True)

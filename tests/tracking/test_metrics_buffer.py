@@ -28,21 +28,16 @@ def test_what_comes_quickly_waits_for_a_second_and_comes_in_order(clock):
     assert taken[1:] == [("train", 2.0, 2, 1), ("train", 1.0, 3, 2)]
 
 
-def test_slow_steps_are_handed_on_one_by_one(clock):
+def test_slow_steps_are_handed_on_one_by_one_and_an_evaluation_takes_along_what_waits(clock):
     taken = []
-    box = MetricsBuffer([lambda *metrics: taken.append(metrics)])
+    box = MetricsBuffer([lambda split, *_: taken.append(split)])
     for step in range(3):
         clock.now += 1.0
         box("train", {}, step, 1)
         assert len(taken) == step + 1
-
-
-def test_an_evaluation_takes_along_what_waits(clock):
-    taken = []
-    box = MetricsBuffer([lambda split, *_: taken.append(split)])
-    for split in ("train", "train", "val"):
-        box(split, {}, 1, 1)
-    assert taken == ["train", "train", "val"]
+    for split in ("train", "val"):
+        box(split, {}, 4, 1)
+    assert taken == ["train"] * 4 + ["val"]
 
 
 def test_emptying_hands_on_once_to_every_taker(clock):

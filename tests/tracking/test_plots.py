@@ -24,34 +24,21 @@ def _border_is_white(path):
 
 
 def _write_metrics(path, steps):
-    with path.open("w") as file:
-        for step in range(1, steps + 1):
-            record = {
-                "global_step": step,
-                "epoch": 1,
-                "split": "train",
-                "loss": math.exp(-step / 10),
-                "lr": 1e-3 / step,
-            }
-            file.write(json.dumps(record) + "\n")
-            if step % 5 == 0:
-                loss = None if step == 10 else 1.0 / step
-                file.write(
-                    json.dumps({"global_step": step, "epoch": 1, "split": "val", "loss": loss, "f$1": 0.5}) + "\n"
-                )
-        file.write('{"global_step": 3')
+    lines = []
+    for step in range(1, steps + 1):
+        at = {"global_step": step, "epoch": 1}
+        lines.append({**at, "split": "train", "loss": math.exp(-step / 10), "lr": 1e-3 / step})
+        if step % 5 == 0:
+            lines.append({**at, "split": "val", "loss": None if step == 10 else 1.0 / step, "f$1": 0.5})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"global_step": 3')
 
 
-@pytest.mark.parametrize("steps", some([0, 1, 20, 300], 0, 1, 3))
+@pytest.mark.parametrize("steps", some([None, 0, 1, 20, 300], 0, 1, 2, 4))
 def test_learning_curves_are_drawn_whole_for_any_length(tmp_path, steps):
-    _write_metrics(tmp_path / "metrics.jsonl", steps)
+    if steps is not None:
+        _write_metrics(tmp_path / "metrics.jsonl", steps)
     learning_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert _border_is_white(tmp_path / "curves.png")
-    assert _image(tmp_path / "curves.png").getextrema()[0] < 128
-
-
-def test_learning_curves_without_a_metrics_file_say_so_in_the_picture(tmp_path):
-    learning_curves(tmp_path / "none.jsonl", tmp_path / "curves.png")
     assert _image(tmp_path / "curves.png").getextrema()[0] < 128
 
 
@@ -64,15 +51,8 @@ def test_the_curves_name_splits_and_metrics_with_units(tmp_path):
 
 
 def test_the_curves_leave_out_what_lines_say_about_the_machine(tmp_path):
-    line = {
-        "global_step": 1,
-        "epoch": 1,
-        "split": "train",
-        "loss": 1.0,
-        "data_wait": 0.1,
-        "peak_memory_mib": 7,
-        "mfu": 0.2,
-    }
+    line = {"global_step": 1, "epoch": 1, "split": "train", "loss": 1.0}
+    line |= {"data_wait": 0.1, "peak_memory_mib": 7, "mfu": 0.2}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     learning_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.svg")
     text = (tmp_path / "curves.svg").read_text()
@@ -101,15 +81,13 @@ def test_numbers_appear_only_while_they_fit(tmp_path):
 
 
 def test_drawing_needs_no_display_and_leaves_the_backend_alone(tmp_path):
-    code = (
-        "import sys, pathlib\n"
-        "from runner.tracking.plots import confusion_matrix\n"
-        f"confusion_matrix([[1, 0], [0, 1]], [], pathlib.Path({str(tmp_path / 'cm.png')!r}), 'val')\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "assert 'tkinter' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    code = """
+import sys, pathlib
+from runner.tracking.plots import confusion_matrix
+confusion_matrix([[1, 0], [0, 1]], [], pathlib.Path("cm.png"), "val")
+assert not {"matplotlib.pyplot", "tkinter"} & {*sys.modules}
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, check=True)
     assert (tmp_path / "cm.png").stat().st_size > 1000
 
 
