@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from forked import ForkedProgram
 
 T = TypeVar("T")
@@ -65,6 +67,23 @@ def jobs_of(workdir: Path) -> dict[str, int]:
     found = [path.parent for path in workdir.rglob("metrics.jsonl") if '"val"' in path.read_text()]
     owners = {folder.name: (folder / ".lock").read_text().split() for folder in found}
     return {name: int(words[1]) for name, words in owners.items() if words}  # none while it is being written
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Commands of the processes that work in a folder, apart from this one, its fork server, and agents of Ray.
+
+    Ray leaves its agents for minutes if its cluster is shut down seconds after it has started.
+    """
+    agents, found = ("ray::DashboardAgent", "ray::RuntimeEnvAgent"), []
+    for process in psutil.process_iter():
+        try:
+            own = os.getpid() in (process.pid, process.ppid())
+            if not own and Path(process.cwd()) == folder and process.status() != "zombie":
+                command = " ".join(process.cmdline()).strip()
+                found += [] if command in agents else [command]
+        except psutil.Error:
+            continue
+    return found
 
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from extras import needs
 from forked import ForkedProgram
-from running_sweeps import COMMANDS, digests, events, jobs_of, until
+from running_sweeps import COMMANDS, digests, events, jobs_of, processes_in, until
 
 from runner.config.hydra_messages import as_problem
 
@@ -35,23 +35,6 @@ def mine(workdir: Path) -> tuple[str, ...]:
 
 def counts(folder: Path) -> Counter[str]:
     return Counter(line["event"] for line in events(folder))
-
-
-def processes_in(folder: Path) -> list[str]:
-    """Commands of the processes that work in a folder, apart from this one, its fork server, and agents of Ray.
-
-    Ray leaves its agents for minutes if its cluster is shut down seconds after it has started.
-    """
-    agents, found = ("ray::DashboardAgent", "ray::RuntimeEnvAgent"), []
-    for process in psutil.process_iter():
-        try:
-            own = os.getpid() in (process.pid, process.ppid())
-            if not own and Path(process.cwd()) == folder and process.status() != "zombie":
-                command = " ".join(process.cmdline()).strip()
-                found += [] if command in agents else [command]
-        except psutil.Error:
-            continue
-    return found
 
 
 @pytest.mark.slow

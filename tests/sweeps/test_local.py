@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ import forked
 import pytest
 from extended import some
 from forked import ForkedProgram
-from running_sweeps import events, jobs_of, until
+from running_sweeps import events, jobs_of, processes_in, until
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
@@ -84,14 +83,6 @@ def test_a_job_that_a_killed_sweep_left_is_waited_for_and_continued(workdir, tin
     assert again.returncode == 0, err + out
     [folder] = workdir.glob("outputs/*/sweeps/*")
     assert sorted(path.name for path in folder.glob("[0-9]*")) == ["0", "1"]
-
-
-def processes_in(folder: Path) -> list[Path]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            found += [path] if path.resolve() == folder and int(path.parent.name) != os.getpid() else []
-    return found
 
 
 @pytest.mark.parametrize("trains", some([False, True], 1))

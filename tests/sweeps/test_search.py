@@ -114,9 +114,6 @@ def test_a_search_ends_with_its_best_trial_as_a_preset_and_the_same_command_asks
     before = trials_of(folder)
     assert search(*words, "search.trials=3")[1] == folder
     assert (trials_of(folder)[:2], len(trials(folder))) == (before, 3)
-    _, other = search(*words, "search.trials=3", "sweep.new=true")
-    assert other != folder
-    assert (trials_of(other), digests(other)) == (trials_of(folder), digests(folder))
 
 
 def test_a_pruned_trial_stops_at_an_evaluation_with_a_checkpoint_and_is_not_run_again(search, run, tiny):
@@ -229,12 +226,12 @@ def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mo
         [
             (5, ("sweep=optuna", *HALVING, "search.trials=5", "epochs=3")),
             (5, (*SEARCH, "search.sampler=random", "search.jobs=2", "search.trials=5", "epochs=3")),
-            (2, (*SEARCH, "search.sampler=random", "search.jobs=2", "search.trials=3")),
+            (1, (*SEARCH, "search.sampler=random", "search.jobs=2", "search.trials=2")),
         ],
         2,
         several=True,
     ),
-    ids=["serial", "parallel", "few"],
+    ids=["serial", "parallel", "once"],
 )
 def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials(search, tiny, workdir, kills, words):
     words = (*words, LR)
@@ -333,7 +330,7 @@ def test_the_space_is_read_from_nested_and_dotted_keys():
     assert text_of({"a": [None, True, "b c"]}) == '{a:[null,true,"b c"]}'
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes"])
+@pytest.mark.parametrize("sampler", some(["tpe", "random", "cmaes"], 0, 1))
 def test_what_is_drawn_depends_on_seed_and_number_alone_also_after_a_kill(tmp_path, sampler):
     def drawn(name: str, seed: int = 0, kills: bool = False) -> list[dict]:
         study = Study(str(tmp_path / name), "search", ["max"], SPACE)
@@ -411,7 +408,7 @@ def _pages(file: Path) -> None:
             (lambda file: file.rename(file.with_name("away")) and file.mkdir(), "it is not a regular file"),
             (_fifo, "it is not a regular file"),
         ],
-        *(0, 1, 2, 3, 7),
+        *(0, 3, 7),
         several=True,
     ),
     ids=["deleted", "lock", "cut", "a line", "200000 lines", "bytes", "folder", "fifo"],
@@ -432,16 +429,20 @@ def test_a_damaged_journal_is_moved_aside_and_finished_jobs_keep_their_results(
 
 @pytest.mark.parametrize(
     ("storage", "damage", "reason"),
-    [
-        ("mine.jsonl", lambda file: file.write_text("mine\n\n"), "a line is not Optuna's"),
-        ("mine.jsonl", Path.mkdir, "it is not a regular file"),
-        ("mine.jsonl", _fifo, "it is not a regular file"),
-        ("sqlite:///mine.db", _pages, "malformed"),
-        ("sqlite:///mine.db", lambda file: file.write_bytes(os.urandom(9000)), "not a database"),
-        ("sqlite:///mine.db", Path.mkdir, "it is not a regular file"),
-        ("sqlite:///mine.db", _fifo, "it is not a regular file"),
-        ("nowhere/mine.jsonl", lambda file: None, "there is no folder nowhere"),
-    ],
+    some(
+        [
+            ("mine.jsonl", lambda file: file.write_text("mine\n\n"), "a line is not Optuna's"),
+            ("mine.jsonl", Path.mkdir, "it is not a regular file"),
+            ("mine.jsonl", _fifo, "it is not a regular file"),
+            ("sqlite:///mine.db", _pages, "malformed"),
+            ("sqlite:///mine.db", lambda file: file.write_bytes(os.urandom(9000)), "not a database"),
+            ("sqlite:///mine.db", Path.mkdir, "it is not a regular file"),
+            ("sqlite:///mine.db", _fifo, "it is not a regular file"),
+            ("nowhere/mine.jsonl", lambda file: None, "there is no folder nowhere"),
+        ],
+        *(0, 2, 4, 6, 7),
+        several=True,
+    ),
 )
 def test_a_storage_that_cannot_be_used_is_an_error_before_the_first_trial(search, workdir, storage, damage, reason):
     damage(workdir / Path(storage).name)

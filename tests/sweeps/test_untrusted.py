@@ -57,7 +57,7 @@ LINE = json.dumps(ENTRY | {"job": "b", "folder": "1"}).encode()
     ],
     ids=["foreign lines", "a cut line", "deep nesting", "no ledger", "a folder", "a named pipe", "a link to nowhere"],
 )
-@pytest.mark.parametrize("verb", ["sweep", "watch"])
+@pytest.mark.parametrize("verb", some(["sweep", "watch"], 0))
 def test_a_damaged_ledger_hides_no_run_and_keeps_nobody_waiting(
     tmp_path: Path, verb: str, damage: Any, is_ledger: bool
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_damaged_ledger_hides_no_run_and_keeps_nobody_waiting(
 
 
 @pytest.mark.parametrize(
-    "place", some(["/elsewhere", "../..", "../other/0", "link", "link/0", "0/../../other/0", "", "."], 0, 2, 3, 6)
+    "place", some(["/elsewhere", "../..", "../other/0", "link", "link/0", "0/../../other/0", "", "."], 0, 3, 6)
 )
 def test_a_job_that_a_ledger_has_elsewhere_is_ignored_with_a_note(tmp_path: Path, place: str) -> None:
     other = tmp_path / "other"
