@@ -25,7 +25,7 @@ def sweep(run: Callable[..., Any], tiny: tuple[str, ...], workdir: Path) -> Call
 
 @pytest.fixture
 def refused(run: Callable[..., Any], tiny: tuple[str, ...], workdir: Path) -> Callable[..., str]:
-    """What is told about a sweep over tiny runs that is refused before it makes a folder."""
+    """The errors of a sweep over tiny runs that is refused before it makes a folder."""
 
     def call(*words: str) -> str:
         result = run("train", *tiny, *words)
