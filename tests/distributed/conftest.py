@@ -1,4 +1,4 @@
-"""Ranks that stay for all tests of a file."""
+"""Ranks that stay for all tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from rank_pool import RankPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     made = RankPool()
     yield made

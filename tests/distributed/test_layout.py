@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from runner.config.resolve import resolve_config
@@ -147,7 +148,13 @@ def test_what_has_no_effect_is_said(compose: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes sent are counted by /proc")
-def test_real_ranks_report_what_was_predicted(workdir: Path) -> None:
+def test_real_ranks_report_what_was_predicted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_forked(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", env["PYTHONPATH"])
+            return forked.run(command[command.index("runner") + 1 :])
+
+    monkeypatch.setattr(scale_memory.subprocess, "run", run_forked)
     words = ("model=small_cnn", "devices=2", "device=cpu", *scale_memory.DATA, *scale_memory.QUIET)
     rows = scale_memory.compare((*words, "evaluate.every_epochs=null", "evaluate.test=false"))
     assert {"parameters", "gradients", "optimizer", "activations", "total", "sent"} <= {name for name, *_ in rows}

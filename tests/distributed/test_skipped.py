@@ -57,10 +57,11 @@ def weights(run: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_ranks_and_workers_skip_the_same_samples_and_list_them_once(
-    here: Path, train: Callable[..., Any], run: Callable[..., Any]
+    here: Path, train: Callable[..., Any], run: Callable[..., Any], pool: Any
 ) -> None:
     one = train(*WORDS, "hydra.run.dir=one")
-    two = train(*WORDS, "devices=2", "data.num_workers=1", "hydra.run.dir=two")
+    with pool.installed():
+        two = train(*WORDS, "devices=2", "data.num_workers=1", "hydra.run.dir=two")
     assert {sample for _, sample, _ in listed(one)} == {4, 19, 34, 49}
     assert listed(one)[0][2] == f"picture {listed(one)[0][1]}"
     # Two ranks that find a sample in the same step both list it.
@@ -69,7 +70,8 @@ def test_ranks_and_workers_skip_the_same_samples_and_list_them_once(
     for name, value in weights(one).items():
         np.testing.assert_allclose(weights(two)[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
     checkpoint = "two/checkpoints/step_0000000004.safetensors"
-    rest = train(f"ckpt_path={checkpoint}", "data.num_workers=0", "trust=[picky]", "hydra.run.dir=rest")
+    with pool.installed():
+        rest = train(f"ckpt_path={checkpoint}", "data.num_workers=0", "trust=[picky]", "hydra.run.dir=rest")
     assert rest.summary["weights_sha256"] == two.summary["weights_sha256"]
 
     refused = run("train", *WORDS, "devices=2", "data.max_skipped=0", "data.num_workers=0", "logger=none")

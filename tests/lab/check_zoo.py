@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -310,6 +311,13 @@ class Case(NamedTuple):
     check: str
     status: str = ""
     evidence: str = ""
+
+
+def first_of_each(cases: Sequence[Case], *elsewhere: Case) -> list[int]:
+    """The places of cases that stand for others of the same check: the first of each that is not among those elsewhere."""
+    known = [case.check for case in elsewhere]
+    checks = [case.check for case in cases]
+    return [place for place, check in enumerate(checks) if check not in (*known, *checks[:place])]
 
 
 def _data(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:

@@ -63,7 +63,7 @@ class Slow:
 '''
 TINY = (
     *("threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
-    *("repeats=7", "steps=2"),
+    *("repeats=5", "steps=2"),
 )
 OPTIONS = {
     "model/paused.yaml": """# A model that sleeps.
@@ -93,6 +93,8 @@ Bench = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The sleeping model and its options, and measurements as short as their steps: pauses are longer than any noise."""
+    monkeypatch.setattr("runner.lab.bench.comparison._LEAST_S", 0.0)
     (workdir / "bench_parts.py").write_text(PARTS)
     for name, text in OPTIONS.items():
         path = workdir / "mine" / name
@@ -121,28 +123,22 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
     return {each["what"]: each["why"] for each in found["left_out"]}
 
 
-def test_a_toggle_that_makes_the_model_faster_is_found_and_recommended(bench: Bench) -> None:
-    found = bench("toggles=[amp]", "model.without_amp_ms=25", "combine=false")
-    amp = found["by_name"]["amp=bf16"]
+def test_toggles_that_pay_are_found_and_combined_and_the_combination_recommended(bench: Bench) -> None:
+    found = bench("toggles=[amp,channels_last]", "model.without_amp_ms=15", "model.without_channels_last_ms=15")
+    baseline, amp = found["baseline"], found["by_name"]["amp=bf16"]
     assert amp["ratio"]["median"] > 1.5
-    assert amp["samples_per_s"]["median"] > found["baseline"]["samples_per_s"]["median"]
-    assert found["baseline"]["step_ms"]["median"] > 25
+    assert amp["samples_per_s"]["median"] > baseline["samples_per_s"]["median"]
+    assert baseline["step_ms"]["median"] > 30
     assert amp["verdict"] == ""
-    assert found["recommended"][0].startswith("amp=")
-
-
-def test_what_pays_is_combined_and_the_combination_recommended(bench: Bench) -> None:
-    found = bench("toggles=[amp,channels_last]", "model.without_amp_ms=25", "model.without_channels_last_ms=25")
-    combined = [each for each in found["candidates"] if each["kind"] == "combination"]
-    assert combined
-    assert combined[0]["ratio"]["median"] > max(each["ratio"]["median"] for each in found["candidates"][1:])
+    (combined,) = [each for each in found["candidates"] if each["kind"] == "combination"]
+    assert combined["ratio"]["median"] > max(each["ratio"]["median"] for each in found["candidates"][1:])
     assert {word.split("=")[0] for word in found["recommended"]} == {"amp", "channels_last"}
 
 
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
     run: Callable[..., Any], parts: None, workdir: Path
 ) -> None:
-    result = run("bench", *TINY, *NET, "model.without_channels_last_ms=25", "toggles=[channels_last,tf32]")
+    result = run("bench", *TINY, *NET, "model.without_channels_last_ms=15", "toggles=[channels_last,tf32]")
     assert result.status == 0, result.err
     *lines, last_but_one, last = result.out.strip().splitlines()
     assert last_but_one == "recommended: channels_last=true"
@@ -174,7 +170,7 @@ def test_losses_are_reported_and_another_training_is_not_recommended(bench: Benc
 
 
 def test_a_loss_that_is_not_finite_is_not_recommended(bench: Bench) -> None:
-    found = bench("toggles=[]", "vary.amp=[bf16]", "model.broken=true", "model.without_amp_ms=25")
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.broken=true", "model.without_amp_ms=15")
     assert found["by_name"]["amp=bf16"]["verdict"] == "loss not finite"
     assert found["recommended"] == []
 
@@ -197,7 +193,7 @@ def test_a_candidate_that_fails_later_on_is_left_out_and_the_others_go_on(bench:
     found = bench("toggles=[]", "vary.amp=[bf16]", "vary.optimizer.fused=[false]", "model.steps_with_amp=7")
     assert reasons(found) == {"amp=bf16": "no memory is left, say"}
     assert [*found["by_name"]] == ["optimizer.fused=false"]
-    assert len(found["by_name"]["optimizer.fused=false"]["ratios"]) == 7
+    assert len(found["by_name"]["optimizer.fused=false"]["ratios"]) == 5
 
 
 def test_a_candidate_that_is_far_too_slow_costs_the_others_no_time(bench: Bench) -> None:
@@ -209,7 +205,7 @@ def test_a_candidate_that_is_far_too_slow_costs_the_others_no_time(bench: Bench)
 def test_when_time_is_over_no_candidate_and_no_round_begins_and_it_is_said(bench: Bench) -> None:
     found = bench("toggles=[channels_last]", "model.pause_ms=20", "budget_s=0.001")
     assert "no time was left" in reasons(found)["channels_last=true"]
-    assert found["notes"] == ["3 measurements instead of 7, because time ran out"]
+    assert found["notes"] == ["3 measurements instead of 5, because time ran out"]
     assert len(found["baseline"]["seconds_per_sample"]) == 3
 
 
@@ -227,7 +223,7 @@ def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
     found = bench("toggles=[]", "vary.detect_anomaly=[true]", "model.pause_ms=3")
     assert [*found["by_name"]] == ["detect_anomaly=true"]
     turns = sum(before != after for before, after in itertools.pairwise(seen))
-    assert turns > 2 * 7, "seven rounds of turns"
+    assert turns > 2 * 5, "five rounds of turns"
     assert not torch.is_anomaly_enabled()
 
 
@@ -236,7 +232,7 @@ def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.lab.bench.comparison.room_for", lambda *_: False)
-    found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=25")
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=15")
     assert found["by_name"]["amp=bf16"]["ratio"]["median"] > 1.5
 
 
