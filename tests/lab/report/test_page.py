@@ -79,6 +79,7 @@ FILTER = """(text) => { const field = document.getElementById("filter"); field.v
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_person_can_use_the_page(page_file: Path, browser: Any) -> None:
     for scheme, width in (("light", 1280), ("dark", 390)):
         page = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme).new_page()
@@ -156,7 +157,7 @@ def test_a_page_of_few_runs_has_no_empty_promises(
     folder = tmp_path / "runs"
     numbers = {"one run": [0], "no metric": [39], "text keys": [0, 5]}[which]
     for number in numbers:
-        shutil.copytree(many(200) / str(number), folder / str(number))
+        shutil.copytree(many(40) / str(number), folder / str(number))
         if which == "text keys":
             (folder / str(number) / "overrides.yaml").write_text(f"- experiment=number{number}\n")
     path = tmp_path / "report.html"
