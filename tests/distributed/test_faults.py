@@ -16,6 +16,7 @@ from typing import Any
 
 import collective_ranks
 import pytest
+import rank_faults
 import torch.distributed as dist
 from agent import Agent
 
@@ -29,45 +30,8 @@ from runner.launch.ranks import run_ranks
 from runner.run.ranks import Job
 from runner.runtime.signals import StopSignals
 
-WORDS = (
-    "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "model=mlp", "model.hidden=[16]",
-    "threads=1", "logger=none", "log.curves=false", "log.progress=false", "checkpoint.every_steps=1",
-    "checkpoint.min_seconds=0", "max_steps=4",
-)  # fmt: skip
-MINE = """
-import os, signal, time
-from runner.data.sources.synthetic import synthetic
-
-def data(**given):
-    return synthetic(**given | {"seed": int(os.environ.get("RANK", "0"))})
-
-class Late:
-    def on_step(self, loop):
-        if os.environ["RANK"] == "0" and loop.state.position.global_step == 3:
-            os.kill(int(os.environ["LAUNCHER"]), signal_module.SIGTERM)
-            time.sleep(60)
-
-class Fault:
-    def __init__(self, step=2, signal="SIGSTOP"):
-        self.step, self.signal = step, getattr(signal_module, signal)
-
-    def on_step(self, loop):
-        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if os.environ["RANK"] == "1" and loop.state.position.global_step == self.step and first:
-            os.kill(os.getpid(), self.signal)
-
-signal_module = signal
-"""
-FAULT = "+callbacks.mine._target_=mine.Fault"
-
-
-@pytest.fixture
-def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (workdir / "mine.py").write_text(MINE, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "mine")
-    monkeypatch.syspath_prepend(str(workdir))
-    return workdir
+WORDS = (*rank_faults.WORDS, "checkpoint.every_steps=1", "checkpoint.min_seconds=0", "max_steps=4")
+FAULT = ("+callbacks.mine._target_=rank_faults.Fault", "+callbacks.mine.how=SIGSTOP", "+callbacks.mine.step=2")
 
 
 @pytest.fixture
@@ -77,7 +41,7 @@ def agent(here: Path) -> Agent:
 
 def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], pool: RankPool) -> None:
     with pool.installed():
-        result = run("train", *WORDS, "devices=2", "data.dataset._target_=mine.data", "hydra.run.dir=run")
+        result = run("train", *WORDS, "devices=2", "data.dataset._target_=rank_faults.data", "hydra.run.dir=run")
     assert result.status == 2
     assert "rank 1 of 2 has different data from rank 0" in result.err
     assert result.err.count("error: ") == 1
@@ -108,7 +72,7 @@ def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
 def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for wait in ("_NOTICED_S", "_TERMINATED_S"):  # a stopped process does not notice SIGTERM
         monkeypatch.setattr(f"runner.launch.ranks.{wait}", 0.5)
-    result = run("train", *WORDS, "devices=2", "dist.timeout_s=2", FAULT, "hydra.run.dir=run")
+    result = run("train", *WORDS, "devices=2", "dist.timeout_s=2", *FAULT, "hydra.run.dir=run")
     assert result.status == 1
     assert "error: rank 1 took no part for dist.timeout_s" in result.err
     assert result.err.count("error: ") == 1
@@ -120,7 +84,7 @@ def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoin
 ) -> None:
     monkeypatch.setattr("runner.launch.ranks._PATIENCE_S", 2)
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
-    result = run("train", *WORDS, "devices=2", "+callbacks.mine._target_=mine.Late", "hydra.run.dir=run")
+    result = run("train", *WORDS, "devices=2", "+callbacks.mine._target_=rank_faults.Late", "hydra.run.dir=run")
     assert result.status == 75, result.err
     newest = max(path.name for path in (here / "run/checkpoints").glob("step_*"))
     said = json.loads((here / "run/summary.json").read_text())["error"]

@@ -15,55 +15,15 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
+import rank_faults
 from agent import Agent
 from extended import some
 
 from runner.checkpoint.file import read
 from scale_kills import ranks_of
 
-WORDS = (
-    "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "epochs=2", "model=mlp",
-    "model.hidden=[16]", "model.dropout=0.2", "threads=1", "logger=none", "log.every_steps=1", "log.curves=false",
-    "checkpoint.every_steps=3", "log.progress=false",
-)  # fmt: skip
-MINE = """
-import multiprocessing, os, pathlib, signal, subprocess, time
-
-def parent_of(process):
-    return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-class Fault:
-    def __init__(self, step=5, how="raise", rank=1):
-        self.step, self.how, self.rank = step, how, rank
-
-    def on_step(self, loop):
-        if int(os.environ["RANK"]) != self.rank or loop.state.position.global_step != self.step:
-            return
-        if self.how == "raise":
-            raise ValueError("a mistake of mine")
-        if self.how == "killed while the launcher is busy":
-            launcher = parent_of(parent_of(os.getpid()))
-            os.kill(launcher, signal.SIGSTOP)
-            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {launcher}"], start_new_session=True)
-        if self.how.startswith("killed while") or (self.how == "killed once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-class Slow:
-    def on_start(self, loop):
-        pathlib.Path(f"workers_of_rank_{os.environ['RANK']}").write_text(multiprocessing.get_start_method())
-
-    def on_step(self, loop):
-        time.sleep(float(os.environ.get("SECONDS_A_STEP", "0")))
-"""
-
-
-@pytest.fixture
-def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (workdir / "mine.py").write_text(MINE, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "mine")
-    monkeypatch.syspath_prepend(str(workdir))
-    return workdir
+WORDS = (*rank_faults.WORDS, "epochs=2", "model.dropout=0.2", "log.every_steps=1", "checkpoint.every_steps=3")
+FAULT = "+callbacks.mine._target_=rank_faults.Fault"
 
 
 def losses(folder: Path) -> dict[tuple[str, int], float]:
@@ -94,7 +54,7 @@ def test_a_sweep_makes_one_directory_a_job(here: Path, run: Callable[..., Any]) 
     ("how", "said"),
     [
         ("raise", "rank 1: ValueError: a mistake of mine"),
-        ("killed while the launcher is busy", "rank 1 was killed by SIGKILL"),
+        ("SIGKILL while the launcher is busy", "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_a_rank_that_fails_is_named_once(here: Path, run: Callable[..., Any], how: str, said: str) -> None:
@@ -102,19 +62,19 @@ def test_a_rank_that_fails_is_named_once(here: Path, run: Callable[..., Any], ho
         "train",
         *WORDS,
         "devices=2",
-        "+callbacks.mine._target_=mine.Fault",
+        FAULT,
         f"+callbacks.mine.how={how}",
         "hydra.run.dir=run",
     )
     assert result.status == 1
     assert f"error: {said}" in result.err
     assert result.err.count("error: ") == 1
-    assert ("mine.py" in result.err) == (how == "raise")
+    assert ("rank_faults.py" in result.err) == (how == "raise")
     assert json.loads((here / "run/summary.json").read_text())["error"] == said
 
 
 def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train: Callable[..., Any]) -> None:
-    fault = ("+callbacks.mine._target_=mine.Fault", "+callbacks.mine.how=killed once", "+callbacks.mine.step=20")
+    fault = (FAULT, "+callbacks.mine.how=SIGKILL once", "+callbacks.mine.step=20")
     whole = train(*WORDS, "devices=2", "hydra.run.dir=whole")
     again = train(*WORDS, "devices=2", *fault, "max_restarts=1", "hydra.run.dir=again")
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
@@ -125,7 +85,7 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train
 def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits(
     here: Path, train: Callable[..., Any], number: signal.Signals, size: int
 ) -> None:
-    slow = "+callbacks.slow._target_=mine.Slow"
+    slow = "+callbacks.slow._target_=rank_faults.Slow"
     soon = "checkpoint.min_seconds=0"
     words = ["train", *WORDS, f"devices={size}", slow, soon, "hydra.run.dir=run"]
     environment = os.environ | {"SECONDS_A_STEP": "0.1"}

@@ -47,26 +47,13 @@ class Net(nn.Module):
             logits = logits / 0
         return logits
 
-
-class Slow:
-    """Samples that take their time to be read."""
-
-    def __init__(self, pause_ms: float = 3.0, count: int = 64) -> None:
-        self.pause_ms, self.targets = pause_ms, [index % 4 for index in range(count)]
-
-    def __len__(self):
-        return len(self.targets)
-
-    def __getitem__(self, index):
-        time.sleep(MS * self.pause_ms)
-        return torch.full((3, 8, 8), float(index % 4) / 4), self.targets[index]
 '''
 TINY = (
     *("threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
     *("repeats=5", "steps=2"),
 )
-OPTIONS = {
-    "model/paused.yaml": """# A model that sleeps.
+NET = ("--config-dir", "mine", "model=paused")
+OPTION = """# A model that sleeps.
 _target_: bench_parts.Net
 pause_ms: 0.0
 broken: false
@@ -74,32 +61,18 @@ steps_with_amp: 1000
 without_amp_ms: 0.0
 without_channels_last_ms: 0.0
 with_channels_last_ms: 0.0
-""",
-    "data/paused.yaml": """# Data that sleep.
-defaults:
-  - _base
-  - _self_
-dataset:
-  _target_: bench_parts.Slow
-normalize:
-  mean: [0.5]
-  std: [0.3]
-""",
-}
-NET = ("--config-dir", "mine", "model=paused")
+"""
 
 Bench = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sleeping model and its options, and measurements as short as their steps: pauses are longer than any noise."""
+    """The sleeping model, and measurements as short as their steps: pauses are longer than any noise."""
     monkeypatch.setattr("runner.lab.bench.comparison._LEAST_S", 0.0)
     (workdir / "bench_parts.py").write_text(PARTS)
-    for name, text in OPTIONS.items():
-        path = workdir / "mine" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    (workdir / "mine" / "model").mkdir(parents=True)
+    (workdir / "mine" / "model" / "paused.yaml").write_text(OPTION)
     monkeypatch.syspath_prepend(workdir)
     yield
     sys.modules.pop("bench_parts", None)

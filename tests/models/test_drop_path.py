@@ -15,7 +15,6 @@ from runner.models.vit import ViT
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
 
 

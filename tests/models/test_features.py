@@ -16,7 +16,6 @@ from runner.models.vit import ViT
 
 @pytest.fixture
 def images() -> Tensor:
-    torch.set_num_threads(1)
     return torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 

@@ -30,11 +30,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def without_weights(name: str) -> nn.Module:
     """A model of torchvision's with zeros for weights, in no time."""
     from torchvision import models

@@ -14,11 +14,6 @@ from runner.models.resnet_cifar import ResNet18
 from runner.models.vit import ViT
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Layers(nn.Module):
     """One of each kind, with biases that are not zero."""
 

@@ -28,11 +28,6 @@ BUILDERS: dict[str, Build] = {
 every_model = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -26,11 +26,6 @@ pytestmark = pytest.mark.slow
 NAME = "shufflenet_v2_x0_5"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like torch.hub's with the weights of two models."""

@@ -302,17 +302,6 @@ def test_python_takes_runs_lists_and_columns_as_text(many: Callable[[int], Path]
     assert len(head) == len(set(head))
 
 
-def test_a_damaged_summary_is_not_called_missing(many: Callable[[int], Path], tmp_path: Path) -> None:
-    for name, content in (("damaged", "{{"), ("missing", None)):
-        shutil.copytree(many(20) / "0", tmp_path / name)
-        (tmp_path / name / "summary.json").unlink()
-        if content is not None:
-            (tmp_path / name / "summary.json").write_text(content)
-    damaged, missing = runner.runs(tmp_path)
-    assert "damaged" in str(damaged.error)
-    assert missing.error == "it left no summary.json"
-
-
 def test_a_notebook_shows_runs_and_tables(many: Callable[[int], Path]) -> None:
     found = runner.runs(many(40))
     assert "optimizer.lr" in found._repr_html_()
