@@ -12,7 +12,7 @@ import torch
 
 from runner.checkpoint import file
 
-SHORT = ("epochs=1", "limit.train_batches=4", "log.every_steps=1", "evaluate.test=false")
+SHORT = ("epochs=1", "limit.train_batches=4", "log.every_steps=1", "evaluate.test=false", "checkpoint.every_steps=3")
 
 
 @pytest.fixture
@@ -28,9 +28,9 @@ def compared(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def test_runs_that_only_differ_in_what_changes_no_bit_are_the_same(
-    train: Callable[..., Any], compared: Callable[..., Any], run: Callable[..., Any]
+    train: Callable[..., Any], train_once: Callable[..., Any], compared: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
-    a = train(*SHORT).directory
+    a = train_once(*SHORT).directory
     b = train(*SHORT, "data.placement=disk", "data.num_workers=1").directory
     found = compared(a, b)
     assert found["same"]
@@ -69,9 +69,9 @@ def test_the_first_step_whose_loss_differs_and_the_first_tensor_are_named(
 
 
 def test_one_bit_of_one_tensor_is_found_and_told_by_how_much(
-    train: Callable[..., Any], compared: Callable[..., Any]
+    train_once: Callable[..., Any], compared: Callable[..., Any]
 ) -> None:
-    last = train(*SHORT).directory / "checkpoints" / "last.safetensors"
+    last = train_once(*SHORT).directory / "checkpoints" / "last.safetensors"
     contents = file.read(last)
     name = list(contents["model"])[3]
     weights = contents["model"][name]
@@ -93,16 +93,16 @@ def test_one_bit_of_one_tensor_is_found_and_told_by_how_much(
 
 
 def test_checkpoints_of_different_steps_are_told_as_such(
-    train: Callable[..., Any], compared: Callable[..., Any]
+    train_once: Callable[..., Any], compared: Callable[..., Any]
 ) -> None:
-    folder = train(*SHORT, "checkpoint.every_steps=3").directory / "checkpoints"
+    folder = train_once(*SHORT).directory / "checkpoints"
     found = compared(folder / "step_0000000003.safetensors", folder / "last.safetensors")
     assert found["difference"]["phase"] == "position"
     assert found["cause"] == "the two were saved at different steps; compare checkpoints of the same step"
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_told(train: Callable[..., Any], run: Callable[..., Any]) -> None:
-    directory = train(*SHORT, "checkpoint.every_steps=3").directory
+def test_a_damaged_checkpoint_is_passed_over_and_told(train_once: Callable[..., Any], run: Callable[..., Any]) -> None:
+    directory = train_once(*SHORT).directory
     last = directory / "checkpoints" / "last.safetensors"
     data = bytearray(last.read_bytes())
     data[len(data) // 2] ^= 1

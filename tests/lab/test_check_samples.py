@@ -75,14 +75,10 @@ def test_a_sample_of_a_folder_has_every_class(run: Callable[..., Any], known: bo
     assert set(seen["train"]["classes"]) == {f"kind{number}" for number in range(CLASSES)}
     low, high = (8, 8) if known else (2, 20)
     assert all(low <= count <= high for count in seen["train"]["classes"].values()), seen
-
-
-def test_the_last_lines_say_how_many_images_were_read(run: Callable[..., Any]) -> None:
-    result = run(*WORDS, data(), "samples=40", "only=[image-range]")
-    assert result.status == 0, result.err
-    *_, test, last = result.out.strip().splitlines()
-    assert test == "saw 40 of 80 images of test: " + ", ".join(f"kind{number} 8" for number in range(CLASSES))
-    assert last.startswith("2 passed in ")
+    if known:
+        *_, test, last = run(*WORDS, data(), "samples=40", "only=[image-range]").out.strip().splitlines()
+        assert test == "saw 40 of 80 images of test: " + ", ".join(f"kind{number} 8" for number in range(CLASSES))
+        assert last.startswith("2 passed in ")
 
 
 def test_settings_are_checked_without_reading_images(run: Callable[..., Any]) -> None:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import load_file
 from torch import Tensor, nn
 
+from runner.base.errors import UserError
+from runner.checkpoint.file import read
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Inspect
+from runner.data.build import DataModule
+from runner.engine.state import load_weights
+from runner.lab.inspect.layers import Layer, layers_of, outer_maps
 from runner.lab.inspect.observed_pass import pass_through
+from runner.lab.inspect.parts import Table
+from runner.lab.inspect.pictures import draw_filters, draw_maps
+from runner.lab.inspect.run import _show
+from runner.lab.inspect.statistics import dead_units, summarize
+from runner.models.features_file import write_features
 from runner.run.run import Run
+from runner.tracking.console import Console
 from runner.train import build_run
 from runner.verbs._table import VERBS
 
@@ -84,8 +98,6 @@ def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable
 
 
 def test_weights_that_two_modules_share_count_once() -> None:
-    from runner.lab.inspect.layers import layers_of
-
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     layers = {layer.name: layer for layer in layers_of(model, torch.zeros(1, 3), {}, 1)}
@@ -148,8 +160,6 @@ def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Ca
 
 
 def test_dead_units_are_channels_that_give_nothing_anywhere() -> None:
-    from runner.lab.inspect.statistics import dead_units
-
     outputs = torch.rand(4, 3, 5, 5) + 0.1
     assert dead_units(outputs) is None, "nothing is 0, so nothing was cut off"
     outputs[:, 1] = 0
@@ -163,8 +173,6 @@ def test_dead_units_are_channels_that_give_nothing_anywhere() -> None:
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:
-    from runner.lab.inspect.statistics import summarize
-
     found = summarize("x", torch.tensor([1.0, float("nan"), 3.0, float("inf"), 0.0]))
     assert (found.not_finite, found.mean, found.minimum, found.maximum) == (2, pytest.approx(4 / 3), 0.0, 3.0)
     assert found.zeros == pytest.approx(1 / 3)
@@ -190,8 +198,6 @@ def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], 
 
 
 def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: Callable[..., Any]) -> None:
-    from runner.lab.inspect.layers import Layer, outer_maps
-
     assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png"]
     shapes = {
         "a": (8, 4, 4),
@@ -246,22 +252,6 @@ def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_che
     assert inspect(*SMALL, "what=errors,layers")["what"] == ["layers", "errors"]
 
 
-def rows(path: Path) -> dict[str, np.ndarray]:
-    """What is in a file of features."""
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    assert length % 8 == 0
-    found = {}
-    for name, entry in json.loads(data[8 : 8 + length]).items():
-        start, stop = entry["data_offsets"]
-        kind = {"F32": "<f4", "I64": "<i8"}[entry["dtype"]]
-        found[name] = np.frombuffer(data[8 + length :][start:stop], kind).reshape(entry["shape"])
-    return found
-
-
 @pytest.mark.parametrize("ending", ["npz", "safetensors"])
 def test_features_of_a_split_are_those_of_its_samples_in_order(
     ending: str, trained: Any, inspect: Callable[..., Any], built: Callable[..., Run]
@@ -273,11 +263,9 @@ def test_features_of_a_split_are_those_of_its_samples_in_order(
     path = Path(found["features"]["file"])
     assert path == Path(f"made/f.{ending}")
     assert [other.name for other in path.parent.iterdir()] == [path.name]
-    arrays = rows(path)
+    arrays: dict[str, Any] = load_file(path) if ending == "safetensors" else dict(np.load(path))
     assert {name: list(array.shape) for name, array in arrays.items()} == found["features"]["shapes"]
     assert set(arrays) == {"stages.1", "head", "targets", "indices"}
-    from runner.checkpoint.file import read
-    from runner.engine.state import load_weights
 
     training = built(*SMALL)
     load_weights(training.model, read(trained.directory / "checkpoints" / "best.safetensors")["model"])
@@ -290,19 +278,12 @@ def test_features_of_a_split_are_those_of_its_samples_in_order(
     assert arrays["stages.1"].shape == (len(logits), 8, 4, 4)
     assert "folder" not in found, "features alone were asked for"
 
-
-def test_features_without_a_file_go_into_the_run(trained: Any, inspect: Callable[..., Any]) -> None:
     found = inspect(f"ckpt_path={trained.directory}", "features=head", "what=[layers]")
-    path = Path(found["features"]["file"])
-    assert path.name == "features_val.npz"
-    assert path.parent.parent == trained.directory / "inspect"
-    assert Path(found["folder"]).parent == path.parent.parent
+    path, folder = Path(found["features"]["file"]), trained.directory / "inspect"
+    assert (path.name, path.parent.parent, Path(found["folder"]).parent) == ("features_val.npz", folder, folder)
 
 
 def test_no_more_than_a_batch_of_features_is_held_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    import weakref
-
-    from runner.models.features_file import write_features
 
     alive: list[weakref.ref[Tensor]] = []
 
@@ -321,10 +302,11 @@ def test_no_more_than_a_batch_of_features_is_held_and_a_failure_leaves_nothing(t
     with np.load(target) as archive:
         assert archive["x"][:, 0].tolist() == [number for number in range(5) for _ in range(3)]
     alive.clear()
-    from runner.base.errors import UserError
-
     with pytest.raises(UserError, match="no space left"):
         write_features(batches(True), tmp_path / "g.safetensors")
+    other = iter([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
+    with pytest.raises(UserError, match=r"features: x has rows of \(4,\) in one batch and of \(3,\) in another"):
+        write_features(other, tmp_path / "h.npz")
     assert [path.name for path in tmp_path.iterdir()] == ["f.npz"]
 
 
@@ -343,8 +325,6 @@ def test_lists_can_be_typed_without_brackets() -> None:
 def test_averaged_weights_are_looked_at_where_they_are_meant(
     train: Callable[..., Any], inspect: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
-    from runner.checkpoint.file import read
-
     trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
     contents = read(trained.directory / "checkpoints" / "last.safetensors")
     for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
@@ -357,10 +337,6 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
 
 
 def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
-    from runner.lab.inspect.parts import Table
-    from runner.lab.inspect.run import _show
-    from runner.tracking.console import Console
-
     rows = [[f"layer {number}", str(number)] for number in range(99)]
     _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
     out = capsys.readouterr().out
@@ -371,8 +347,6 @@ def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixtur
 
 
 def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callable[..., Run], tmp_path: Path) -> None:
-    from runner.lab.inspect.pictures import draw_maps
-
     training = built(*SMALL)
     model = nn.Sequential()
     model.add_module("away/x", nn.Conv2d(3, 2, 3))
@@ -391,24 +365,9 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callabl
 def test_as_many_filters_are_told_as_are_drawn(
     channels: int, title: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from types import SimpleNamespace
-    from typing import cast
-
-    from runner.data.build import DataModule
-    from runner.lab.inspect.pictures import draw_filters
 
     seen: list[Any] = []
     monkeypatch.setattr("runner.lab.inspect.pictures.filter_grid", lambda shown, *_: seen.append(shown))
     splits = cast(DataModule, SimpleNamespace(channels=channels, image_size=(8, 8)))
     assert title in draw_filters(nn.Conv2d(channels, 70, 3), splits, tmp_path / "f.png")
     assert len(seen[0]) == 64
-
-
-def test_features_whose_shape_changes_from_batch_to_batch_are_a_sentence(tmp_path: Path) -> None:
-    from runner.base.errors import UserError
-    from runner.models.features_file import write_features
-
-    batches = iter([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
-    with pytest.raises(UserError, match=r"features: x has rows of \(4,\) in one batch and of \(3,\) in another"):
-        write_features(batches, tmp_path / "f.npz")
-    assert not list(tmp_path.iterdir())
