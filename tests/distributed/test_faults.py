@@ -50,11 +50,8 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
 def test_an_error_that_cannot_be_sent_reaches_every_rank(tmp_path: Path, pool: RankPool) -> None:
     pool(collective_ranks.errors, tmp_path, 2)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert (
-        found[0]
-        == found[1]
-        == ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
-    )
+    expected = ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
+    assert found == [expected, expected]
 
 
 @pytest.mark.slow
@@ -88,10 +85,8 @@ def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoin
     assert result.status == 75, result.err
     newest = max(path.name for path in (here / "run/checkpoints").glob("step_*"))
     said = json.loads((here / "run/summary.json").read_text())["error"]
-    expected = (
-        f"stopped by SIGTERM, and rank 0 did not save within 2 s and was killed; the newest checkpoint is {newest}"
-    )
-    assert said == expected
+    reason = "stopped by SIGTERM, and rank 0 did not save within 2 s and was killed"
+    assert said == f"{reason}; the newest checkpoint is {newest}"
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -120,16 +115,8 @@ def test_a_signal_before_ranks_train_ends_them_and_an_ignored_one_does_not(tmp_p
 @pytest.mark.extended
 @pytest.mark.parametrize("delay", [0.2, 0.8, 1.6])
 def test_ctrl_c_while_ranks_start_ends_without_a_traceback(workdir: Path, delay: float) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "runner",
-        "train",
-        *WORDS[:-1],
-        "max_steps=100000",
-        "devices=2",
-        "hydra.run.dir=run",
-    ]
+    words = (*WORDS[:-1], "max_steps=100000", "devices=2", "hydra.run.dir=run")
+    command = [sys.executable, "-m", "runner", "train", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         while process.poll() is None:
             with contextlib.suppress(FileNotFoundError):

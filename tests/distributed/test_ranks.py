@@ -58,14 +58,7 @@ def test_a_sweep_makes_one_directory_a_job(here: Path, run: Callable[..., Any]) 
     ],
 )
 def test_a_rank_that_fails_is_named_once(here: Path, run: Callable[..., Any], how: str, said: str) -> None:
-    result = run(
-        "train",
-        *WORDS,
-        "devices=2",
-        FAULT,
-        f"+callbacks.mine.how={how}",
-        "hydra.run.dir=run",
-    )
+    result = run("train", *WORDS, "devices=2", FAULT, f"+callbacks.mine.how={how}", "hydra.run.dir=run")
     assert result.status == 1
     assert f"error: {said}" in result.err
     assert result.err.count("error: ") == 1
