@@ -96,31 +96,25 @@ def test_what_does_not_repeat_after_forward_or_before_it_is_named(
     assert all(found["differing"][part]["differ"] == 0 for part in earlier[: earlier.index(phase)])
 
 
+FLIP = "{_target_: runner.data.transforms.augment.RandomFlip}"
+
+
 @pytest.mark.parametrize(
-    ("words", "who"),
+    ("word", "who"),
     [
+        ("sample_train=[{_target_: audit_faults.OwnGenerator}]", "OwnGenerator (transform.sample_train.0)"),
         (
-            ("transform.sample_train=[{_target_: audit_faults.OwnGenerator}]",),
-            "OwnGenerator (transform.sample_train.0)",
-        ),
-        (
-            (
-                "transform.train=[{_target_: runner.data.transforms.augment.RandomFlip}, "
-                "{_target_: audit_faults.OwnGeneratorOfBatches}]",
-            ),
+            f"train=[{FLIP}, {{_target_: audit_faults.OwnGeneratorOfBatches}}]",
             "OwnGeneratorOfBatches (transform.train.1)",
         ),
     ],
     ids=["of samples", "of batches"],
 )
-def test_a_transform_with_a_generator_of_its_own_is_named(
-    audit: Callable[..., Any], words: tuple[str, ...], who: str
-) -> None:
-    found = audit(*QUICK, *words)
+def test_a_transform_with_a_generator_of_its_own_is_named(audit: Callable[..., Any], word: str, who: str) -> None:
+    found = audit(*QUICK, f"transform.{word}")
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    assert found["cause"]["text"].startswith(
-        f"{who} returns another result each time it is called with the same sample"
-    )
+    said = f"{who} returns another result each time it is called with the same sample"
+    assert found["cause"]["text"].startswith(said)
 
 
 @pytest.mark.parametrize("workers", some(["0,2", "1,2"], 1))

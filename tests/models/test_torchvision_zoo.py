@@ -54,10 +54,6 @@ def stored(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     return dict(torch.load(path))
 
 
-def last(model: nn.Module) -> nn.Module:
-    return [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1]
-
-
 def first(model: nn.Module) -> nn.Conv2d:
     return next(module for module in model.modules() if isinstance(module, nn.Conv2d))
 
@@ -143,14 +139,13 @@ def test_weights_fill_all_but_a_head_for_other_classes(stored: dict[str, Tensor]
     assert all(torch.equal(state[name], value) for name, value in stored.items() if not name.startswith("fc."))
 
 
-def test_weights_keep_their_head_for_their_own_number_of_classes(stored: dict[str, Tensor]) -> None:
+def test_weights_keep_their_head_for_their_own_classes_and_a_convolutional_one_is_replaced_too(
+    stored: dict[str, Tensor],
+) -> None:
     state = classifier(NAME, num_classes=1000, weights="DEFAULT").state_dict()
     assert torch.equal(state["fc.weight"], stored["fc.weight"])
-
-
-def test_a_convolutional_head_is_replaced_too(stored: dict[str, Tensor]) -> None:
     model = classifier("squeezenet1_1", num_classes=3, weights="DEFAULT")
-    assert isinstance(last(model), nn.Conv2d)
+    assert isinstance([each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d)][-1], nn.Conv2d)
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 3)
 
 
@@ -192,13 +187,12 @@ def settled(compose: Callable[..., Any], *words: str) -> Any:
     return resolve_config(composition, Train).data
 
 
-def test_images_are_prepared_as_the_weights_want_them(compose: Callable[..., Any]) -> None:
+def test_images_are_prepared_as_the_weights_want_them_unless_the_command_line_says_otherwise(
+    compose: Callable[..., Any],
+) -> None:
     data = settled(compose, "data=cifar10")
     assert data.image_size == 224
     assert dataclasses.asdict(data.normalize) == IMAGENET
-
-
-def test_what_the_command_line_says_about_images_comes_first(compose: Callable[..., Any]) -> None:
     data = settled(compose, "data=cifar10", "data.image_size=64")
     assert (data.image_size, data.normalize.mean) == (64, IMAGENET["mean"])
     data = settled(compose, "data=cifar10", "data.normalize.mean=[0.5,0.5,0.5]", "data.normalize.std=[0.2,0.2,0.2]")
