@@ -165,11 +165,12 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(workdir: Path) -> Iterator[Callable[..., Result]]:
+def run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
     """Call the program in this process: `run("train", "epochs=1")`."""
     import torch
 
-    from runner.cli import main
+    # A scratch folder is in no repository, and asking git about that takes longer than ten steps.
+    monkeypatch.setattr("runner.tracking.environment._git", lambda: None)
 
     def call(*words: str) -> Result:
         out, err = io.StringIO(), io.StringIO()

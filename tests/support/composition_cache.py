@@ -14,11 +14,12 @@ import pickle
 from typing import Any
 
 import pytest
-from hydra._internal import config_loader_impl
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser import overrides_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -35,9 +36,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
     known_configs: dict[int, bytes] = {}
     compose = ConfigLoaderImpl._compose_config_from_defaults_list
 
+    def only_shipped(repo: IConfigRepository) -> bool:
+        return {source.path for source in repo.get_sources() if source.scheme() == "file"} == {str(shipped())}
+
     def cached_list(repo: IConfigRepository, overrides_list: list[Override], **others: Any) -> DefaultsList:
-        folders = {source.path for source in repo.get_sources() if source.scheme() == "file"}
-        if folders != {str(shipped())}:
+        if not only_shipped(repo):
             return create_defaults_list(repo, overrides_list=overrides_list, **others)
         single = [override for override in overrides_list if not override.is_sweep_override()]
         selected = [one for one in single if repo.group_exists(one.key_or_group) and not isinstance(one.value(), dict)]
@@ -52,8 +55,35 @@ def install(patch: pytest.MonkeyPatch) -> None:
         if not any(known.defaults is defaults for known in known_lists.values()):
             return compose(self, defaults, repo)
         if id(defaults) not in known_configs:  # kept alive by known_lists
-            known_configs[id(defaults)] = pickle.dumps(compose(self, defaults, repo), pickle.HIGHEST_PROTOCOL)
+            with patch.context() as inner:
+                inner.setattr(ConfigLoaderImpl, "_load_single_config", cached_single)
+                known_configs[id(defaults)] = pickle.dumps(compose(self, defaults, repo), pickle.HIGHEST_PROTOCOL)
         return pickle.loads(known_configs[id(defaults)])
+
+    load_anew = CachingConfigRepository.load_config
+    known_results: dict[str, ConfigResult | None] = {}
+
+    def cached_result(self: CachingConfigRepository, config_path: str) -> ConfigResult | None:
+        if not only_shipped(self):
+            return load_anew(self, config_path)
+        if config_path not in known_results:  # which nobody changes
+            known_results[config_path] = load_anew(self, config_path)
+        return known_results[config_path]
+
+    load_single = ConfigLoaderImpl._load_single_config
+    known_singles: dict[str, bytes] = {}
+
+    def cached_single(self: ConfigLoaderImpl, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        key = repr(default)
+        if key not in known_singles:
+            known_singles[key] = pickle.dumps(load_single(self, default, repo), pickle.HIGHEST_PROTOCOL)
+        return pickle.loads(known_singles[key])
+
+    interpolations = defaults_list._create_interpolation_map
+
+    def needed_interpolations(overrides: Any, defaults: list[Any], self_added: bool) -> DictConfig:
+        needed = any(not default.is_self() and default.is_interpolation() for default in defaults)
+        return interpolations(overrides, defaults, self_added) if needed else DictConfig({})
 
     Plugins.instance()  # executes the modules of all plugins again, which replaces their classes
     file_source: Any = SourcesRegistry.instance().resolve("file")
@@ -90,6 +120,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
             known_rules[s, rule_name] = pickle.dumps(parse_rule(self, s, rule_name), pickle.HIGHEST_PROTOCOL)
         return pickle.loads(known_rules[s, rule_name])
 
+    patch.setattr(CachingConfigRepository, "load_config", cached_result)
+    patch.setattr(defaults_list, "_create_interpolation_map", needed_interpolations)
     patch.setattr(OverridesParser, "parse_rule", cached_rule)
     patch.setattr(overrides_parser, "create_functions", functools.cache(overrides_parser.create_functions))
     patch.setattr(DictConfig, "__deepcopy__", quick_copy)
