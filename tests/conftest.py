@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -65,6 +66,8 @@ PROGRAM = {
     "on_terminal",
     "project",
     "workplaces",
+    "stopped",
+    "killed",
 }
 
 
@@ -195,6 +198,46 @@ def train(run: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
+def _with_bomb(step: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setenv("RUNNER_TRUST", f"bombs {os.environ.get('RUNNER_TRUST', '')}")
+    return (*FAST, f"+callbacks.bomb={{_target_: bombs.Bomb, step: {step}, number: {int(number)}}}")
+
+
+@pytest.fixture
+def stopped(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """A training that SIGTERM reaches after an optimizer step: `stopped(3, "epochs=1")`."""
+
+    def call(step: int, *words: str) -> Result:
+        result = run("train", *words, *_with_bomb(step, signal.SIGTERM, monkeypatch))
+        assert result.status == 75, result.err + result.out
+        assert (result.summary["status"], result.summary["global_step"]) == ("preempted", step)
+        return result
+
+    return call
+
+
+@pytest.fixture
+def killed(run: Callable[..., Result], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """The directory of a training that SIGKILL ends after an optimizer step; to be resumed with `callbacks=none`."""
+
+    def call(step: int, *words: str) -> Path:
+        directory = workdir / "killed"
+        bomb = _with_bomb(step, signal.SIGKILL, monkeypatch)
+        # A fork has imported everything already, which takes longer than all the rest.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            try:
+                run("train", *words, *bomb, f"hydra.run.dir={directory}", "checkpoint.async=false")
+            finally:
+                os._exit(1)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        return directory
+
+    return call
+
+
 # Results of trainings with their directories, for all tests of a process.
 _TRAINED: dict[tuple[str, ...], tuple[Result, Path]] = {}
 
@@ -266,10 +309,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.chdir(tmp_path_factory.mktemp("made"))
-        assert (
-            main(["train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *request.module.SMALL])
-            == 0
-        )
+        assert main(["train", *FAST, *request.module.SMALL]) == 0
         return Path(out.getvalue().splitlines()[-1]).resolve()
 
 

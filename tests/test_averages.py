@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended import some
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
@@ -29,14 +30,8 @@ SMALL = (
 MLP = (*SMALL, "model=mlp", "model.hidden=[16]", "model.dropout=0.3")
 CNN = (*SMALL, "model=small_cnn", "model.width=4", "model.dropout=0.3")
 PARTS = """
-import os, signal
 import torch
 from torch import nn
-
-class Bomb:
-    def __init__(self, step: int): self.step = step
-    def on_step(self, loop):
-        if loop.state.position.global_step == self.step: os.kill(os.getpid(), signal.SIGTERM)
 
 class Normed(nn.Sequential):
     # BatchNorm that refuses a single sample in training.
@@ -95,13 +90,10 @@ def last(result: Any) -> dict[str, Any]:
     ids=["ema accumulate bf16 clip skip", "ema muon agc groups", "swa groups"],
 )
 def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_average(
-    step: int, words: tuple[str, ...], train: Callable[..., Any], run: Callable[..., Any]
+    step: int, words: tuple[str, ...], train: Any, stopped: Any
 ) -> None:
     whole = train(*words)
-    bomb = ("+callbacks.bomb._target_=my_parts.Bomb", f"+callbacks.bomb.step={step}")
-    stopped = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *words, *bomb)
-    assert stopped.status == 75, stopped.err
-    rest = train(f"ckpt_path={stopped.directory}")
+    rest = train(f"ckpt_path={stopped(step, *words).directory}")
     for key in ("weights_sha256", "best", "last", "global_step"):
         assert rest.summary[key] == whole.summary[key], key
     averages = [last(result)["averaged"] for result in (whole, rest)]
@@ -110,14 +102,12 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_average(
     assert weights_sha256(averages[0]["weights"]) != whole.summary["weights_sha256"]
 
 
-def test_averaging_changes_no_bit_of_the_weights(train: Callable[..., Any]) -> None:
+def test_averaging_changes_no_bit_of_the_weights(train: Any) -> None:
     found = [train(*CNN, *words).summary["weights_sha256"] for words in ((), ("ema=0.9",), ("swa=0.5",))]
     assert len(set(found)) == 1
 
 
-def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherwise(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherwise(train: Any, run: Any) -> None:
     words = (*MLP, "ema=0.8", "evaluate.test=true")
     first, second = train(*words), train(*words, "checkpoint.monitor=accuracy")
     for result in (first, second):
@@ -147,14 +137,14 @@ def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherw
     assert other["weights"] == "ema"
 
 
-def test_averages_that_are_not_there_cannot_be_evaluated(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+def test_averages_that_are_not_there_cannot_be_evaluated(train: Any, run: Any) -> None:
     plain = train(*MLP, "epochs=1")
     found = run("eval", f"ckpt_path={plain.directory}", "threads=1", "weights=averaged")
     assert found.status == 2
     assert "weights: is averaged, but the checkpoint holds no average" in found.err
 
 
-def test_before_swa_begins_the_weights_stand_for_their_average(train: Callable[..., Any]) -> None:
+def test_before_swa_begins_the_weights_stand_for_their_average(train: Any) -> None:
     result = train(*CNN, "epochs=3", "swa=1", "checkpoint.keep=9")
     before, begun, then = [record for record in result.metrics if record["split"] == "val"]
     assert (before["swa_loss"], before["swa_accuracy"]) == (before["loss"], before["accuracy"])
@@ -168,7 +158,7 @@ def test_before_swa_begins_the_weights_stand_for_their_average(train: Callable[.
     assert (files[2]["averaged"]["weights"]["head.weight"] - mean).abs().max() < 1e-6
 
 
-def test_a_skipped_step_does_not_update_the_average(train: Callable[..., Any]) -> None:
+def test_a_skipped_step_does_not_update_the_average(train: Any) -> None:
     words = (*MLP, "epochs=1", "ema=0.8", "on_nonfinite=skip", "optimizer=sgd")
     updates = []
     for bad in ("[]", "[2,5]"):
@@ -179,7 +169,7 @@ def test_a_skipped_step_does_not_update_the_average(train: Callable[..., Any]) -
     assert updates == [6, 4]
 
 
-def test_swa_that_would_never_take_weights_is_a_mistake(run: Callable[..., Any]) -> None:
+def test_swa_that_would_never_take_weights_is_a_mistake(run: Any) -> None:
     found = run("train", "threads=1", "logger=none", *MLP, "swa=0.9")
     assert found.status == 2
     assert "swa: 0.9 begins after step 11" in found.err
@@ -187,7 +177,7 @@ def test_swa_that_would_never_take_weights_is_a_mistake(run: Callable[..., Any])
 
 
 def test_swa_without_evaluations_is_a_mistake_where_statistics_would_be_those_of_other_weights(
-    run: Callable[..., Any], train: Callable[..., Any]
+    run: Any, train: Any
 ) -> None:
     found = run("train", "threads=1", "logger=none", *CNN, "swa=0.5", "data.split.val=0")
     assert found.status == 2
@@ -197,9 +187,7 @@ def test_swa_without_evaluations_is_a_mistake_where_statistics_would_be_those_of
     assert (averaged["updates"], averaged["calibrated"]) == (1, True)
 
 
-def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(train: Any, run: Any) -> None:
     result = train(
         *CNN, "epochs=4", "swa=1", "evaluate.every_epochs=2", "checkpoint.every_epochs=1", "checkpoint.keep=9"
     )
@@ -260,9 +248,7 @@ def test_computing_statistics_is_broken_off_and_names_its_own_key(begun: Any) ->
     assert not training.state.averaged.state_dict()["calibrated"]
 
 
-def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_kept(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_kept(train: Any, run: Any) -> None:
     words = (*MLP, "epochs=1", "metrics={swa_hits: {_target_: my_parts.Hits}}")
     best = train(*words, "checkpoint.monitor=swa_hits", "checkpoint.mode=max").summary["best"]
     assert (best["metric"], best["value"]) == ("val/swa_hits", 1.0)
@@ -271,7 +257,7 @@ def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_ke
     assert "metrics.swa_hits: has the name of a metric of the swa average" in found.err
 
 
-def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:
+def test_the_rate_goes_over_to_that_of_swa(train: Any) -> None:
     words = (*MLP, "swa=1", "averaging.lr_factor=0.5", "scheduler=constant", "optimizer.lr=0.01", "log.every_steps=1")
     rates = [record["lr"] for record in train(*words).metrics if record["split"] == "train"]
     assert rates[:6] == [0.01] * 6
@@ -279,7 +265,7 @@ def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:
     assert all(a > b for a, b in itertools.pairwise(rates[5:]))
 
 
-def test_groups_cannot_change_on_a_resume(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+def test_groups_cannot_change_on_a_resume(train: Any, run: Any) -> None:
     first = train(*MLP, "epochs=1")
     for word in ("optimizer.no_decay=auto", "optimizer.lr_mult={head: 2}", "optimizer.layer_decay=0.5"):
         found = run("train", f"ckpt_path={first.directory}", "epochs=2", "threads=1", word)
@@ -289,15 +275,20 @@ def test_groups_cannot_change_on_a_resume(train: Callable[..., Any], run: Callab
 
 @pytest.mark.parametrize(
     ("before", "after", "metrics"),
-    [
-        ((), ("checkpoint.monitor=loss",), ("val/accuracy", "val/loss")),
-        ((), ("ema=0.5",), ("val/accuracy", "val/ema_accuracy")),
-        (("ema=0.5",), ("ema=null",), ("val/ema_accuracy", "val/accuracy")),
-    ],
+    some(
+        [
+            ((), ("checkpoint.monitor=loss",), ("val/accuracy", "val/loss")),
+            ((), ("ema=0.5",), ("val/accuracy", "val/ema_accuracy")),
+            (("ema=0.5",), ("ema=null",), ("val/ema_accuracy", "val/accuracy")),
+        ],
+        0,
+        2,
+        several=True,
+    ),
     ids=["monitor", "ema", "raw"],
 )
 def test_evaluations_are_not_compared_by_different_metrics(
-    before: tuple[str, ...], after: tuple[str, ...], metrics: tuple[str, str], train: Callable[..., Any]
+    before: tuple[str, ...], after: tuple[str, ...], metrics: tuple[str, str], train: Any
 ) -> None:
     words = [*MLP, "evaluate.test=true", *before]
     first = train(*words, "hydra.run.dir=mine")
@@ -312,7 +303,7 @@ def test_evaluations_are_not_compared_by_different_metrics(
     assert read(longer.directory / "checkpoints" / "best.safetensors")["metrics"]["best"] == best
 
 
-def test_a_run_starts_from_the_average_where_that_was_best(train: Callable[..., Any]) -> None:
+def test_a_run_starts_from_the_average_where_that_was_best(train: Any) -> None:
     source = train(*MLP, "ema=0.5")
     best = read(source.directory / "checkpoints" / "best.safetensors")
     started = train(*MLP, f"init_from={source.directory}", "max_steps=1", "optimizer.lr=0", "optimizer.weight_decay=0")
@@ -325,11 +316,15 @@ def test_a_run_starts_from_the_average_where_that_was_best(train: Callable[..., 
 
 @pytest.mark.parametrize(
     ("sizes", "more"),
-    [((1, 3, 8, 11, 500), ()), ((1, 11), ("averaging.recalibrate_batches=3",)), ((1, 11), ("channels_last=true",))],
+    some(
+        [((1, 11, 500), ()), ((1, 11), ("averaging.recalibrate_batches=3",)), ((1, 11), ("channels_last=true",))],
+        0,
+        several=True,
+    ),
     ids=["", "some batches", "channels_last"],
 )
 def test_the_statistics_of_swa_do_not_depend_on_the_batch_size_of_evaluations(
-    train: Callable[..., Any], sizes: tuple[int, ...], more: tuple[str, ...]
+    train: Any, sizes: tuple[int, ...], more: tuple[str, ...]
 ) -> None:
     words = (*CNN, "swa=0.5", "averaging.lr_factor=1", *more)
     digests = set()
@@ -339,7 +334,7 @@ def test_the_statistics_of_swa_do_not_depend_on_the_batch_size_of_evaluations(
     assert len(digests) == 1
 
 
-def test_the_statistics_of_swa_are_those_of_batches_of_the_training(train: Callable[..., Any]) -> None:
+def test_the_statistics_of_swa_are_those_of_batches_of_the_training(train: Any) -> None:
     digests = {
         weights_sha256(last(train(*CNN, "swa=0.5", "limit.train_batches=3", *words))["averaged"]["weights"])
         for words in (("evaluate.batch_size=16",), ("evaluate.batch_size=16", "averaging.recalibrate_batches=2"))

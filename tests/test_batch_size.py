@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def test_the_largest_power_of_two(number: int, power: int) -> None:
     assert largest_power(number) == power
 
 
-def test_with_memory_enough_the_samples_are_the_limit(train: Callable[..., Any]) -> None:
+def test_with_memory_enough_the_samples_are_the_limit(train: Any) -> None:
     result = train(*RUN)
     assert size_of(result) == 256  # of 270 training samples
     assert "256 samples" in row_of(result)
@@ -39,7 +38,7 @@ def test_with_memory_enough_the_samples_are_the_limit(train: Callable[..., Any])
 
 
 def test_less_memory_means_a_smaller_batch_and_a_resume_keeps_the_number(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_size, "free_memory", lambda device: 600_000)
     first = train(*RUN)
@@ -55,7 +54,7 @@ def test_less_memory_means_a_smaller_batch_and_a_resume_keeps_the_number(
     assert size_of(train(*RUN)) > size
 
 
-def test_a_sample_that_does_not_fit_is_a_sentence(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_does_not_fit_is_a_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size, "free_memory", lambda device: 1000)
     found = run("train", "threads=1", "logger=none", *RUN)
     assert found.status == 2
@@ -63,12 +62,12 @@ def test_a_sample_that_does_not_fit_is_a_sentence(run: Callable[..., Any], monke
     assert "allowed: a smaller model or smaller images" in found.err
 
 
-def test_a_run_with_the_number_ends_with_the_same_bits(train: Callable[..., Any]) -> None:
+def test_a_run_with_the_number_ends_with_the_same_bits(train: Any) -> None:
     found = train(*RUN)
     assert train(*RUN, f"data.batch_size={size_of(found)}").summary["weights_sha256"] == found.summary["weights_sha256"]
 
 
-def test_what_the_whole_run_never_comes_to_is_decided_with_the_size_found(train: Callable[..., Any]) -> None:
+def test_what_the_whole_run_never_comes_to_is_decided_with_the_size_found(train: Any) -> None:
     # With single samples an epoch has 270 steps, and the run less than one; with 256 it has 2.
     words = (*RUN, "epochs=null", "max_steps=8", "freeze=[stages]", "unfreeze_at=2ep")
     found = train(*words, "swa=0.5")
@@ -76,9 +75,7 @@ def test_what_the_whole_run_never_comes_to_is_decided_with_the_size_found(train:
     assert "never trained" not in found.out + found.err
 
 
-def test_what_is_frozen_for_a_while_counts_as_trained(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_frozen_for_a_while_counts_as_trained(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size, "free_memory", lambda device: 600_000)
     free, late, never = (
         train(*RUN, *words) for words in ((), ("freeze=all-but-head", "unfreeze_at=1"), ("freeze=all-but-head",))
@@ -97,7 +94,7 @@ def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.gpu
-def test_on_cuda_the_batch_is_tried(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_batch_is_tried(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     fits = batch_size._fits
 
@@ -132,7 +129,7 @@ class Greedy(nn.Module):
     ids=["batch-size", "lr", "find-lr"],
 )
 def test_no_memory_for_what_is_tried_first_is_a_sentence(
-    words: tuple[str, ...], size: int, run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], size: int, run: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "greedy.py").write_text(GREEDY, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -69,6 +70,7 @@ def words_of(line: str) -> tuple[str, ...] | None:
     return None
 
 
+@functools.cache
 def examples() -> list[Example]:
     found = []
     for document in DOCUMENTS:
@@ -249,6 +251,7 @@ def tables(document: Path) -> Iterator[tuple[tuple[str, str] | None, list[str], 
             option = (named[1], named[2]) if named else None
 
 
+@functools.cache
 def key_rows() -> list[Row]:
     return [
         Row(document, option, row[0].strip("`"), row[1].strip("`"))

@@ -170,7 +170,7 @@ def interrupted_once(logged: Callable[[], bool]) -> Iterator[None]:
         thread.join()
 
 
-def test_the_tutorial_runs_from_the_first_command_to_the_last(run: Callable[..., Any], workdir: Path) -> None:
+def test_the_tutorial_runs_from_the_first_command_to_the_last(run: Any, workdir: Path) -> None:
     script = re.search(r"`my_photos\.py`:\n\n```python\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), re.M | re.S)
     assert script is not None
     (workdir / "my_photos.py").write_text(script[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +40,7 @@ def agree(one: Any, other: Any, tolerance: float = 0.02) -> bool:
     return all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(losses(one), losses(other), strict=True))
 
 
-def test_fp16_trains_with_the_scaler_and_the_scale_is_saved(train: Callable[..., Any]) -> None:
+def test_fp16_trains_with_the_scaler_and_the_scale_is_saved(train: Any) -> None:
     scaled = train(*RUN, "amp=fp16")
     assert agree(scaled, train(*RUN), 0.05)
     assert read(scaled.directory / "checkpoints" / "last.safetensors")["scaler"]["scale"] > 1
@@ -64,16 +63,12 @@ def test_fp16_trains_with_the_scaler_and_the_scale_is_saved(train: Callable[...,
     ids=" ".join,
 )
 @pytest.mark.filterwarnings("ignore")  # compilers and workers warn about the machine
-def test_how_a_step_is_computed_changes_no_loss_but_by_rounding(
-    train: Callable[..., Any], words: tuple[str, ...]
-) -> None:
+def test_how_a_step_is_computed_changes_no_loss_but_by_rounding(train: Any, words: tuple[str, ...]) -> None:
     assert agree(train(*RUN, *words), train(*RUN), 0.05)
 
 
 @pytest.mark.parametrize("words", [(), ("amp=fp16",), ("amp=bf16", "channels_last=true", "ema=0.9")], ids=" ".join)
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
-    train: Callable[..., Any], words: tuple[str, ...]
-) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(train: Any, words: tuple[str, ...]) -> None:
     words = (*RUN, "deterministic=true", *words)
     whole = train(*words)
     resumed = train(f"ckpt_path={train(*words, 'epochs=1').directory}", "epochs=2")
@@ -123,9 +118,7 @@ def test_the_peak_is_what_was_allocated_and_starts_again() -> None:
     assert peak_memory(device).bytes < before + 2**26
 
 
-def test_the_memory_of_a_step_is_at_least_what_a_dry_run_predicts(
-    compose: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_the_memory_of_a_step_is_at_least_what_a_dry_run_predicts(compose: Any, train: Any) -> None:
     big = (*RUN, "model.width=64", "data.batch_size=128")
     found = predict(resolve_config(compose(*big, "dry_run=true"), Train), build_run)
     device = torch.device(DEVICE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def test_without_a_gpu_it_lists_what_it_would_run(
 
 @pytest.mark.parametrize("entry", gpu.ENTRIES, ids=lambda entry: entry.name)
 def test_every_command_is_valid(
-    entry: gpu.Entry, problems: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    entry: gpu.Entry, problems: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     words = entry.words("cuda", str(tmp_path))
     assert not [word for word in words if "{" in word]
@@ -111,7 +110,7 @@ def test_ratios_of_loops_and_peers_are_rows() -> None:
     ]
 
 
-def test_what_bench_prints_is_rows(run: Callable[..., Any]) -> None:
+def test_what_bench_prints_is_rows(run: Any) -> None:
     found = run("bench", "model=mlp", "threads=1", "json=true", "toggles=[optimizer.fused,tf32]", "combine=false",
                 "budget_s=20", "steps=2", "repeats=2")  # fmt: skip
     assert found.status == 0, found.err

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from extended import some
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -63,7 +61,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_learned_weights_are_those_of_a_loop_by_hand(train: Callable[..., Any], compose: Callable[..., Any]) -> None:
+def test_learned_weights_are_those_of_a_loop_by_hand(train: Any, compose: Any) -> None:
     words = (*WORDS, "threads=1", "epochs=1", "grad_clip.norm=0.5", "optimizer.lr_mult={loss.log_scales: 0.5}")
     found = saved(train(*words, loss("Weighted")))
     run = build_run(resolve_config(compose(*words, loss("Weighted")), Train))
@@ -83,30 +81,18 @@ def test_learned_weights_are_those_of_a_loop_by_hand(train: Callable[..., Any], 
         torch.testing.assert_close(found[name], tensor)
 
 
-@pytest.mark.parametrize("name", ["Weighted", "Bank"])
-def test_a_killed_run_ends_with_the_same_bits(
-    train: Callable[..., Any], run: Callable[..., Any], workdir: Path, name: str
-) -> None:
-    words = (*WORDS, loss(name), "ema=0.9", "checkpoint.every_steps=2", "checkpoint.async=false")
-    killing = ("+callbacks.kill._target_=kept_losses.Kill", "+callbacks.kill.step=7", "hydra.run.dir=killed")
+@pytest.mark.parametrize("name", some(["Weighted", "Bank"], 1))
+def test_a_killed_run_ends_with_the_same_bits(train: Any, killed: Any, name: str) -> None:
+    words = (*WORDS, loss(name), "ema=0.9", "checkpoint.every_steps=2")
     whole = train(*words)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *words, *killing)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    rest = train("ckpt_path=killed", "callbacks=none")
+    rest = train(f"ckpt_path={killed(7, *words)}", "callbacks=none")
     assert any(name.startswith("loss/") for name in kept(saved(whole)))
     assert same(kept(saved(rest)), kept(saved(whole)))
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
 @pytest.mark.slow
-def test_two_ranks_train_learned_weights_as_one_does(train: Callable[..., Any], pool: RankPool) -> None:
+def test_two_ranks_train_learned_weights_as_one_does(train: Any, pool: RankPool) -> None:
     words = (*WORDS, loss("Weighted"), "dtype=float64", "accumulate=2", "grad_clip.norm=0.5")
     one = kept(saved(train(*words)))
     for more in ((), ("on_oom=split",)):
@@ -116,8 +102,8 @@ def test_two_ranks_train_learned_weights_as_one_does(train: Callable[..., Any], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_oom", ["raise", "split"])
-def test_what_a_loss_keeps_is_that_of_the_first_rank(train: Callable[..., Any], pool: RankPool, on_oom: str) -> None:
+@pytest.mark.parametrize("on_oom", some(["raise", "split"], 0))
+def test_what_a_loss_keeps_is_that_of_the_first_rank(train: Any, pool: RankPool, on_oom: str) -> None:
     words = (*WORDS, loss("Bank"), f"on_oom={on_oom}", "devices=2")
     with pool.installed():
         whole = train(*words)
@@ -127,16 +113,14 @@ def test_what_a_loss_keeps_is_that_of_the_first_rank(train: Callable[..., Any], 
     assert same(kept(saved(rest)), kept(saved(whole)))
 
 
-def test_fsdp_refuses_a_loss_with_parameters(run: Callable[..., Any], pool: RankPool) -> None:
+def test_fsdp_refuses_a_loss_with_parameters(run: Any, pool: RankPool) -> None:
     with pool.installed():
         result = run("train", *WORDS, loss("Weighted"), "threads=1", "devices=2", "strategy=fsdp")
     assert result.status == 2
     assert "loss: has parameters" in result.err
 
 
-def test_an_average_has_the_loss_of_its_own_and_eval_uses_what_belongs_to_the_weights(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_an_average_has_the_loss_of_its_own_and_eval_uses_what_belongs_to_the_weights(train: Any, run: Any) -> None:
     result = train(*WORDS, loss("Weighted"), "ema=0.8", "checkpoint.monitor=ema_loss")
     tensors = saved(result)
     assert not torch.equal(tensors["averaged/loss/log_scales"], tensors["loss/log_scales"])
@@ -150,7 +134,7 @@ def test_an_average_has_the_loss_of_its_own_and_eval_uses_what_belongs_to_the_we
     assert other.status == 0, other.err
 
 
-def test_buffers_from_the_config_follow_the_config_and_old_files_go_on(train: Callable[..., Any]) -> None:
+def test_buffers_from_the_config_follow_the_config_and_old_files_go_on(train: Any) -> None:
     words = (*WORDS, loss("Constant", last=2.0))
     whole, half = train(*words), train(*words, "max_steps=5")
     path = half.directory / "checkpoints/last.safetensors"
@@ -163,12 +147,12 @@ def test_buffers_from_the_config_follow_the_config_and_old_files_go_on(train: Ca
     assert saved(changed)["loss/weight"][-1] == 4
 
 
-def test_a_skipped_step_leaves_what_a_loss_keeps_as_it_was(train: Callable[..., Any]) -> None:
+def test_a_skipped_step_leaves_what_a_loss_keeps_as_it_was(train: Any) -> None:
     result = train(*WORDS, loss("Bank", fails=2), "on_nonfinite=skip", "max_steps=5")
     assert saved(result)["loss/updates"] == 2
 
 
-def test_a_gradient_of_the_loss_that_is_not_finite_is_named(run: Callable[..., Any]) -> None:
+def test_a_gradient_of_the_loss_that_is_not_finite_is_named(run: Any) -> None:
     result = run("train", *WORDS, loss("Root"), "threads=1")
     assert result.status == 3
     assert "the gradients of loss.log_scales are not" in result.err

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +146,9 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
     assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich"} & set(done.stdout.split())
 
 
-def test_train_eval_and_predict_give_the_same_bits_without_lab_sweeps_and_launch(
-    run: Callable[..., Any], workdir: Path
-) -> None:
+def test_train_eval_and_predict_give_the_same_bits_without_lab_sweeps_and_launch(run: Any, workdir: Path) -> None:
     package = workdir / "core" / "runner"
-    missing = shutil.ignore_patterns("__pycache__", "lab", "sweeps", "launch")
-    shutil.copytree(SOURCE, package, ignore=missing)
+    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("lab", "sweeps", "launch"))
     shutil.copytree(SOURCE.parents[1] / "conf", package / "conf")
     calls = []
     for words in (

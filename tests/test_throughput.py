@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def training_lines(result: Any) -> list[dict[str, Any]]:
     return [record for record in result.metrics if record["split"] == "train"]
 
 
-def test_every_training_line_has_throughput_waiting_and_memory(train: Callable[..., Any]) -> None:
+def test_every_training_line_has_throughput_waiting_and_memory(train: Any) -> None:
     lines = training_lines(train(*SMALL))
     assert lines
     for line in lines:
@@ -38,7 +37,7 @@ def test_every_training_line_has_throughput_waiting_and_memory(train: Callable[.
         assert "mfu" not in line, "the peak of a CPU is not in the table"
 
 
-def test_utilization_is_measured_on_request_and_changes_no_bit(train: Callable[..., Any]) -> None:
+def test_utilization_is_measured_on_request_and_changes_no_bit(train: Any) -> None:
     results = {wanted: train(*SMALL, f"log.utilization={wanted}") for wanted in ("true", "auto", "false")}
     assert len({result.summary["weights_sha256"] for result in results.values()}) == 1
     assert len({str(result.summary["best"]) for result in results.values()}) == 1
@@ -50,7 +49,7 @@ def test_utilization_is_measured_on_request_and_changes_no_bit(train: Callable[.
 
 
 def test_a_gpu_of_known_peak_has_its_utilization_logged_without_being_asked(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ceiling = PeakFlops(1e9, "float32", False, "data sheet of a GPU")
     monkeypatch.setattr("runner.runtime.hardware_metrics.known_peak", lambda device, kind: ceiling)
@@ -70,7 +69,7 @@ def test_utilization_is_the_work_that_is_done_over_what_could_be_done(monkeypatc
 
 
 def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_if_not(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no formula\nand more")
@@ -89,7 +88,7 @@ def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_
     assert "warning: log.utilization=auto has no effect" in warned.out
 
 
-def test_a_wrong_value_is_a_sentence(run: Callable[..., Any]) -> None:
+def test_a_wrong_value_is_a_sentence(run: Any) -> None:
     result = run("train", "log.utilization=always")
     assert result.status == 2
     assert "log.utilization: cannot be always" in result.err

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -57,9 +57,7 @@ def test_a_damaged_checkpoint_that_is_believed_would_be_found(tmp_path: Path, mo
     assert damage._believed(tmp_path / "a.safetensors") == "a damaged checkpoint was read"
 
 
-def test_a_reported_checkpoint_that_is_gone_or_half_there_would_be_found(
-    tmp_path: Path, train: Callable[..., object]
-) -> None:
+def test_a_reported_checkpoint_that_is_gone_or_half_there_would_be_found(tmp_path: Path, train: Any) -> None:
     words = ("data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "max_steps=2")
     run = train(*words, "evaluate.test=false", f"hydra.run.dir={tmp_path / 'run'}").directory  # type: ignore[attr-defined]
     assert writing._damage(run) == ""

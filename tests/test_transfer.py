@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ EVEN, ODD = "+data.dataset.classes=[0,2,4,6,8]", "+data.dataset.classes=[1,3,5,7
 @pytest.mark.slow
 @pytest.mark.extended
 def test_a_head_on_a_frozen_trunk_that_knows_other_digits_beats_the_same_steps_from_scratch(
-    train: Callable[..., Any],
+    train: Any,
 ) -> None:
     first = train(*RESNET, EVEN, "epochs=3", "optimizer.lr=0.002", "evaluate.test=false")
     budget = (ODD, "epochs=null", "max_steps=5")

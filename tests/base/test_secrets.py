@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def test_names_that_only_look_like_secrets_are_left_alone(name: str) -> None:
     assert mask_values({name: "abc"}) == {name: "abc"}
 
 
-def test_no_key_of_the_program_is_taken_for_a_secret(compose: Callable[..., Any]) -> None:
+def test_no_key_of_the_program_is_taken_for_a_secret(compose: Any) -> None:
     for words in ((), ("logger=all", "data=image_folder", "transform=strong", "model=vit_tiny")):
         keys = flatten(compose(*words).values)
         assert not [key for key in keys if any(map(is_secret, key.split(".")))]
@@ -99,7 +98,7 @@ def test_only_texts_and_whole_numbers_are_masked_so_that_components_keep_what_th
     assert not is_masked("photos/***/a.png")
 
 
-def test_a_stored_config_takes_its_secrets_from_the_call(compose: Callable[..., Any]) -> None:
+def test_a_stored_config_takes_its_secrets_from_the_call(compose: Any) -> None:
     composed = {"logger": {"x": {"api_key": "abc", "url": "https://a:abc@b"}}, "seed": 1}
     kept = yaml.safe_load(stored.dump(composed))
     assert "abc" not in str(kept)
@@ -186,7 +185,7 @@ def _leaks(folder: Path) -> list[str]:
 
 
 def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
-    run: Callable[..., Any], sending: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, sending: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys
 
@@ -214,9 +213,7 @@ def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
     assert _leaks(workdir / "sweep") == []
 
 
-def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(
-    run: Callable[..., Any], sending: Any
-) -> None:
+def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(run: Any, sending: Any) -> None:
     words = (
         "data.dataset._target_=sending.keyed",
         "+data.dataset.key=images",
@@ -229,7 +226,7 @@ def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(
         assert run(verb, "ckpt_path=run", *(("max_steps=3",) if verb == "train" else ())).status == 0
 
 
-def test_the_same_command_with_a_secret_is_known_again(run: Callable[..., Any], sending: Any) -> None:
+def test_the_same_command_with_a_secret_is_known_again(run: Any, sending: Any) -> None:
     words = (*SMALL, *TOLD, "max_steps=4", "resume=auto")
     first = run("train", *words)
     assert first.status == 1, "the callback fails"
@@ -237,7 +234,7 @@ def test_the_same_command_with_a_secret_is_known_again(run: Callable[..., Any], 
     assert second.directory == first.directory
 
 
-def test_files_of_a_run_are_made_by_the_umask(train: Callable[..., Any]) -> None:
+def test_files_of_a_run_are_made_by_the_umask(train: Any) -> None:
     before = os.umask(0o077)
     try:
         directory = train(*SMALL[:-2], "logger=all", "max_steps=2", "log.curves=true").directory

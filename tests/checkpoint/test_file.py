@@ -393,7 +393,7 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, contents: Ma
 
 @pytest.mark.parametrize("metadata", [{"shards": "3"}, {"model": "{"}, {"digests": "{}"}], ids=str)
 def test_a_newer_format_with_other_contents_is_no_damage(
-    metadata: dict[str, str], tmp_path: Path, forge_header: Callable[..., None]
+    metadata: dict[str, str], tmp_path: Path, forge_header: Any
 ) -> None:
     path = tmp_path / "new.safetensors"
     forge_header(path, {"format": "3"} | metadata, {})
@@ -403,9 +403,7 @@ def test_a_newer_format_with_other_contents_is_no_damage(
 
 
 @pytest.mark.parametrize("written", ["0", "1", "-1", "2.0", "x"])
-def test_a_format_before_this_one_or_none_at_all_is_refused(
-    written: str, tmp_path: Path, forge_header: Callable[..., None]
-) -> None:
+def test_a_format_before_this_one_or_none_at_all_is_refused(written: str, tmp_path: Path, forge_header: Any) -> None:
     forge_header(tmp_path / "odd.safetensors", {"format": written}, {})
     with pytest.raises(DamagedCheckpoint, match=r"is not a checkpoint of runner's: .*; init_from= starts a run"):
         read(tmp_path / "odd.safetensors")
@@ -442,7 +440,7 @@ DIGESTS = {"digests": json.dumps({"a": hashlib.sha256(bytes(8)).hexdigest(), "b"
     ],
 )
 def test_a_header_that_does_not_fit_its_tensors_is_refused(
-    entries: dict[str, Any], data: bytes, reason: str, tmp_path: Path, forge_header: Callable[..., None]
+    entries: dict[str, Any], data: bytes, reason: str, tmp_path: Path, forge_header: Any
 ) -> None:
     forge_header(tmp_path / "odd.safetensors", DIGESTS, entries, data)
     with pytest.raises(DamagedCheckpoint, match=rf"odd\.safetensors: .*{reason}") as caught:
@@ -462,7 +460,7 @@ HEAD = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"'
     ],
     ids=range(14),
 )  # fmt: skip
-def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_header: Callable[..., None]) -> None:
+def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_header: Any) -> None:
     forge_header(tmp_path / "odd.safetensors", {}, {}, text=text)
     with pytest.raises(DamagedCheckpoint, match=r"odd\.safetensors: (is not a checkpoint|cannot be read)"):
         read(tmp_path / "odd.safetensors")

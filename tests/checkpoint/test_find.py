@@ -138,9 +138,7 @@ def test_no_run_and_no_checkpoint_are_sentences(tmp_path: Path, runs: Path) -> N
 
 
 @pytest.mark.parametrize("named", ["run", "file"])
-def test_a_newer_format_is_told_and_no_older_file_is_taken_instead(
-    named: str, runs: Path, forge_header: Callable[..., None]
-) -> None:
+def test_a_newer_format_is_told_and_no_older_file_is_taken_instead(named: str, runs: Path, forge_header: Any) -> None:
     folder = runs / "old" / "checkpoints"
     (folder / "last.safetensors").unlink()
     forge_header(folder / "last.safetensors", {"format": "3", "shards": "3"}, {})

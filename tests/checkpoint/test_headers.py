@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Peak:
 @pytest.mark.parametrize("part", ["header", "text"])
 @pytest.mark.parametrize("item", ["[],", "{},", "777,"])
 def test_a_large_header_of_small_values_takes_little_more_memory_than_the_file(
-    part: str, item: str, tmp_path: Path, contents: Callable[..., dict[str, Any]]
+    part: str, item: str, tmp_path: Path, contents: Any
 ) -> None:
     many, path = "[" + item * (20 * MIB // len(item)) + "0]", tmp_path / "bomb.safetensors"
     head = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"},"a":' + many + "}"
@@ -64,9 +63,7 @@ def test_a_header_of_more_than_32_mib_is_refused(tmp_path: Path) -> None:
     assert peak.mib < 10
 
 
-def test_a_state_of_too_many_containers_is_refused_when_it_is_written(
-    tmp_path: Path, contents: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_state_of_too_many_containers_is_refused_when_it_is_written(tmp_path: Path, contents: Any) -> None:
     made = contents()
     made["metrics"]["callbacks"]["mine"] = [[] for _ in range(2**19)]
     with pytest.raises(UserError, match="262,144 lists and mappings, which could not be read back"):

@@ -74,7 +74,7 @@ class Counting:
 
 
 def test_a_run_whose_callback_has_changed_says_what_to_set_and_that_works(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "counting.py").write_text(COUNTING, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))

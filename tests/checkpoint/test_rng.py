@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ def draw() -> list[float]:
     ]  # fmt: skip
 
 
-def test_all_generators_continue_after_a_trip_through_a_file(
-    tmp_path: Path, contents: Callable[..., dict[str, Any]]
-) -> None:
+def test_all_generators_continue_after_a_trip_through_a_file(tmp_path: Path, contents: Any) -> None:
     rng.seed_everything(3)
     draw()  # leaves half a pair of normal numbers cached in Python and NumPy
     write(tmp_path / "a.pt", contents())

@@ -79,9 +79,7 @@ def checkpoint(train_once: Callable[..., Any]) -> Path:
     return train_once(*SMALL).directory / "checkpoints" / "last.safetensors"
 
 
-def test_a_config_that_names_other_things_builds_none_of_them(
-    checkpoint: Path, workdir: Path, run: Callable[..., Any]
-) -> None:
+def test_a_config_that_names_other_things_builds_none_of_them(checkpoint: Path, workdir: Path, run: Any) -> None:
     target = workdir / "ran"
     unused = ("callbacks", "logger")  # by eval
     cases = [("model", evil) for evil in EVIL] + [(p, "os.system") for p in ("nested", "list", *unused)]
@@ -100,7 +98,7 @@ def test_a_config_that_names_other_things_builds_none_of_them(
 
 
 def test_the_refusal_says_how_to_trust_and_that_a_file_cannot_trust_itself(
-    checkpoint: Path, workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, workdir: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "untrusted.py").write_text(
         "from pathlib import Path\nPath('imported').touch()\nfrom runner.models.mlp import MLP\nclass Net(MLP): pass\n"
@@ -121,9 +119,7 @@ def test_the_refusal_says_how_to_trust_and_that_a_file_cannot_trust_itself(
 @pytest.mark.parametrize(
     "text", ["!!python/object/apply:os.system ['touch ran']", "[1, 2]", "a: [", "model: ${oc.env:HOME}"], ids=str
 )
-def test_a_config_that_is_no_plain_mapping_is_a_sentence(
-    text: str, checkpoint: Path, workdir: Path, run: Callable[..., Any]
-) -> None:
+def test_a_config_that_is_no_plain_mapping_is_a_sentence(text: str, checkpoint: Path, workdir: Path, run: Any) -> None:
     write(workdir / "odd.safetensors", read(checkpoint) | {"config": text})
     result = run("eval", "ckpt_path=odd.safetensors")
     assert result.status == 2, result.out + result.err
@@ -142,9 +138,7 @@ def test_a_config_that_is_no_plain_mapping_is_a_sentence(
         ("metrics", {"callbacks": {}, "data": {"train": {"samples": 9, "content": None}}}),
     ],
 )  # fmt: skip
-def test_contents_of_other_types_are_named(
-    key: str, value: Any, tmp_path: Path, contents: Callable[..., dict[str, Any]]
-) -> None:
+def test_contents_of_other_types_are_named(key: str, value: Any, tmp_path: Path, contents: Any) -> None:
     path = tmp_path / "odd.safetensors"
     write(path, contents(**{key: value}))
     with pytest.raises(DamagedCheckpoint, match=key):
@@ -198,7 +192,7 @@ CONV = {"in_channels": 3, "out_channels": 3, "kernel_size": 3}
 
 
 def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
-    checkpoint: Path, workdir: Path, run: Callable[..., Any]
+    checkpoint: Path, workdir: Path, run: Any
 ) -> None:
     found = read(checkpoint)
     cases: list[tuple[Callable[[dict[str, Any]], object], str]] = [
@@ -221,19 +215,19 @@ def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
         (lambda config: config["model"].update(hidden=[1] * 20_000), "model: has over 32,768 tensors"),
         (lambda config: config.update(devices=10**6), "devices: cannot be 1000000, as it comes from a file"),
     ]
-    for change, words in cases:
+    for number, (change, words) in enumerate(cases):
         config = yaml.safe_load(found["config"])
         change(config)
         write(Path("odd.safetensors"), found | {"config": yaml.safe_dump(config)})
-        for verb in ("train", "eval"):
-            result = run(verb, "ckpt_path=odd.safetensors", "threads=1", "log.progress=false", "log.curves=false")
-            assert result.status == 2, (words, result.out, result.err)
-            assert words in result.err
-            assert "Traceback" not in result.err
+        verb = ("train", "eval")[number % 2]
+        result = run(verb, "ckpt_path=odd.safetensors", "threads=1", "log.progress=false", "log.curves=false")
+        assert result.status == 2, (words, result.out, result.err)
+        assert words in result.err
+        assert "Traceback" not in result.err
 
 
 def test_a_run_sends_nothing_to_an_address_in_a_checkpoint_and_says_so(
-    checkpoint: Path, workdir: Path, run: Callable[..., Any]
+    checkpoint: Path, workdir: Path, run: Any
 ) -> None:
     found, trackers = read(checkpoint), "runner.tracking.trackers.loggers"
     config = yaml.safe_load(found["config"])
@@ -257,7 +251,7 @@ def test_a_run_sends_nothing_to_an_address_in_a_checkpoint_and_says_so(
 
 @pytest.mark.parametrize("key", ["dry_run", "post_mortem"])
 def test_what_a_command_does_is_not_taken_from_a_checkpoint(
-    key: str, checkpoint: Path, workdir: Path, run: Callable[..., Any]
+    key: str, checkpoint: Path, workdir: Path, run: Any
 ) -> None:
     found = read(checkpoint)
     config = yaml.safe_load(found["config"])
@@ -271,9 +265,7 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor.int() for name, tensor in state.items()}
 
 
-def test_tensors_of_another_kind_than_those_of_the_run_are_refused(
-    train: Callable[..., Any], workdir: Path, run: Callable[..., Any]
-) -> None:
+def test_tensors_of_another_kind_than_those_of_the_run_are_refused(train: Any, workdir: Path, run: Any) -> None:
     averaging = ("ema=0.9", "averaging.warmup=false", "logger=none", "log.progress=false", "log.curves=false")
     found = read(train(*SMALL, *averaging).directory / "checkpoints" / "last.safetensors")
     optimizer = copy.deepcopy(found["optimizer"])

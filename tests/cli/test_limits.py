@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ SMALL = (
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 @pytest.mark.parametrize("place", ["/dev/null/x", "/dev/null", "/proc/foo", "file/a/b"])
-def test_a_folder_that_cannot_be_made_is_a_mistake(
-    run: Callable[..., Any], workdir: Path, key: str, place: str
-) -> None:
+def test_a_folder_that_cannot_be_made_is_a_mistake(run: Any, workdir: Path, key: str, place: str) -> None:
     (workdir / "file").touch()
     sweep = ("--multirun", "seed=0,1") if "sweep" in key else ()
     result = run("train", *SMALL, *sweep, f"{key}={place}")
@@ -33,7 +30,7 @@ def test_a_folder_that_cannot_be_made_is_a_mistake(
     assert "Traceback" not in result.err
 
 
-def test_looking_whether_a_folder_can_be_made_leaves_nothing(run: Callable[..., Any], workdir: Path) -> None:
+def test_looking_whether_a_folder_can_be_made_leaves_nothing(run: Any, workdir: Path) -> None:
     result = run("train", *SMALL, "hydra.run.dir=a/b", "optimizer.lr=wrong")
     assert result.status == 2
     assert [path for path in workdir.rglob("*") if path.name.startswith(".runner_")] == []
@@ -62,7 +59,7 @@ def test_a_limit_on_memory_is_a_sentence(workdir: Path) -> None:
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_a_file_where_the_folder_for_logs_belongs_is_a_sentence(run: Callable[..., Any], workdir: Path) -> None:
+def test_a_file_where_the_folder_for_logs_belongs_is_a_sentence(run: Any, workdir: Path) -> None:
     (workdir / "run").mkdir()
     (workdir / "run" / "logs").touch()
     result = run("train", *SMALL, "devices=2", "hydra.run.dir=run")

@@ -336,9 +336,7 @@ def test_a_mistake_is_a_sentence(row, run, workdir, trained, tiny, monkeypatch):
     check(says, result.status, result.out, result.err)
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if "6 problems" in row or row[0] in (truncated_images, a_flipped_byte)]
-)
+@pytest.mark.parametrize("row", [row for row in ROWS if "6 problems" in row or row[0] is truncated_images])
 def test_a_mistake_is_a_sentence_in_a_process_of_its_own(row, spawn, workdir, trained, tiny, monkeypatch):
     prepare, line, *says = row
     prepare(Place(workdir, trained, monkeypatch))
@@ -348,22 +346,11 @@ def test_a_mistake_is_a_sentence_in_a_process_of_its_own(row, spawn, workdir, tr
 
 WITHOUT_TORCH = {
     "train sede=1": "sede: is not a key",
-    "train modle=mlp": "modle: is not a key",
     "train model=cnn": "model: has no option",
     "train data.dataset.kind=a data=csv": "data.dataset.kind: cannot be a",
-    "train amp=fp17": "amp: cannot be fp17",
-    "train optimizer.lr=high": "optimizer.lr: cannot be high",
-    "train data.batch_size=0": "data.batch_size: cannot be 0",
-    "train model=smal_cnn": "did you mean 'small_cnn'?",
-    "train model=resnet50": "torchvision model.name=resnet50",
     "train optimizer=Adadelta loss=HuberLoss": "optimizer._target_=torch.optim.Adadelta",
-    "train scheduler=StepLR": "scheduler=torch scheduler.name=StepLR",
     "train model.widht=3": "model.widht: is not an argument",
-    "train scheduler.warmpu=3": "scheduler.warmpu: is not an argument",
-    "train model=mlpp optimizer=SGDD": "did you mean 'mlp'",
-    "train model=resnet50 optimizer=Adagrad loss=NLLLoss scheduler=StepLR": "torchvision model.name=resnet50",
     "train optimizer.betas=[0.9]": "optimizer.betas: cannot be [0.9]",
-    "train --multirun seed=0,1 epochs=0": "epochs: cannot be 0",
     "train --multirun seed=0,1 epochs=1,0": "epochs: cannot be 0",
     "train resume=auto epochs=0": "epochs: cannot be 0",
     "eval ckpt_path=last split=tset": "split: cannot be tset",

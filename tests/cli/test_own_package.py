@@ -7,8 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -209,7 +209,7 @@ def trust_in_a_local_file(patch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("way", [trust_on_the_line, trust_in_the_environment, trust_in_a_local_file])
 @pytest.mark.usefixtures("importable")
-def test_a_checkpoint_of_a_trusted_package_is_evaluated(way: Callable[..., list[str]], copied, run, monkeypatch):
+def test_a_checkpoint_of_a_trusted_package_is_evaluated(way: Any, copied, run, monkeypatch):
     result = run(*EVAL, *way(monkeypatch))
     assert result.status == 0, result.err
     found = json.loads(Path("run/eval_test.json").read_text())

@@ -50,14 +50,14 @@ def with_node(values: dict[str, Any], key: str, node: dict[str, Any]) -> dict[st
 
 @pytest.mark.parametrize("target", DOWNLOADS)
 def test_a_target_that_downloads_or_writes_is_built_in_its_own_section_alone(target: str, compose: Compose) -> None:
-    values = compose().values
+    line = compose()
     for place in PLACES:
-        text = stored.dump(with_node(values, place, {"_target_": target, "root": "evil", "download": True}))
+        text = stored.dump(with_node(line.values, place, {"_target_": target, "root": "evil", "download": True}))
         if place.startswith(DOWNLOADS[target]):
-            merge_with_checkpoint(text, "theirs.pt", compose())
+            merge_with_checkpoint(text, "theirs.pt", line)
             continue
         with pytest.raises(ConfigError) as caught:
-            merge_with_checkpoint(text, "theirs.pt", compose())
+            merge_with_checkpoint(text, "theirs.pt", line)
         [problem] = caught.value.problems
         section = "data.dataset" if place.startswith("data.") else place.split(".")[0]
         assert problem.key == f"{place}._target_"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,9 +94,7 @@ def test_changes_are_refused_as_declared(inside_epoch: bool) -> None:
         ("data.normalize.mean=[0.1] data.normalize.std=[0.2]", "", ["data.normalize"]),
     ],
 )
-def test_settings_are_compared_by_what_they_mean(
-    compose: Callable[..., Any], before: str, now: str, expected: list[str]
-) -> None:
+def test_settings_are_compared_by_what_they_mean(compose: Any, before: str, now: str, expected: list[str]) -> None:
     found: dict[str, Any] = {"model.in_channels": 1, "model.num_classes": 10, "task.num_classes": 10}  # in the data
     config = resolve_config(compose(*before.split()), Train)
     if config.data.normalize.mean is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ hydra:
 
 
 @pytest.mark.parametrize("words", [(), ("seed=1,2", "--multirun"), ("--cfg", "job")], ids=["run", "sweep", "shown"])
-def test_a_folder_of_configs_has_hydra_build_nothing(words, run: Callable[..., Any], workdir: Path) -> None:
+def test_a_folder_of_configs_has_hydra_build_nothing(words, run: Any, workdir: Path) -> None:
     path = Path("theirs/experiment/nice.yaml")
     path.parent.mkdir(parents=True)
     path.write_text(EVIL)

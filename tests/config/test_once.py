@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hydra._internal.hydra import Hydra
 
 
-def test_a_run_is_composed_once(compose: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_composed_once(compose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     composed, real = [], Hydra.compose_config
 
     def counted(self: Hydra, *args: Any, **given: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from extended import some
 from PIL import Image
 from read_splits import read_splits
 from torch import Tensor
@@ -90,7 +91,9 @@ def test_a_replacement_is_another_sample_of_the_split_and_the_rest_are_unchanged
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent": False}], ids=str
+    "options",
+    some([{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent": False}], 0, 2),
+    ids=str,
 )
 def test_replacements_and_their_log_are_the_same_for_any_workers_and_wherever_an_epoch_is_entered(
     options: dict[str, Any],
@@ -199,13 +202,18 @@ def epochs_of(splits: DataModule) -> list[Batch]:
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        {"num_workers": 2},
-        {"cache": "disk"},
-        {"cache": "disk", "placement": "ram"},
-        {"cache": "disk", "placement": "disk"},
-        {"cache": "disk", "placement": "disk", "num_workers": 2},
-    ],
+    some(
+        [
+            {"num_workers": 2},
+            {"cache": "disk"},
+            {"cache": "disk", "placement": "ram"},
+            {"cache": "disk", "placement": "disk"},
+            {"cache": "disk", "placement": "disk", "num_workers": 2},
+        ],
+        0,
+        1,
+        3,
+    ),
     ids=str,
 )
 def test_every_path_to_damaged_images_gives_the_same_batches_and_the_same_list(

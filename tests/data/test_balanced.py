@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,7 +105,7 @@ def test_ranks_together_have_the_batches_of_one_process(workers: int | None) -> 
         (("data.sampler=weighted",), "data.sampler"),
     ],
 )
-def test_what_it_cannot_be_combined_with(problems: Callable[..., Any], words: tuple[str, ...], key: str) -> None:
+def test_what_it_cannot_be_combined_with(problems: Any, words: tuple[str, ...], key: str) -> None:
     assert key in problems(*words)
 
 
@@ -118,7 +117,7 @@ def test_what_it_cannot_be_combined_with(problems: Callable[..., Any], words: tu
     ],
 )
 def test_targets_without_classes_are_refused(
-    run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
+    run: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
 ) -> None:
     (workdir / "unlisted.py").write_text(
         "import torch\n"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(CONTENT)))
         self.end_headers()
         body = b"x" * len(CONTENT) if kind == "wrong" else CONTENT[:300_000] if kind == "breaks" else CONTENT
-        step = 10_000 if kind == "slow" else len(body)
+        step = 40_000 if kind == "slow" else len(body)
         with contextlib.suppress(OSError):
             for place in range(0, len(body), step):
                 self.wfile.write(body[place : place + step])
@@ -189,9 +189,7 @@ def test_addresses_are_the_users_first() -> None:
         addresses("file", "/a/folder", published)
 
 
-def test_the_key_reaches_the_data_set(
-    server: Server, workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_reaches_the_data_set(server: Server, workdir: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.KMNIST, "mirrors", ["file:///published/"])
     mirror = server.url("gone").removesuffix("/file")
     words = ("data=kmnist", "data.download=true", f"data.mirror=[{mirror},file:///nowhere]")

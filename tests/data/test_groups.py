@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,7 @@ def test_folds_of_a_data_set_with_validation_samples_are_refused():
         (("data.split.folds=1",), "data.split.folds", "cannot be 1"),
     ],
 )
-def test_folds_that_cannot_be_are_reported(problems: Callable[..., Any], words: Any, key: str, message: str):
+def test_folds_that_cannot_be_are_reported(problems: Any, words: Any, key: str, message: str):
     assert problems(*words)[key].message == message
 
 
@@ -182,7 +181,7 @@ def test_groups_that_are_in_two_splits_of_the_data_set_are_reported():
     )
 
 
-def test_a_run_trains_on_its_fold_and_warns_of_leaks(train: Callable[..., Any], tmp_path: Path):
+def test_a_run_trains_on_its_fold_and_warns_of_leaks(train: Any, tmp_path: Path):
     names = [f"{kind}/p{person}_{shot}.png" for kind in ("cat", "dog") for person in range(6) for shot in range(2)]
     images(tmp_path / "train", names)
     images(tmp_path / "test", ["cat/p3_9.png", "dog/q7_9.png"])

@@ -53,7 +53,7 @@ def check(found: EncodedImages, targets: list[int]) -> None:
     assert target == targets[1]
 
 
-def test_a_saved_mapping_of_splits_is_read_with_its_only_columns(saved: Callable[..., Path]) -> None:
+def test_a_saved_mapping_of_splits_is_read_with_its_only_columns(saved: Any) -> None:
     whole = named("label", make(label=[0, 1, 1, 0, 1, 0]))
     parts = datasets.DatasetDict(train=whole, validation=whole.select(range(3)), extra=whole)
     found = hugging_face(str(saved(parts)))
@@ -63,7 +63,7 @@ def test_a_saved_mapping_of_splits_is_read_with_its_only_columns(saved: Callable
     assert list(hugging_face(str(saved(parts)), test_split="extra")) == ["train", "val", "test"]
 
 
-def test_one_saved_data_set_and_a_parquet_file_are_the_training_split(saved: Callable[..., Path]) -> None:
+def test_one_saved_data_set_and_a_parquet_file_are_the_training_split(saved: Any) -> None:
     whole = named("label", make(label=[0, 1, 1, 0, 1, 0]))
     folder = saved(whole)
     whole.to_parquet(str(folder.parent / "rows.parquet"))
@@ -71,7 +71,7 @@ def test_one_saved_data_set_and_a_parquet_file_are_the_training_split(saved: Cal
         check(hugging_face(str(root), path=path)["train"], [0, 1, 1, 0, 1, 0])
 
 
-def test_labels_without_names_are_sorted_and_numbers_may_be_regressed(saved: Callable[..., Path]) -> None:
+def test_labels_without_names_are_sorted_and_numbers_may_be_regressed(saved: Any) -> None:
     folder = saved(make(kind=["dog", "cat", "dog", "cat", "cat", "dog"], a=[0, 1, 1, 0, 0, 1], b=[0.5] * 6))
     assert hugging_face(str(folder), label_key="kind")["train"].targets.tolist() == [1, 0, 1, 0, 0, 1]
     pair = hugging_face(str(folder), label_key=["a", "b"])["train"]
@@ -91,19 +91,19 @@ def test_labels_without_names_are_sorted_and_numbers_may_be_regressed(saved: Cal
     ids=lambda value: "",
 )  # fmt: skip
 def test_what_is_missing_or_not_unique_is_named_with_the_choices(
-    saved: Callable[..., Path], columns: Any, options: Any, key: str, reason: str
+    saved: Any, columns: Any, options: Any, key: str, reason: str
 ) -> None:
     with pytest.raises(UserError, match=reason) as caught:
         hugging_face(str(saved(make(**columns))), **options)
     assert caught.value.problems[0].key == key
 
 
-def test_a_label_that_is_no_class_is_named(saved: Callable[..., Path]) -> None:
+def test_a_label_that_is_no_class_is_named(saved: Any) -> None:
     with pytest.raises(UserError, match=r"column 'label' in line 3 of .* is -1, and there are 2 classes"):
         hugging_face(str(saved(named("label", make(label=[0, 1, -1, 0, 1, 0])))))
 
 
-def test_an_image_that_cannot_be_decoded_is_named_with_its_row(saved: Callable[..., Path]) -> None:
+def test_an_image_that_cannot_be_decoded_is_named_with_its_row(saved: Any) -> None:
     rows = datasets.Dataset.from_dict({"picture": [{"bytes": b"damaged", "path": None}] * 2, "label": ["a", "b"]})
     folder = saved(rows.cast_column("picture", datasets.Image()))
     with pytest.raises(UserError, match=r"cannot read the image .*train\[1\]: "):

@@ -213,7 +213,7 @@ SMALL = (
 
 
 def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than_without(
-    train: Callable[..., Any],
+    train: Any,
 ) -> None:
     memory = train(*SMALL, "data.placement=ram").summary
     workers = train(*SMALL, "data.placement=disk", "data.num_workers=2").summary
@@ -224,7 +224,7 @@ def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "focal", "bce", "mse"])
-def test_every_loss_trains_on_blended_classes(train: Callable[..., Any], loss: str) -> None:
+def test_every_loss_trains_on_blended_classes(train: Any, loss: str) -> None:
     words = ["loss.label_smoothing=0.1", "loss.class_weights=balanced"] if loss == "cross_entropy" else []
     result = train(*SMALL, f"loss={loss}", *words, "epochs=12", "optimizer.lr=0.01", "data.dataset.noise=0.1")
     losses = [record["loss"] for record in result.metrics if record["split"] == "val"]
@@ -242,9 +242,7 @@ def test_every_loss_trains_on_blended_classes(train: Callable[..., Any], loss: s
         (("task=regression", "loss=mse"), "transform.mix: gives targets that task and loss cannot take"),
     ],
 )
-def test_what_cannot_be_blended_is_reported_before_training(
-    run: Callable[..., Any], words: tuple[str, ...], message: str
-) -> None:
+def test_what_cannot_be_blended_is_reported_before_training(run: Any, words: tuple[str, ...], message: str) -> None:
     result = run("train", "threads=1", "logger=none", *SMALL, *words)
     assert result.status == 2
     assert message in result.err

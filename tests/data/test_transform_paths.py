@@ -126,7 +126,7 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
         assert memory[1].dtype == (torch.float32 if target in MIX else torch.int64)
 
 
-def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Callable[..., Any]) -> None:
+def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Any) -> None:
     words = ("data=synthetic", "data.dataset.samples=40", "data.image_size=8", "data.batch_size=16", "data.hflip=0.5")
     node = compose(*words, "transform=augmix").values["transform"]
     dataset = {"_target_": "runner.data.sources.synthetic.synthetic", "samples": 40, "image_size": 8, "classes": 5}

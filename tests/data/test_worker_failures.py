@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended import some
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -27,6 +28,7 @@ from runner.data.workers import WorkerLoader
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]  # that a script imports from
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,7 @@ def gone(pids: list[int]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("persistent", some([True, False], 0))
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -151,7 +153,7 @@ def test_a_custom_loader_before_ours_changes_nothing() -> None:
         list(loader("SIGKILL").batches(0, 0, 10))
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("persistent", some([True, False], 1))
 def test_a_worker_that_hangs_is_waited_for_as_long_as_configured(persistent: bool) -> None:
     made = loader("hangs", timeout_s=1.0, persistent=persistent)
     with contextlib.closing(made):
@@ -166,7 +168,7 @@ def test_a_worker_that_hangs_is_waited_for_as_long_as_configured(persistent: boo
         assert gone(pids)
 
 
-@pytest.mark.parametrize("frozen_when", ["its batch is in the queue", "a batch is passed over", "it reads"])
+@pytest.mark.parametrize("frozen_when", some(["its batch is in the queue", "a batch is passed over", "it reads"], 2))
 def test_workers_that_are_frozen_are_waited_for_as_long_as_configured(frozen_when: str) -> None:
     made = loader("" if frozen_when != "it reads" else "SIGSTOP", timeout_s=1.0)
     with contextlib.closing(made):
@@ -185,7 +187,7 @@ def test_workers_that_are_frozen_are_waited_for_as_long_as_configured(frozen_whe
         assert gone(pids)
 
 
-@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("persistent", some([True, False], 0))
 def test_frozen_workers_do_not_hold_up_the_end(persistent: bool) -> None:
     made = loader(workers=3, persistent=persistent)
     batches = made.batches(0, 0, 10)
@@ -202,7 +204,7 @@ def test_frozen_workers_do_not_hold_up_the_end(persistent: bool) -> None:
 
 HANGING = """
 import pathlib, sys, time
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_worker_failures import loader
 
 made = loader("hangs", workers=1, prefetch=1)
@@ -213,8 +215,9 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.extended
 def test_a_process_ends_although_its_worker_hangs() -> None:
-    command = [sys.executable, "-c", HANGING, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", HANGING, *FOLDERS]
     done = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
 
@@ -225,7 +228,7 @@ def test_without_workers_nothing_is_timed() -> None:
 
 STOPPED = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_worker_failures import loader
 
 made = loader("takes a second", timeout_s=3.0)
@@ -238,7 +241,7 @@ made.close()
 @pytest.mark.extended
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["the process", "the process and its workers"])
 def test_the_time_in_which_a_process_is_stopped_does_not_count(send: Any) -> None:
-    command = [sys.executable, "-c", STOPPED, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", STOPPED, *FOLDERS]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as it:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ def test_what_was_the_best_of_another_metric_is_not_the_best_of_this_one() -> No
         assert other.state_dict()["waited"] == 0
 
 
-def test_a_run_that_had_stopped_stops_again_when_resumed(bench: Callable[..., Any]) -> None:
+def test_a_run_that_had_stopped_stops_again_when_resumed(bench: Any) -> None:
     waited = EarlyStopping("val/loss", "min", 1)
     waited.load_state_dict({"best": -1.0, "waited": 1})
     loop = bench().loop(waited)
@@ -120,7 +120,7 @@ class Records:
     [(1, [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]), (4, [(4, 2), (6, 2)]), (100, [(6, 2)])],
 )
 def test_training_is_logged_as_often_as_asked_and_at_the_end(
-    bench: Callable[..., Any], every: int, expected: list[tuple[int, int]]
+    bench: Any, every: int, expected: list[tuple[int, int]]
 ) -> None:
     records = Records()
     bench(10).loop(Log(every, [records])).run()
@@ -129,7 +129,7 @@ def test_training_is_logged_as_often_as_asked_and_at_the_end(
     assert all(set(metrics) == {"loss", "samples_per_s", "data_wait"} for _, _, metrics in records.train)
 
 
-def test_compiling_and_other_pauses_do_not_count_as_training_time(bench: Callable[..., Any]) -> None:
+def test_compiling_and_other_pauses_do_not_count_as_training_time(bench: Any) -> None:
     records = Records()
 
     class Pause:
@@ -141,7 +141,7 @@ def test_compiling_and_other_pauses_do_not_count_as_training_time(bench: Callabl
     assert all(metrics["samples_per_s"] > 10 / 0.4 for _, _, metrics in records.train)
 
 
-def test_waiting_for_batches_is_logged_as_a_share_of_the_time(bench: Callable[..., Any]) -> None:
+def test_waiting_for_batches_is_logged_as_a_share_of_the_time(bench: Any) -> None:
     records, one = Records(), bench(40, validate=False, limits={"epochs": 1, "max_steps": None})
     loop = one.loop(Log(5, [records]))
     source = loop.source
@@ -162,7 +162,7 @@ def test_waiting_for_batches_is_logged_as_a_share_of_the_time(bench: Callable[..
     assert 0 < quick < 0.8 * slow
 
 
-def test_evaluations_are_in_neither_rate_nor_share(bench: Callable[..., Any]) -> None:
+def test_evaluations_are_in_neither_rate_nor_share(bench: Any) -> None:
     records, one = Records(), bench(10, limits={"epochs": 2, "max_steps": None})
     loop = one.loop(Log(2, [records]))
 
@@ -175,7 +175,7 @@ def test_evaluations_are_in_neither_rate_nor_share(bench: Callable[..., Any]) ->
     assert all(metrics["samples_per_s"] > 6 / 0.05 for _, _, metrics in records.train)
 
 
-def test_gauges_are_asked_with_the_rate_that_is_logged(bench: Callable[..., Any]) -> None:
+def test_gauges_are_asked_with_the_rate_that_is_logged(bench: Any) -> None:
     records = Records()
     bench(10).loop(Log(3, [records], lambda rate: {"twice": 2 * rate})).run()
     assert [metrics["twice"] for _, _, metrics in records.train] == [
@@ -183,7 +183,7 @@ def test_gauges_are_asked_with_the_rate_that_is_logged(bench: Callable[..., Any]
     ]
 
 
-def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_time(bench: Callable[..., Any]) -> None:
+def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_time(bench: Any) -> None:
     often, seldom = Records(), Records()
     bench(10).loop(Log(1, [often])).run()
     bench(10).loop(Log(3, [seldom])).run()
@@ -194,7 +194,7 @@ def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_time(bench:
         assert seldom.train[epoch][2]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_nothing_waits_for_the_device_between_two_log_points(bench: Callable[..., Any], waits: Any) -> None:
+def test_nothing_waits_for_the_device_between_two_log_points(bench: Any, waits: Any) -> None:
     counts: list[int] = []
 
     class Count:
@@ -208,7 +208,7 @@ def test_nothing_waits_for_the_device_between_two_log_points(bench: Callable[...
     assert counts == [step // 5 for step in range(1, 21)], "one reading at each log point, and none besides"
 
 
-def test_learning_rates_are_logged_beside_the_loss(bench: Callable[..., Any]) -> None:
+def test_learning_rates_are_logged_beside_the_loss(bench: Any) -> None:
     records, one = Records(), bench(10)
     one.loop(LearningRateMonitor(), Log(3, [records])).run()
     assert records.train[0][2]["lr"] == 0.1
@@ -233,7 +233,7 @@ def test_learning_rates_are_logged_beside_the_loss(bench: Callable[..., Any]) ->
 )
 @pytest.mark.parametrize("event", ["on_log", "on_evaluation"])
 def test_a_metric_that_cannot_be_logged_is_named_with_its_callback(
-    bench: Callable[..., Any], event: str, name: Any, value: Any, reason: str
+    bench: Any, event: str, name: Any, value: Any, reason: str
 ) -> None:
     class Adds:
         pass
@@ -245,7 +245,7 @@ def test_a_metric_that_cannot_be_logged_is_named_with_its_callback(
     assert (records.train if event == "on_log" else records.val) == []
 
 
-def test_numbers_of_every_kind_are_logged(bench: Callable[..., Any]) -> None:
+def test_numbers_of_every_kind_are_logged(bench: Any) -> None:
     class Adds:
         def on_log(self, loop: Loop, metrics: dict[str, Any]) -> None:
             metrics |= {"integer": 2, "tensor": torch.tensor(0.5), "numpy": np.float32(0.25), "infinite": float("inf")}
@@ -256,7 +256,7 @@ def test_numbers_of_every_kind_are_logged(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_ends_training_when_it_is_read(bench: Callable[..., Any], value: float) -> None:
+def test_a_loss_that_is_not_finite_ends_training_when_it_is_read(bench: Any, value: float) -> None:
     one = bench(10, parts={"loss": lambda logits, targets: logits.sum() * value})
     with pytest.raises(Diverged, match=r"the training loss is (nan|-?inf) at step 2"):
         one.loop(Log(2, [Records()])).run()
@@ -301,7 +301,7 @@ class Clock:
     ],
 )
 def test_states_are_saved_as_often_as_asked_and_at_the_end(
-    bench: Callable[..., Any],
+    bench: Any,
     samples: int,
     steps: int | None,
     epochs: int | None,
@@ -315,7 +315,7 @@ def test_states_are_saved_as_often_as_asked_and_at_the_end(
     assert clock.saved == expected
 
 
-def test_the_best_evaluation_is_always_saved_and_marked(bench: Callable[..., Any]) -> None:
+def test_the_best_evaluation_is_always_saved_and_marked(bench: Any) -> None:
     saved: list[tuple[int, bool]] = []
     values = iter([3.0, 1.0, 2.0, 0.5])
     one = bench(4, limits={"epochs": 4, "max_steps": None})
@@ -334,7 +334,7 @@ def test_the_best_evaluation_is_always_saved_and_marked(bench: Callable[..., Any
     ],
 )
 def test_the_best_state_that_was_put_off_is_handed_over_with_the_next_save(
-    bench: Callable[..., Any], values: list[float], expected: tuple[int, bool, int | None]
+    bench: Any, values: list[float], expected: tuple[int, bool, int | None]
 ) -> None:
     saved: list[tuple[int, bool, int | None]] = []
     left = iter(values)
@@ -347,7 +347,7 @@ def test_the_best_state_that_was_put_off_is_handed_over_with_the_next_save(
     assert saved == [expected]
 
 
-def test_a_loss_far_above_the_lines_before_is_warned_of(bench: Callable[..., Any]) -> None:
+def test_a_loss_far_above_the_lines_before_is_warned_of(bench: Any) -> None:
     warnings: list[str] = []
     log = Log(1, [], warn=warnings.append)
     losses = iter([1.0, 2.0] * 6 + [7.0, 1.0, 4.4, 6.5, 0.5])
@@ -360,7 +360,7 @@ def test_a_loss_far_above_the_lines_before_is_warned_of(bench: Callable[..., Any
     ]
 
 
-def test_what_was_put_off_is_forgotten_where_training_goes_back(bench: Callable[..., Any]) -> None:
+def test_what_was_put_off_is_forgotten_where_training_goes_back(bench: Any) -> None:
     one = bench(4, limits={"epochs": 2, "max_steps": None})
     saving = Checkpointing(None, 1, lambda loop, *_: None, lambda loop: "a copy", min_seconds=1000)
     loop = one.loop(saving)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,9 +76,7 @@ def test_the_norm_is_clipped_last() -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(
-    bench: Callable[..., Any], waits: Any, scaled: bool
-) -> None:
+def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(bench: Any, waits: Any, scaled: bool) -> None:
     seen: list[Tensor] = []
 
     class Spy(torch.optim.SGD):
@@ -99,7 +96,7 @@ def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(
         assert float(gradient.abs().max()) > 0
 
 
-def test_a_run_with_it_ends_with_other_weights(train: Callable[..., Any]) -> None:
+def test_a_run_with_it_ends_with_other_weights(train: Any) -> None:
     words = (
         "model=mlp",
         "model.hidden=[8]",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def all_finite(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("words", [("checkpoint.every_steps=1",), ("log.every_steps=1",), ("amp=true",)], ids=str)
 def test_a_run_that_diverges_ends_with_status_3_and_nothing_that_is_not_finite(
-    words: tuple[str, ...], run: Callable[..., Any]
+    words: tuple[str, ...], run: Any
 ) -> None:
     result = run(*SMALL, "optimizer=sgd", "optimizer.lr=1e20", *words)
     assert result.status == 3, result.out + result.err
@@ -50,7 +49,7 @@ def test_a_run_that_diverges_ends_with_status_3_and_nothing_that_is_not_finite(
 
 
 def test_checkpoints_from_before_remain_and_resume(
-    run: Callable[..., Any], train: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "spoil.py").write_text(
         """
@@ -76,7 +75,7 @@ class Spoil:
 
 
 def test_moments_that_are_not_finite_are_not_saved_either(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Squares of gradients overflow before the weights do, and those weights would stand still for ever after.
     (workdir / "overflow.py").write_text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ def model() -> Model:
     return made
 
 
-def test_modes_buffers_gradients_and_generators_are_left_alone(bench: Callable[..., Any], model: Model) -> None:
+def test_modes_buffers_gradients_and_generators_are_left_alone(bench: Any, model: Model) -> None:
     one = bench()
     model(one.images).sum().backward()
     modes = {name: module.training for name, module in model.named_modules()}
@@ -61,13 +61,13 @@ def test_modes_buffers_gradients_and_generators_are_left_alone(bench: Callable[.
     assert np.random.get_state()[1].tolist() == generators[2]  # type: ignore[index,union-attr]
 
 
-def test_the_model_is_in_evaluation_and_inference_mode(bench: Callable[..., Any], model: Model) -> None:
+def test_the_model_is_in_evaluation_and_inference_mode(bench: Any, model: Model) -> None:
     bench().evaluate(model)
     assert set(model.seen) == {(True, False)}
     assert not torch.is_inference_mode_enabled()
 
 
-def test_a_metric_that_keeps_outputs_keeps_them_although_the_model_writes_over_them(bench: Callable[..., Any]) -> None:
+def test_a_metric_that_keeps_outputs_keeps_them_although_the_model_writes_over_them(bench: Any) -> None:
     class Reuses(nn.Module):
         """Gives the same memory for every batch, as a CUDA graph does."""
 
@@ -113,7 +113,7 @@ def test_modes_and_generators_come_back_after_an_error(model: Model) -> None:
 
 @pytest.mark.parametrize(("samples", "size"), [(10, 4), (9, 2), (8, 4), (3, 100)])
 def test_the_loss_is_the_mean_over_samples_whatever_the_batches(
-    bench: Callable[..., Any], model: Model, samples: int, size: int
+    bench: Any, model: Model, samples: int, size: int
 ) -> None:
     one = bench(samples, batch_size=size)
     found = one.evaluate(model)["val/loss"]
@@ -123,7 +123,7 @@ def test_the_loss_is_the_mean_over_samples_whatever_the_batches(
     assert found == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Callable[..., Any], model: Model) -> None:
+def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Any, model: Model) -> None:
     one, task = bench(31), Classification(3)
     tables, metrics = task.tables(torch.device("cpu")), task.metrics(torch.device("cpu"))
     found = evaluate(model, one.source, task.targets, nn.CrossEntropyLoss(), metrics=metrics | tables)
@@ -140,7 +140,7 @@ def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Callable[...
     assert per_class == pytest.approx((by_hand.diag() / by_hand.sum(1)).tolist(), abs=1e-6)
 
 
-def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Callable[..., Any]) -> None:
+def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Any) -> None:
     one, task = bench(13, batch_size=5), Regression()
     one.targets = torch.linspace(-2, 3, 13)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1))
@@ -151,7 +151,7 @@ def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Callable[...,
     assert found["loss"] == pytest.approx(float(error.square().mean()), rel=1e-5)
 
 
-def test_a_limit_uses_the_first_batches_alone(bench: Callable[..., Any], model: Model) -> None:
+def test_a_limit_uses_the_first_batches_alone(bench: Any, model: Model) -> None:
     one = bench(10)
     limited = evaluate(model, one.source, lambda t: t, nn.CrossEntropyLoss(), metrics={}, limit=2)
     chosen = torch.cat([batch.indices for batch in one.source.batches(0, 0, 2)])
@@ -160,7 +160,7 @@ def test_a_limit_uses_the_first_batches_alone(bench: Callable[..., Any], model: 
     assert limited["loss"] == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_the_device_is_asked_for_numbers_only_at_the_end(bench: Callable[..., Any], model: Model) -> None:
+def test_the_device_is_asked_for_numbers_only_at_the_end(bench: Any, model: Model) -> None:
     one, asked = bench(20), []
     read: list[int] = []
     original = Tensor.__float__
@@ -184,7 +184,7 @@ def test_the_device_is_asked_for_numbers_only_at_the_end(bench: Callable[..., An
     assert len(read) == 1
 
 
-def test_an_interrupted_evaluation_ends_before_the_next_batch(bench: Callable[..., Any], model: Model) -> None:
+def test_an_interrupted_evaluation_ends_before_the_next_batch(bench: Any, model: Model) -> None:
     answers = iter([False, True])
     with pytest.raises(Interrupted):
         bench(20).evaluate(model, lambda: next(answers))
@@ -192,7 +192,7 @@ def test_an_interrupted_evaluation_ends_before_the_next_batch(bench: Callable[..
     assert model.first.training
 
 
-def test_nothing_to_evaluate_is_an_error_and_no_number(bench: Callable[..., Any], model: Model) -> None:
+def test_nothing_to_evaluate_is_an_error_and_no_number(bench: Any, model: Model) -> None:
     one = bench(4)
     one.images, one.targets = one.images[:0], one.targets[:0]
     with pytest.raises(ValueError, match="no sample"):

@@ -39,7 +39,7 @@ def network(*layers: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 8), *layers, nn.Linear(8, 3))
 
 
-def test_the_first_output_is_named_before_any_weight_changes(bench: Callable[..., Any]) -> None:
+def test_the_first_output_is_named_before_any_weight_changes(bench: Any) -> None:
     small = bench(build=network(Log(), nn.ReLU()))
     state = small.state()
     before = state.model[1].weight.clone()
@@ -49,7 +49,7 @@ def test_the_first_output_is_named_before_any_weight_changes(bench: Callable[...
     assert torch.equal(state.model[1].weight, before)
 
 
-def test_the_first_gradient_is_named_and_where_it_was_finite_before(bench: Callable[..., Any]) -> None:
+def test_the_first_gradient_is_named_and_where_it_was_finite_before(bench: Any) -> None:
     small = bench(build=network(nn.ReLU(inplace=True), Root()))
     state = small.state()
     state.position.global_step = 6
@@ -62,7 +62,7 @@ def test_the_first_gradient_is_named_and_where_it_was_finite_before(bench: Calla
         step(small, state)
 
 
-def test_images_that_are_not_finite_are_told(bench: Callable[..., Any]) -> None:
+def test_images_that_are_not_finite_are_told(bench: Any) -> None:
     small = bench()
     state = small.state()
     FiniteWatch(state)
@@ -70,7 +70,7 @@ def test_images_that_are_not_finite_are_told(bench: Callable[..., Any]) -> None:
         step(small, state, torch.full((4, 3, 2, 2), float("inf")))
 
 
-def test_a_gradient_of_a_weight_is_named(bench: Callable[..., Any]) -> None:
+def test_a_gradient_of_a_weight_is_named(bench: Any) -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -86,7 +86,7 @@ def test_a_gradient_of_a_weight_is_named(bench: Callable[..., Any]) -> None:
         step(small, state)
 
 
-def test_an_evaluation_is_looked_at_too(bench: Callable[..., Any]) -> None:
+def test_an_evaluation_is_looked_at_too(bench: Any) -> None:
     small = bench(build=network(Log()))
     state = small.state()
     FiniteWatch(state)
@@ -95,7 +95,7 @@ def test_an_evaluation_is_looked_at_too(bench: Callable[..., Any]) -> None:
         state.model(small.images)
 
 
-def test_gradients_of_a_scaled_loss_may_overflow(bench: Callable[..., Any]) -> None:
+def test_gradients_of_a_scaled_loss_may_overflow(bench: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
     small = bench(build=network(), scaler=scaler)
     state = small.state()
@@ -105,7 +105,7 @@ def test_gradients_of_a_scaled_loss_may_overflow(bench: Callable[..., Any]) -> N
     assert float(scaler.get_scale()) < 1e38
 
 
-def test_a_run_that_is_sound_ends_with_the_same_bits(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+def test_a_run_that_is_sound_ends_with_the_same_bits(train: Any, run: Any) -> None:
     words = ("model=mlp", "model.hidden=[8]", "epochs=1", "limit.train_batches=3", "transform=none")
     plain, looked_at = train(*words), train(*words, "debug=nan")
     assert looked_at.summary["weights_sha256"] == plain.summary["weights_sha256"]
@@ -137,7 +137,7 @@ class Weighted(nn.Module):
         return images * Steep.apply(self.scale)
 
 
-def test_weights_that_are_frozen_for_a_while_are_looked_at_once_they_are_trained(bench: Callable[..., Any]) -> None:
+def test_weights_that_are_frozen_for_a_while_are_looked_at_once_they_are_trained(bench: Any) -> None:
     small = bench(build=network(Weighted()))
     state = small.state()
     late = Frozen("late", (state.model[2].scale,), (state.model[2],), steps=1)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -56,7 +56,7 @@ def evaluations(one: Any) -> list[int]:
     return [int(entry.split()[1].split(":")[0]) for entry in diary.book if entry.startswith("evaluation")]
 
 
-def test_events_come_in_the_documented_order(bench: Callable[..., Any]) -> None:
+def test_events_come_in_the_documented_order(bench: Any) -> None:
     diary = Diary()
     bench(10, accumulate=2).loop(diary).run()  # three batches an epoch: a window of two and one of one
     assert diary.book == [
@@ -75,13 +75,13 @@ def test_events_come_in_the_documented_order(bench: Callable[..., Any]) -> None:
     ]
 
 
-def test_callbacks_are_called_in_the_order_of_their_list(bench: Callable[..., Any]) -> None:
+def test_callbacks_are_called_in_the_order_of_their_list(bench: Any) -> None:
     book: list[str] = []
     bench(4, limits=limits(epochs=1)).loop(Diary("first", book), Diary("second", book)).run()
     assert [entry.split()[0] for entry in book] == ["first", "second"] * 5
 
 
-def test_callbacks_with_few_methods_or_none_train_the_same_weights(bench: Callable[..., Any]) -> None:
+def test_callbacks_with_few_methods_or_none_train_the_same_weights(bench: Any) -> None:
     class OnlyEnd:
         def on_end(self, loop: Loop) -> None:
             self.steps = loop.state.position.global_step
@@ -105,7 +105,7 @@ def test_callbacks_with_few_methods_or_none_train_the_same_weights(bench: Callab
     ids=str,
 )
 def test_training_ends_exactly_at_its_limit(
-    bench: Callable[..., Any], keys: dict[str, Any], steps: int, position: tuple[int, int]
+    bench: Any, keys: dict[str, Any], steps: int, position: tuple[int, int]
 ) -> None:
     loop = bench(10, limits=limits(**keys)).loop()
     loop.run()
@@ -127,16 +127,16 @@ def test_training_ends_exactly_at_its_limit(
     ids=str,
 )
 def test_evaluations_come_as_often_as_asked_and_at_the_end(
-    bench: Callable[..., Any], keys: dict[str, Any], expected: list[int]
+    bench: Any, keys: dict[str, Any], expected: list[int]
 ) -> None:
     assert evaluations(bench(10, limits=limits(**{"epochs": 4, **keys}))) == expected
 
 
-def test_without_a_validation_split_nothing_is_evaluated(bench: Callable[..., Any]) -> None:
+def test_without_a_validation_split_nothing_is_evaluated(bench: Any) -> None:
     assert evaluations(bench(10, validate=False)) == []
 
 
-def test_a_callback_ends_training_at_the_boundary_it_asks_at(bench: Callable[..., Any]) -> None:
+def test_a_callback_ends_training_at_the_boundary_it_asks_at(bench: Any) -> None:
     class Enough(Diary):
         def on_step(self, loop: Loop) -> None:
             super().on_step(loop)
@@ -161,7 +161,7 @@ def test_a_callback_ends_training_at_the_boundary_it_asks_at(bench: Callable[...
     ],
 )
 def test_a_run_that_a_callback_ends_is_evaluated_and_saved_once_at_its_last_step(
-    bench: Callable[..., Any], method: str, at: int
+    bench: Any, method: str, at: int
 ) -> None:
     evaluated: list[int] = []
     saved: list[tuple[int, bool]] = []
@@ -190,7 +190,7 @@ def test_a_run_that_a_callback_ends_is_evaluated_and_saved_once_at_its_last_step
         assert ("train", at) in logged, "the last line of training is logged"
 
 
-def test_the_best_evaluation_is_remembered_with_its_step(bench: Callable[..., Any]) -> None:
+def test_the_best_evaluation_is_remembered_with_its_step(bench: Any) -> None:
     values = iter([3.0, 1.0, float("nan"), 2.0, 1.5])
     improved: list[bool] = []
 
@@ -207,7 +207,7 @@ def test_the_best_evaluation_is_remembered_with_its_step(bench: Callable[..., An
     assert (loop.state.best.value, loop.state.best.global_step, loop.state.best.epoch) == (1.0, 2, 2)
 
 
-def test_the_learning_rate_of_a_step_is_that_of_its_number(bench: Callable[..., Any]) -> None:
+def test_the_learning_rate_of_a_step_is_that_of_its_number(bench: Any) -> None:
     class Halving:
         def factor(self, step: int) -> float:
             return 0.5**step
@@ -232,7 +232,7 @@ def test_the_learning_rate_of_a_step_is_that_of_its_number(bench: Callable[..., 
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-def test_a_signal_is_obeyed_at_the_next_boundary_once_the_state_is_saved(bench: Callable[..., Any], at: int) -> None:
+def test_a_signal_is_obeyed_at_the_next_boundary_once_the_state_is_saved(bench: Any, at: int) -> None:
     one, received = bench(10), [""]
     saved: list[Any] = []
 
@@ -256,7 +256,7 @@ def test_a_signal_is_obeyed_at_the_next_boundary_once_the_state_is_saved(bench: 
 
 
 def test_a_signal_that_comes_while_callbacks_run_is_not_obeyed_before_the_state_is_saved(
-    bench: Callable[..., Any],
+    bench: Any,
 ) -> None:
     received, saved = [""], []
 
@@ -274,7 +274,7 @@ def test_a_signal_that_comes_while_callbacks_run_is_not_obeyed_before_the_state_
     assert saved[-1:] == [loop.state.position.global_step], "stopped at a step that was not saved"
 
 
-def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Callable[..., Any]) -> None:
+def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Any) -> None:
     one, asked = bench(10, limits=limits(epochs=1)), []
 
     def signals() -> str:
@@ -312,7 +312,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Cal
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("automatic", [True, False])
 def test_garbage_is_collected_between_steps_only_and_as_before_afterwards(
-    bench: Callable[..., Any], automatic: bool, fails: bool
+    bench: Any, automatic: bool, fails: bool
 ) -> None:
     seen: list[bool] = []
 
@@ -371,7 +371,7 @@ class Failing:
     ids=["before the first step", "between steps", "between windows", "inside a window"],
 )
 def test_when_reading_fails_callbacks_see_the_boundary_that_the_state_stands_at(
-    accumulate: int, batch: int, saved: list[tuple[int, str]], bench: Callable[..., Any]
+    accumulate: int, batch: int, saved: list[tuple[int, str]], bench: Any
 ) -> None:
     boundaries = Boundaries()
     loop = bench(20, batch_size=4, accumulate=accumulate).loop(boundaries)
@@ -381,7 +381,7 @@ def test_when_reading_fails_callbacks_see_the_boundary_that_the_state_stands_at(
     assert [seen for seen in boundaries.seen if seen[1]] == saved
 
 
-def test_when_an_evaluation_fails_it_is_still_due_in_what_is_saved(bench: Callable[..., Any]) -> None:
+def test_when_an_evaluation_fails_it_is_still_due_in_what_is_saved(bench: Any) -> None:
     class Due(Boundaries):
         def on_boundary(self, loop: Loop) -> None:
             super().on_boundary(loop)
@@ -398,7 +398,7 @@ def test_when_an_evaluation_fails_it_is_still_due_in_what_is_saved(bench: Callab
     assert due.seen == [(1, "OSError")]
 
 
-def test_a_save_that_fails_too_does_not_hide_what_failed_first(bench: Callable[..., Any]) -> None:
+def test_a_save_that_fails_too_does_not_hide_what_failed_first(bench: Any) -> None:
     class Full:
         def on_boundary(self, loop: Loop) -> None:
             if loop.stopping:

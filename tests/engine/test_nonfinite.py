@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -87,9 +86,7 @@ class Look:
 
 
 @pytest.mark.parametrize("optimizer", [FUSED, PLAIN, ADAMW, RMSPROP], ids=["fused", "plain", "adamw", "rmsprop"])
-def test_no_weight_changes_from_the_first_such_step_on_until_somebody_looks(
-    bench: Callable[..., Any], optimizer: Any
-) -> None:
+def test_no_weight_changes_from_the_first_such_step_on_until_somebody_looks(bench: Any, optimizer: Any) -> None:
     seen = Seen()
     loop = loop_of(bench, "raise", optimizer, seen, Look(6))
     with pytest.raises(Diverged, match=r"step 4 \(epoch 1\) are not finite: the images of sample \d+ have values"):
@@ -105,7 +102,7 @@ def test_no_weight_changes_from_the_first_such_step_on_until_somebody_looks(
 
 
 @pytest.mark.parametrize("optimizer", [FUSED, PLAIN, ADAMW, RMSPROP], ids=["fused", "plain", "adamw", "rmsprop"])
-def test_skip_leaves_out_the_step_alone(bench: Callable[..., Any], optimizer: Any) -> None:
+def test_skip_leaves_out_the_step_alone(bench: Any, optimizer: Any) -> None:
     seen = Seen()
     loop = loop_of(bench, "skip", optimizer, seen, Look(5))
     loop.run()
@@ -132,7 +129,7 @@ UNDONE = {
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("name", UNDONE)
 def test_a_step_that_is_undone_on_the_device_is_as_if_it_had_not_been_taken(
-    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, policy: str, batch: int
+    bench: Any, monkeypatch: pytest.MonkeyPatch, name: str, policy: str, batch: int
 ) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
@@ -158,7 +155,7 @@ def test_a_step_that_is_undone_on_the_device_is_as_if_it_had_not_been_taken(
         assert not any(value.any() for value in undone_moments)
 
 
-def test_an_optimizer_that_has_to_be_asked_says_so(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_has_to_be_asked_says_so(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.engine.nonfinite._reading_waits", lambda device: True)
 
     def waits(optimizer: Any, scaled: bool = False) -> bool:
@@ -172,7 +169,7 @@ def test_an_optimizer_that_has_to_be_asked_says_so(bench: Callable[..., Any], mo
     assert [waits(optimizer, True) for optimizer in (ADAMW, RMSPROP, UNDONE["muon"])] == [False, True, True]
 
 
-def test_skip_puts_back_what_batch_norm_had_taken_in(bench: Callable[..., Any]) -> None:
+def test_skip_puts_back_what_batch_norm_had_taken_in(bench: Any) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3))
 
@@ -182,7 +179,7 @@ def test_skip_puts_back_what_batch_norm_had_taken_in(bench: Callable[..., Any]) 
     assert loop.state.model[0].running_var.isfinite().all()
 
 
-def test_skip_puts_back_how_many_batches_batch_norm_has_seen(bench: Callable[..., Any]) -> None:
+def test_skip_puts_back_how_many_batches_batch_norm_has_seen(bench: Any) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(12, 3))
 
@@ -208,9 +205,7 @@ def test_the_mean_loss_leaves_out_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_under_a_scaled_loss_an_overflow_belongs_to_scaling_and_a_nan_does_not(
-    bench: Callable[..., Any], policy: str
-) -> None:
+def test_under_a_scaled_loss_an_overflow_belongs_to_scaling_and_a_nan_does_not(bench: Any, policy: str) -> None:
     seen = Seen()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
     loop = loop_of(bench, policy, FUSED, seen, Look(6), scaler=scaler)
@@ -224,7 +219,7 @@ def test_under_a_scaled_loss_an_overflow_belongs_to_scaling_and_a_nan_does_not(
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_the_step_is_found_again_across_epochs_and_windows(bench: Callable[..., Any], accumulate: int) -> None:
+def test_the_step_is_found_again_across_epochs_and_windows(bench: Any, accumulate: int) -> None:
     seen = Seen()
     loop = loop_of(bench, "raise", FUSED, seen, Look(7), accumulate=accumulate, limits={"epochs": 9, "max_steps": None})
     # 6 batches an epoch: step 9 lies in epoch 2 (batch 2), or with windows of 3 in epoch 5.
@@ -254,7 +249,7 @@ class Quotient(nn.Module):
     ],
     ids=["forward", "backward"],
 )
-def test_the_module_is_named(bench: Callable[..., Any], inner: Any, named: str) -> None:
+def test_the_module_is_named(bench: Any, inner: Any, named: str) -> None:
     def build() -> nn.Module:
         model = nn.Sequential(nn.Linear(12, 8), nn.Sequential(inner()), nn.Linear(8, 3))
         nn.init.zeros_(model[0].weight)
@@ -279,7 +274,7 @@ class Flat(nn.Module):
         return logits
 
 
-def test_weights_that_were_not_finite_before_are_named(bench: Callable[..., Any]) -> None:
+def test_weights_that_were_not_finite_before_are_named(bench: Any) -> None:
     loop = loop_of(bench, "raise", FUSED, Look(1))
     loop.source = loop.source._source
     with torch.no_grad():
@@ -288,7 +283,7 @@ def test_weights_that_were_not_finite_before_are_named(bench: Callable[..., Any]
         loop.run()
 
 
-def test_looking_into_it_leaves_everything_as_it_was(bench: Callable[..., Any]) -> None:
+def test_looking_into_it_leaves_everything_as_it_was(bench: Any) -> None:
     class Watch:
         found = 0
 
@@ -309,7 +304,7 @@ def test_looking_into_it_leaves_everything_as_it_was(bench: Callable[..., Any]) 
     assert watch.found == 1
 
 
-def test_going_back_leaves_the_step_out_the_second_time(bench: Callable[..., Any]) -> None:
+def test_going_back_leaves_the_step_out_the_second_time(bench: Any) -> None:
     saved: list[dict[str, Any]] = []
 
     class Save:
@@ -337,7 +332,7 @@ def test_going_back_leaves_the_step_out_the_second_time(bench: Callable[..., Any
     assert same(weights(other.state.model), weights(loop.state.model))
 
 
-def test_going_back_again_and_again_ends(bench: Callable[..., Any]) -> None:
+def test_going_back_again_and_again_ends(bench: Any) -> None:
     loop = loop_of(bench, "rollback", FUSED, Look(1))
     loop.source = loop.source._source
     loop._roll_back = lambda loop: None
@@ -356,7 +351,7 @@ def copied(value: Any) -> Any:
     return [copied(item) for item in value] if isinstance(value, list) else value
 
 
-def test_a_plain_step_makes_the_same_weights_and_calls_hooks_that_are_registered(bench: Callable[..., Any]) -> None:
+def test_a_plain_step_makes_the_same_weights_and_calls_hooks_that_are_registered(bench: Any) -> None:
     ends = []
     for plain in (False, True):
         torch.manual_seed(0)
@@ -382,7 +377,7 @@ def test_a_plain_step_of_a_class_from_elsewhere_is_its_own() -> None:
     assert plain_step(optimizer) == optimizer.step
 
 
-def test_a_buffer_that_a_model_assigns_anew_is_put_back_too(bench: Callable[..., Any]) -> None:
+def test_a_buffer_that_a_model_assigns_anew_is_put_back_too(bench: Any) -> None:
     class Drifting(nn.Module):
         mean: Tensor
 
@@ -416,7 +411,7 @@ def test_weights_of_complex_numbers_are_watched_as_well() -> None:
     assert guard.allows_step()
 
 
-def test_looking_into_it_draws_from_no_generator(bench: Callable[..., Any]) -> None:
+def test_looking_into_it_draws_from_no_generator(bench: Any) -> None:
     class Drawing(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             return inputs * random.random() * float(np.random.rand())
@@ -432,7 +427,7 @@ def test_looking_into_it_draws_from_no_generator(bench: Callable[..., Any]) -> N
     assert same(ends(True), ends(False))
 
 
-def test_an_evaluation_that_is_due_after_going_back_comes_before_the_next_step(bench: Callable[..., Any]) -> None:
+def test_an_evaluation_that_is_due_after_going_back_comes_before_the_next_step(bench: Any) -> None:
     order: list[tuple[str, int]] = []
 
     class Diary:

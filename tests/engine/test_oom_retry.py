@@ -16,7 +16,6 @@ from runner.engine.plan import EpochPlan
 from runner.engine.step import train_step
 
 PARTS = """
-import os, signal
 import torch
 from torch import nn
 
@@ -37,11 +36,6 @@ class Greedy(nn.Module):
             if len(images) > self.most and self.calls > self.since:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return self.head(features)
-
-class Bomb:
-    def __init__(self, step: int): self.step = step
-    def on_step(self, loop):
-        if loop.state.position.global_step == self.step: os.kill(os.getpid(), signal.SIGTERM)
 """
 RUN = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=4", "data.batch_size=8", "epochs=2", "model=mlp",
@@ -93,7 +87,7 @@ def trained(bench: Callable[..., Any], most: int, where: str, step: Any, accumul
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("where", ["plain forward", "plain backward"])
-def test_the_gradients_are_those_of_the_whole_batch(bench: Callable[..., Any], where: str, accumulate: int) -> None:
+def test_the_gradients_are_those_of_the_whole_batch(bench: Any, where: str, accumulate: int) -> None:
     whole = trained(bench, 100, where, train_step, accumulate)
     pieces = trained(bench, 3, where, OOMRetryStep(14 // accumulate), accumulate)
     assert pieces.position.pieces == (8 if accumulate == 1 else 4)
@@ -106,7 +100,7 @@ def test_the_gradients_are_those_of_the_whole_batch(bench: Callable[..., Any], w
 
 
 @pytest.mark.parametrize("where", ["dropout forward", "dropout backward"])
-def test_an_attempt_that_failed_leaves_nothing_behind(bench: Callable[..., Any], where: str) -> None:
+def test_an_attempt_that_failed_leaves_nothing_behind(bench: Any, where: str) -> None:
     searching = trained(bench, 4, where, OOMRetryStep(7), 2)
 
     def knowing(state: Any, *rest: Any, update: bool) -> None:
@@ -121,7 +115,7 @@ def test_an_attempt_that_failed_leaves_nothing_behind(bench: Callable[..., Any],
     assert searching.meter.read() == told.meter.read()
 
 
-def test_where_memory_suffices_it_is_the_plain_step_to_the_bit(bench: Callable[..., Any]) -> None:
+def test_where_memory_suffices_it_is_the_plain_step_to_the_bit(bench: Any) -> None:
     plain = trained(bench, 100, "dropout forward", train_step, 2)
     split = trained(bench, 100, "dropout forward", OOMRetryStep(7), 2)
     assert split.position.pieces == 1
@@ -129,12 +123,12 @@ def test_where_memory_suffices_it_is_the_plain_step_to_the_bit(bench: Callable[.
     assert plain.meter.read() == split.meter.read()
 
 
-def test_what_does_not_fit_sample_by_sample_is_an_error(bench: Callable[..., Any]) -> None:
+def test_what_does_not_fit_sample_by_sample_is_an_error(bench: Any) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         trained(bench, 0, "plain forward", OOMRetryStep(14))
 
 
-def test_a_smaller_last_batch_has_fewer_pieces_and_not_smaller_ones(bench: Callable[..., Any]) -> None:
+def test_a_smaller_last_batch_has_fewer_pieces_and_not_smaller_ones(bench: Any) -> None:
     # Three batches of 8, the last of 4: in pieces of 2 each, as BatchNorm has nothing to do with a single sample.
     one = bench(20, batch_size=8, build=lambda: Layers(3, "norm forward"))
     state, step, plan = one.state(), OOMRetryStep(8), EpochPlan(20, 8, 1)
@@ -156,7 +150,7 @@ class Reassigning(Layers):
         return super().forward(images)
 
 
-def test_buffers_that_are_assigned_anew_are_put_back_too(bench: Callable[..., Any]) -> None:
+def test_buffers_that_are_assigned_anew_are_put_back_too(bench: Any) -> None:
     means = []
     for pieces in (1, 2):
         one = bench(8, batch_size=8, build=lambda: Reassigning(4, "forward"))
@@ -167,7 +161,7 @@ def test_buffers_that_are_assigned_anew_are_put_back_too(bench: Callable[..., An
     assert means[0] == means[1]
 
 
-def test_other_errors_pass_through(bench: Callable[..., Any]) -> None:
+def test_other_errors_pass_through(bench: Any) -> None:
     def wrong(*_: Any) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -199,7 +193,7 @@ def greedy(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("greedy")
-def test_a_batch_that_does_not_fit_is_a_sentence_that_says_what_to_set(run: Callable[..., Any]) -> None:
+def test_a_batch_that_does_not_fit_is_a_sentence_that_says_what_to_set(run: Any) -> None:
     found = run("train", "threads=1", "logger=none", *RUN)
     assert found.status == 2
     assert "data.batch_size: there is not enough memory for batches of 8: CUDA out of memory" in found.err
@@ -208,29 +202,24 @@ def test_a_batch_that_does_not_fit_is_a_sentence_that_says_what_to_set(run: Call
 
 
 @pytest.mark.usefixtures("greedy")
-def test_an_evaluation_that_does_not_fit_names_its_own_key(run: Callable[..., Any]) -> None:
+def test_an_evaluation_that_does_not_fit_names_its_own_key(run: Any) -> None:
     found = run("train", "threads=1", "logger=none", *RUN, "model.most=99", "model.evaluated=2")
     assert found.status == 2
     assert "evaluate.batch_size: there is not enough memory for batches of 512: CUDA out of memory" in found.err
 
 
 @pytest.mark.usefixtures("greedy")
-def test_a_run_goes_on_in_pieces_says_so_and_a_resume_repeats_it(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_a_run_goes_on_in_pieces_says_so_and_a_resume_repeats_it(train: Any, stopped: Any) -> None:
     words = (*RUN, "on_oom=split", "model.since=2")
     whole = train(*words)
     assert "from step 3 on each batch is trained in 2 micro-batches" in whole.out
-    bomb = ("+callbacks.bomb._target_=my_greedy.Bomb", "+callbacks.bomb.step=5")
-    stopped = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *words, *bomb)
-    assert stopped.status == 75
     # The resumed process has memory enough, and goes on in pieces all the same.
-    rest = train(f"ckpt_path={stopped.directory}")
+    rest = train(f"ckpt_path={stopped(5, *words).directory}")
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
     assert "in 2 micro-batches" in rest.out
 
 
 @pytest.mark.usefixtures("greedy")
-def test_memory_enough_gives_the_bits_of_a_plain_run(train: Callable[..., Any]) -> None:
+def test_memory_enough_gives_the_bits_of_a_plain_run(train: Any) -> None:
     found = {train(*RUN, "model.most=100", f"on_oom={word}").summary["weights_sha256"] for word in ("raise", "split")}
     assert len(found) == 1

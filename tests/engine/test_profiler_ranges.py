@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def both(*names: str) -> list[str]:
     ],
     ids=["plain", "accumulate", "clip", "amp", "scaler"],
 )
-def test_a_marked_step_trains_the_same_bits(bench: Callable[..., Any], keys: dict[str, Any]) -> None:
+def test_a_marked_step_trains_the_same_bits(bench: Any, keys: dict[str, Any]) -> None:
     weights = []
     for mark in (None, Diary()):
         made = keys | ({"scaler": keys["scaler"]()} if "scaler" in keys else {})
@@ -54,7 +54,7 @@ def test_a_marked_step_trains_the_same_bits(bench: Callable[..., Any], keys: dic
     assert weights[0] == weights[1]
 
 
-def test_the_ranges_come_in_the_order_of_the_step(bench: Callable[..., Any]) -> None:
+def test_the_ranges_come_in_the_order_of_the_step(bench: Any) -> None:
     diary = Diary()
     loop = bench(10, accumulate=2, limits={"epochs": 1, "max_steps": None}).loop()
     loop.step = step_in_ranges(diary, forward, backward, update_weights)

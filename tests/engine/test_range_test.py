@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ def swept(bench: Any, state: Any, rates: list[float], **options: Any) -> Curve:
     return range_test(state, bench.source, bench.plan, bench.step_parts(), rates, reference=bench.lr, **options)
 
 
-def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(bench: Callable[..., Any]) -> None:
+def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(bench: Any) -> None:
     small = bench(build=network, lr=0.1)
     state = small.state()
     frozen = list(state.model[0].parameters())
@@ -44,7 +43,7 @@ def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(ben
     assert seen == [(None, False, False)] * 4
 
 
-def test_a_step_is_that_of_training_at_its_rate(bench: Callable[..., Any]) -> None:
+def test_a_step_is_that_of_training_at_its_rate(bench: Any) -> None:
     """Ten samples in batches of 4, windows of two: two steps an epoch, the last one of a single batch of 2."""
     small = bench(accumulate=2, optimizer=torch.optim.AdamW)
     small.parts = {"clip_norm": 0.5, "clip_value": 0.1}
@@ -67,7 +66,7 @@ def test_a_step_is_that_of_training_at_its_rate(bench: Callable[..., Any]) -> No
     assert curve.rates == rates
 
 
-def test_groups_keep_their_ratios(bench: Callable[..., Any]) -> None:
+def test_groups_keep_their_ratios(bench: Any) -> None:
     seen: list[list[float]] = []
     small = bench(lr=0.1)
     state = small.state()
@@ -81,7 +80,7 @@ def test_groups_keep_their_ratios(bench: Callable[..., Any]) -> None:
     assert seen == [pytest.approx([0.001, 0.0002]), pytest.approx([0.05, 0.01])]
 
 
-def test_it_stops_where_the_loss_diverges(bench: Callable[..., Any]) -> None:
+def test_it_stops_where_the_loss_diverges(bench: Any) -> None:
     small = bench(build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 3)))
     curve = swept(small, small.state(), exponential(1e-3, 1e6, 60))
     assert "4 times its lowest" in curve.stopped
@@ -93,7 +92,7 @@ def test_it_stops_where_the_loss_diverges(bench: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     "losses", [[2.0, 1.0, *[1e-4] * 25, 0.3, 0.01], [1.0, -1.0, -3.0, -4.0, -4.1, -4.0], [-0.5, -0.499, -1.0]]
 )
-def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Callable[..., Any], losses: list[float]) -> None:
+def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Any, losses: list[float]) -> None:
     small, given = bench(samples=4), iter(losses)
 
     def step(state: Any, *_: Any, update: bool) -> None:
@@ -104,7 +103,7 @@ def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Callable[...
     assert np.isfinite(curve.losses).all()
 
 
-def test_a_step_that_the_guard_leaves_out_ends_it(bench: Callable[..., Any]) -> None:
+def test_a_step_that_the_guard_leaves_out_ends_it(bench: Any) -> None:
     class Broken(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -125,7 +124,7 @@ def test_a_step_that_the_guard_leaves_out_ends_it(bench: Callable[..., Any]) -> 
     assert curve.stopped == "the gradients are not finite at a rate of 0.1"
 
 
-def test_no_batch_is_asked_for_that_is_not_used(bench: Callable[..., Any]) -> None:
+def test_no_batch_is_asked_for_that_is_not_used(bench: Any) -> None:
     asked = []
 
     class Source:
@@ -140,7 +139,7 @@ def test_no_batch_is_asked_for_that_is_not_used(bench: Callable[..., Any]) -> No
     assert asked == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
 
 
-def test_a_signal_ends_it(bench: Callable[..., Any]) -> None:
+def test_a_signal_ends_it(bench: Any) -> None:
     answers = iter(["", "SIGTERM"])
     small = bench()
     state = small.state()
@@ -148,7 +147,7 @@ def test_a_signal_ends_it(bench: Callable[..., Any]) -> None:
         swept(small, state, [0.1] * 5, interrupted=lambda: next(answers))
 
 
-def test_the_running_mean_begins_at_the_first_loss_and_has_no_bias(bench: Callable[..., Any]) -> None:
+def test_the_running_mean_begins_at_the_first_loss_and_has_no_bias(bench: Any) -> None:
     small = bench()
     curve = swept(small, small.state(), [1e-12] * 6)
     assert curve.smoothed[0] == pytest.approx(curve.losses[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def first_not_finite(state: Any) -> str:
     return not_finite({"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()})
 
 
-def test_the_first_tensor_that_is_not_finite_is_named(bench: Callable[..., Any]) -> None:
+def test_the_first_tensor_that_is_not_finite_is_named(bench: Any) -> None:
     state = bench().state()
     assert first_not_finite(state) == ""
     with torch.no_grad():
@@ -99,7 +98,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(bench: Callable[..., Any])
     assert first_not_finite(state) == "1.bias"
 
 
-def test_whole_numbers_among_the_buffers_are_no_obstacle(bench: Callable[..., Any]) -> None:
+def test_whole_numbers_among_the_buffers_are_no_obstacle(bench: Any) -> None:
     build = lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3))  # noqa: E731
     state = bench(build=build).state()
     assert first_not_finite(state) == ""
@@ -107,7 +106,7 @@ def test_whole_numbers_among_the_buffers_are_no_obstacle(bench: Callable[..., An
     assert first_not_finite(state) == "0.running_var"
 
 
-def test_moments_count_as_well(bench: Callable[..., Any]) -> None:
+def test_moments_count_as_well(bench: Any) -> None:
     one = bench(optimizer=torch.optim.Adam)
     state = one.state()
     one.loop(state=state).run()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.data.loaders import Batch
 from runner.engine.plan import EpochPlan
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, clip_gradients, train_step
@@ -32,9 +30,7 @@ class Spy(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("samples", "size", "accumulate"), [(10, 4, 3), (9, 2, 5), (8, 4, 2), (7, 3, 4)])
-def test_an_accumulated_gradient_is_that_of_one_big_batch(
-    bench: Callable[..., Any], samples: int, size: int, accumulate: int
-) -> None:
+def test_an_accumulated_gradient_is_that_of_one_big_batch(bench: Any, samples: int, size: int, accumulate: int) -> None:
     one = bench(samples, optimizer=Spy, batch_size=samples)
     big = one.state()
     train_step(big, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, samples, update=True)
@@ -51,9 +47,7 @@ def test_an_accumulated_gradient_is_that_of_one_big_batch(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_a_window_updates_once_and_leaves_no_gradient_behind(
-    bench: Callable[..., Any], first_batch: Callable[..., Batch]
-) -> None:
+def test_a_window_updates_once_and_leaves_no_gradient_behind(bench: Any, first_batch: Any) -> None:
     one = bench()
     state, parts, batch = one.state(), one.step_parts(), first_batch(one)
     before = [parameter.clone() for parameter in state.model.parameters()]
@@ -66,7 +60,7 @@ def test_a_window_updates_once_and_leaves_no_gradient_behind(
 
 
 @pytest.mark.parametrize("limit", [0.001, 0.1])
-def test_clipping_bounds_the_norm_of_all_gradients_together(bench: Callable[..., Any], limit: float) -> None:
+def test_clipping_bounds_the_norm_of_all_gradients_together(bench: Any, limit: float) -> None:
     one = bench(optimizer=Spy, parts={"clip_norm": limit}, batch_size=10)
     state = one.state()
     train_step(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 10, update=True)
@@ -74,7 +68,7 @@ def test_clipping_bounds_the_norm_of_all_gradients_together(bench: Callable[...,
     assert limit * 0.99 < float(norm) <= limit * 1.0001
 
 
-def test_clipping_bounds_each_element_and_keeps_the_others(bench: Callable[..., Any]) -> None:
+def test_clipping_bounds_each_element_and_keeps_the_others(bench: Any) -> None:
     free, bounded = bench(optimizer=Spy), bench(optimizer=Spy, parts={"clip_value": 0.02})
     seen = []
     for one in (free, bounded):
@@ -109,7 +103,7 @@ class Scaler:
 
 
 def test_a_step_does_everything_in_the_documented_order(
-    bench: Callable[..., Any], first_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
+    bench: Any, first_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     inside: list[bool] = []
@@ -143,7 +137,7 @@ def test_a_step_does_everything_in_the_documented_order(
     assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
-def test_a_scaled_fp16_step_equals_the_plain_one(bench: Callable[..., Any], first_batch: Callable[..., Batch]) -> None:
+def test_a_scaled_fp16_step_equals_the_plain_one(bench: Any, first_batch: Any) -> None:
     plain, scaled = bench(optimizer=Spy), bench(optimizer=Spy)
     precision = choose_precision("fp16", CPU)
     scaled.scaler, scaled.parts = precision.scaler, {"autocast": precision.autocast, "clip_norm": 100.0}
@@ -157,9 +151,7 @@ def test_a_scaled_fp16_step_equals_the_plain_one(bench: Callable[..., Any], firs
         assert not torch.equal(a, b), "half precision was not used"
 
 
-def test_an_overflowing_fp16_step_changes_no_weight_and_lowers_the_scale(
-    bench: Callable[..., Any], first_batch: Callable[..., Batch]
-) -> None:
+def test_an_overflowing_fp16_step_changes_no_weight_and_lowers_the_scale(bench: Any, first_batch: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     huge = lambda logits, targets: (logits * 1e38).sum() * 1e38  # noqa: E731
     one = bench(scaler=scaler, parts={"loss": huge})
@@ -171,7 +163,7 @@ def test_an_overflowing_fp16_step_changes_no_weight_and_lowers_the_scale(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_step_never_waits_for_the_device(bench: Callable[..., Any], waits: Any, accumulate: int) -> None:
+def test_a_step_never_waits_for_the_device(bench: Any, waits: Any, accumulate: int) -> None:
     one = bench(parts={"clip_norm": 1.0, "clip_value": 0.5})
     state, parts = one.state(), one.step_parts()
     with waits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -223,7 +223,7 @@ def _generator() -> Iterator[None]:
         yield
 
 
-def test_updates_follow_the_steps_of_a_loop(bench: Callable[..., Any]) -> None:
+def test_updates_follow_the_steps_of_a_loop(bench: Any) -> None:
     one = bench(
         build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3)),
         accumulate=2,

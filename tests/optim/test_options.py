@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def test_every_key_is_explained_and_the_file_says_what_it_is_and_how_it_is_run(p
     assert all("  # " in line for line in keys if not line.startswith(("defaults:", "  - ")))
 
 
-def test_foreach_and_fused_together_are_a_sentence(run: Callable[..., Any]) -> None:
+def test_foreach_and_fused_together_are_a_sentence(run: Any) -> None:
     result = run("train", "optimizer.foreach=true", "optimizer.fused=true", "threads=1", "debug=smoke")
     assert result.status == 2
     assert "optimizer.fused: is true, and so is optimizer.foreach" in result.err

@@ -33,9 +33,7 @@ warmups = st.one_of(st.floats(0, 0.8), st.integers(1, 300).map(float))
 @every_schedule
 @given(total=st.integers(1, 500), warmup=warmups, steps=st.lists(st.integers(0, 2000), min_size=1, max_size=20))
 @settings(deadline=None, max_examples=60)
-def test_the_factor_follows_from_the_step_alone(
-    build: Callable[..., Schedule], total: int, warmup: float, steps: list[int]
-) -> None:
+def test_the_factor_follows_from_the_step_alone(build: Any, total: int, warmup: float, steps: list[int]) -> None:
     used, fresh = build(total_steps=total, warmup=warmup), build(total_steps=total, warmup=warmup)
     forwards = {step: used.factor(step) for step in sorted(steps)}
     used.observe(1.0)
@@ -47,9 +45,7 @@ def test_the_factor_follows_from_the_step_alone(
 @every_schedule
 @given(total=st.integers(1, 500), warmup=warmups, step=st.integers(0, 10_000))
 @settings(deadline=None, max_examples=60)
-def test_the_factor_stays_between_0_and_1_even_past_the_end(
-    build: Callable[..., Schedule], total: int, warmup: float, step: int
-) -> None:
+def test_the_factor_stays_between_0_and_1_even_past_the_end(build: Any, total: int, warmup: float, step: int) -> None:
     schedule = build(total_steps=total, warmup=warmup)
     assert 0 <= schedule.factor(step) <= 1
     assert schedule.factor(0) > 0
@@ -58,9 +54,7 @@ def test_the_factor_stays_between_0_and_1_even_past_the_end(
 @every_schedule
 @given(total=st.integers(1, 500), warmup=st.floats(0, 0.8))
 @settings(deadline=None, max_examples=60)
-def test_no_step_of_the_run_is_wasted_on_a_rate_of_zero(
-    build: Callable[..., Schedule], total: int, warmup: float
-) -> None:
+def test_no_step_of_the_run_is_wasted_on_a_rate_of_zero(build: Any, total: int, warmup: float) -> None:
     schedule = build(total_steps=total, warmup=warmup)
     assert all(schedule.factor(step) > 0 for step in range(total))
 
@@ -68,9 +62,7 @@ def test_no_step_of_the_run_is_wasted_on_a_rate_of_zero(
 @every_schedule
 @given(total=st.integers(50, 500), warmup=st.floats(0, 0.8))
 @settings(deadline=None, max_examples=60)
-def test_the_warm_up_rises_to_its_border_without_a_jump(
-    build: Callable[..., Schedule], total: int, warmup: float
-) -> None:
+def test_the_warm_up_rises_to_its_border_without_a_jump(build: Any, total: int, warmup: float) -> None:
     schedule = build(total_steps=total, warmup=warmup)
     border = schedule.warmup_steps
     assert border == round(warmup * total)
@@ -84,21 +76,21 @@ def test_the_warm_up_rises_to_its_border_without_a_jump(
 @every_schedule
 @given(total=st.integers(1, 300), warmup=st.floats(0, 0.8))
 @settings(deadline=None, max_examples=60)
-def test_after_the_warm_up_the_factor_never_rises(build: Callable[..., Schedule], total: int, warmup: float) -> None:
+def test_after_the_warm_up_the_factor_never_rises(build: Any, total: int, warmup: float) -> None:
     schedule = build(total_steps=total, warmup=warmup)
     falling = [schedule.factor(step) for step in range(schedule.warmup_steps, total + 20)]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(falling))
 
 
 @every_schedule
-def test_a_warm_up_below_1_is_a_share_and_from_1_on_a_number_of_steps(build: Callable[..., Schedule]) -> None:
+def test_a_warm_up_below_1_is_a_share_and_from_1_on_a_number_of_steps(build: Any) -> None:
     assert build(total_steps=200, warmup=0.25).warmup_steps == 50
     assert build(total_steps=200, warmup=1.0).warmup_steps == 1
     assert build(total_steps=200, warmup=80.0).warmup_steps == 80
 
 
 @every_schedule
-def test_pure_schedules_have_no_state(build: Callable[..., Schedule]) -> None:
+def test_pure_schedules_have_no_state(build: Any) -> None:
     schedule = build(total_steps=10)
     schedule.observe(0.3)
     assert schedule.state_dict() == {}
@@ -322,7 +314,7 @@ def test_a_scheduler_that_torch_lacks_or_refuses_is_a_mistake(given: dict[str, A
         Torch(20, **given)
 
 
-def test_a_run_with_a_scheduler_of_torch_resumes_to_the_same_bits(train: Callable[..., Any], workdir: Any) -> None:
+def test_a_run_with_a_scheduler_of_torch_resumes_to_the_same_bits(train: Any, workdir: Any) -> None:
     options = "scheduler.options={max_lr: 0.03}"
     words = (
         "scheduler=torch",

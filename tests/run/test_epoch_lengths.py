@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import some
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
@@ -62,9 +63,9 @@ def factors(training: Run, steps: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_the_rate_goes_on_from_where_it_was_in_epochs(training: Callable[..., Run], words: tuple[str, ...]) -> None:
+def test_the_rate_goes_on_from_where_it_was_in_epochs(training: Any, words: tuple[str, ...]) -> None:
     whole = training(*words)
-    for epoch, size in itertools.product(range(1, EPOCHS), (4, 16)):
+    for epoch, size in ((1, 4), (3, 16), (4, 4), (5, 16)):
         start = Position(epoch=epoch, global_step=epoch * STEPS)
         rest = training(*words, size=size, start=start)
         here = [start.global_step + (later - epoch) * rest.plan.steps for later in range(epoch, EPOCHS)]
@@ -74,7 +75,7 @@ def test_the_rate_goes_on_from_where_it_was_in_epochs(training: Callable[..., Ru
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_the_same_batch_size_changes_no_bit_of_the_rate(training: Callable[..., Run], words: tuple[str, ...]) -> None:
+def test_the_same_batch_size_changes_no_bit_of_the_rate(training: Any, words: tuple[str, ...]) -> None:
     whole = training(*words)
     for start in (Position(epoch=3, global_step=18), Position(epoch=3, batch=4, global_step=22)):
         rest = training(*words, start=start)
@@ -84,7 +85,7 @@ def test_the_same_batch_size_changes_no_bit_of_the_rate(training: Callable[..., 
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_a_second_change_keeps_the_first_one_in_mind(training: Callable[..., Run], words: tuple[str, ...]) -> None:
+def test_a_second_change_keeps_the_first_one_in_mind(training: Any, words: tuple[str, ...]) -> None:
     whole = training(*words)
     second = Position(epoch=3, global_step=6 + 2 * 12, turns=[[6, 1]])  # batches of 4 from the second epoch on
     rest = training(*words, size=16, start=second)
@@ -108,16 +109,14 @@ STEPWISE = [(*words, "epochs=null", "max_steps=36") for words in SCHEDULES[2:8]]
     ],
     ids=" ".join,
 )
-def test_a_schedule_that_is_given_in_steps_stays_where_it_is(
-    training: Callable[..., Run], words: tuple[str, ...], size: int
-) -> None:
+def test_a_schedule_that_is_given_in_steps_stays_where_it_is(training: Any, words: tuple[str, ...], size: int) -> None:
     whole = training(*words)
     rest = training(*words, size=size, start=Position(epoch=3, global_step=18))
     later = list(range(18, 36))
     assert factors(rest, later) == factors(whole, later)
 
 
-def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(training: Callable[..., Run]) -> None:
+def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(training: Any) -> None:
     words = ("epochs=null", "max_steps=36", "scheduler=constant", "swa=0.5", "averaging.lr_factor=0.1")
     for size in (4, 16):
         rest = training(*words, size=size, start=Position(epoch=2, global_step=12))
@@ -126,7 +125,7 @@ def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(trai
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "cosine", "onecycle", "step", "wsd", "plateau"])
-def test_a_warm_up_in_steps_takes_as_many_steps(training: Callable[..., Run], scheduler: str) -> None:
+def test_a_warm_up_in_steps_takes_as_many_steps(training: Any, scheduler: str) -> None:
     words = (f"scheduler={scheduler}", "scheduler.warmup=15")
     whole = training(*words)
     for size in (4, 16):
@@ -137,7 +136,7 @@ def test_a_warm_up_in_steps_takes_as_many_steps(training: Callable[..., Run], sc
 
 
 def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of_the_steps(
-    training: Callable[..., Run],
+    training: Any,
 ) -> None:
     words = ("scheduler=step", "scheduler.every=2", "scheduler.gamma=0.5", "epochs=null", "max_steps=36")
     rest = training(*words, "scheduler.warmup=0.25", size=16, start=Position(epoch=1, global_step=6))
@@ -145,9 +144,10 @@ def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of
     assert factors(rest, [6, 7, 8, 9, 14, 15]) == [0.7, 0.8, 0.9, 0.5, 0.5, 0.25]
 
 
-@pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("swa", ["swa=2", "swa=0.35", "swa=0.6"])
-def test_swa_takes_the_weights_of_as_many_epochs(train: Callable[..., Any], swa: str, size: int, workdir: Path) -> None:
+@pytest.mark.parametrize(
+    ("swa", "size"), some(itertools.product(("swa=2", "swa=0.35", "swa=0.6"), (4, 16)), 1, 2, several=True)
+)
+def test_swa_takes_the_weights_of_as_many_epochs(train: Any, swa: str, size: int, workdir: Path) -> None:
     words = (*RUN, swa, "averaging.lr_factor=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
     whole = train(*words)
     expected = read(whole.directory / "checkpoints" / "last.safetensors")["averaged"]["updates"]
@@ -167,9 +167,11 @@ def test_swa_takes_the_weights_of_as_many_epochs(train: Callable[..., Any], swa:
     assert read(second.directory / "checkpoints" / "last.safetensors")["position"]["turns"] == [[18, 3]]
 
 
-@pytest.mark.parametrize("words", [("data.batch_size=4",), ("accumulate=2",), ("limit.train_batches=2",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", some([("data.batch_size=4",), ("accumulate=2",), ("limit.train_batches=2",)], 0), ids=" ".join
+)
 def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
-    train: Callable[..., Any], workdir: Path, words: tuple[str, ...]
+    train: Any, workdir: Path, words: tuple[str, ...]
 ) -> None:
     first = train(
         *RUN, "freeze=[layers.0@4ep]", "evaluate.every_epochs=2", "checkpoint.keep=99",
@@ -187,7 +189,7 @@ def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
     assert falls[0] in (2 * steps - 1, 2 * steps)  # the log shows the rate of the step, or of the next
 
 
-def test_what_is_said_ahead_counts_the_epochs_as_they_were(training: Callable[..., Run]) -> None:
+def test_what_is_said_ahead_counts_the_epochs_as_they_were(training: Any) -> None:
     words = ("freeze=[layers.0@5ep]",)
     start = Position(epoch=4, global_step=24)
     compared = training(*words, size=16, start=start)
@@ -201,7 +203,7 @@ def ahead(training: Run) -> list[str]:
     return validate_limits(training)
 
 
-def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: Callable[..., Any]) -> None:
+def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: Any) -> None:
     def check(*words: str, start: Position) -> None:
         composition = compose(*RUN, *words)
         config = resolve_config(composition, Train)
@@ -222,7 +224,7 @@ def test_moments_in_steps_and_in_epochs_belong_together() -> None:
     assert Timeline.of(Position(epoch=4, global_step=30, turns=[[18, 3]]), plan).turns == ((18, 3),)
 
 
-def test_a_batch_larger_than_the_training_split_is_told(train: Callable[..., Any]) -> None:
+def test_a_batch_larger_than_the_training_split_is_told(train: Any) -> None:
     shown = train("model=mlp", "epochs=1", "data.batch_size=5000").out
     assert "warning: data.batch_size=5000 has no effect above 1,258" in shown
     assert "warning: data.batch_size" not in train("model=mlp", "epochs=1").out

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended import some
 
 import runner.verbs.train
 from runner.checkpoint.file import read
@@ -109,7 +110,7 @@ TRUNK = ("stem", "stages")
 
 
 def test_frozen_weights_and_statistics_do_not_move_and_the_optimizer_does_not_know_them(
-    call: Callable[..., Any],
+    call: Any,
 ) -> None:
     early, late = (call(freeze=["stem", "stages"], max_steps=steps)["contents"] for steps in (1, 4))
     assert same(early, late, lambda name: name.startswith(TRUNK)) == {True}
@@ -120,20 +121,20 @@ def test_frozen_weights_and_statistics_do_not_move_and_the_optimizer_does_not_kn
     assert same(early, free, lambda name: name.startswith(TRUNK)) == {False}
 
 
-def test_all_but_head_is_what_its_name_says(call: Callable[..., Any]) -> None:
+def test_all_but_head_is_what_its_name_says(call: Any) -> None:
     named, pattern = call(freeze="all-but-head"), call(freeze=["stem", "stages"])
     assert named["weights_sha256"] == pattern["weights_sha256"]
     assert re.search(r"model +ResNet18, [\d,]+ parameters +\((\d+) trainable\)", named["shown"])
     assert re.search(r"frozen +all-but-head, [\d,]+ parameters +\(permanently\)", named["shown"])
 
 
-def test_a_deep_head_is_spared_as_a_whole(built: Callable[..., Any]) -> None:
+def test_a_deep_head_is_spared_as_a_whole(built: Any) -> None:
     training = built(**{"model.head": [6, 5]}, freeze="all-but-head")
     trained = [name for name, weight in training.model.named_parameters() if weight.requires_grad]
     assert trained == [f"head.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
 
 
-def test_patterns_are_of_modules_and_of_parameters(built: Callable[..., Any]) -> None:
+def test_patterns_are_of_modules_and_of_parameters(built: Any) -> None:
     training = built(freeze=["stages.[01].*.bn?", "*.conv1.weight"])
     frozen = {name for name, weight in training.model.named_parameters() if not weight.requires_grad}
     expected = re.compile(r"stages\.[01]\.\d\.bn\d\..*|.*\.conv1\.weight")
@@ -155,10 +156,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_stopped_before_at_or_after_the_moment_a_run_ends_with_the_same_bits(
-    name: str, call: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("name", some(COMBINATIONS, 1))
+def test_stopped_before_at_or_after_the_moment_a_run_ends_with_the_same_bits(name: str, call: Any) -> None:
     whole = call(**COMBINATIONS[name])
     for stop in (1, 2, 3):
         part = call(**COMBINATIONS[name], max_steps=stop)
@@ -167,7 +166,7 @@ def test_stopped_before_at_or_after_the_moment_a_run_ends_with_the_same_bits(
         assert ("step 2: " in rest["shown"]) == (stop == 1)
 
 
-def test_what_is_unfrozen_trains_from_its_step_on(call: Callable[..., Any]) -> None:
+def test_what_is_unfrozen_trains_from_its_step_on(call: Any) -> None:
     runs = {steps: call(freeze=["stem", "stages@2"], max_steps=steps)["contents"] for steps in (1, 2, 3)}
     assert same(runs[1], runs[2], lambda name: name.startswith("stages")) == {True}
     assert same(runs[2], runs[3], lambda name: name.startswith("stages")) == {False}
@@ -177,7 +176,7 @@ def test_what_is_unfrozen_trains_from_its_step_on(call: Callable[..., Any]) -> N
     assert [len(contents["optimizer"]["state"]) for contents in runs.values()] == [2, 2, len(groups[0])]
 
 
-def test_epochs_are_moments_too(call: Callable[..., Any]) -> None:
+def test_epochs_are_moments_too(call: Any) -> None:
     shown = call(freeze="all-but-head", unfreeze_at="1ep", epochs=2, max_steps=None)["shown"]
     steps = re.search(r"steps +\d+ +\((\d+) an epoch", shown)
     assert steps is not None
@@ -185,7 +184,7 @@ def test_epochs_are_moments_too(call: Callable[..., Any]) -> None:
     assert re.search(r"frozen .*\(until after epoch 1\)", shown)
 
 
-def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained(built: Callable[..., Any]) -> None:
+def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained(built: Any) -> None:
     free, late, never = (
         built(**settings) for settings in ({}, {"freeze": "all-but-head@2"}, {"freeze": "all-but-head"})
     )
@@ -195,7 +194,7 @@ def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained
     assert all(weight.requires_grad for weight in late.model.parameters())
 
 
-def test_unfreezing_after_the_end_is_a_warning(call: Callable[..., Any]) -> None:
+def test_unfreezing_after_the_end_is_a_warning(call: Any) -> None:
     shown = call(freeze=["stem@4"])["shown"]
     assert "warning: freeze: stem is never trained: the run ends after 4 steps" in shown
     assert "trained from now on" not in shown
@@ -214,20 +213,20 @@ def test_unfreezing_after_the_end_is_a_warning(call: Callable[..., Any]) -> None
     ],
     ids=str,
 )
-def test_a_mistake_is_a_sentence(settings: dict[str, Any], message: str, call: Callable[..., Any]) -> None:
+def test_a_mistake_is_a_sentence(settings: dict[str, Any], message: str, call: Any) -> None:
     shown = call(status=2, **settings)["shown"]
     assert message in shown
     assert "Traceback" not in shown
 
 
-def test_a_resumed_run_may_not_freeze_other_parts(call: Callable[..., Any]) -> None:
+def test_a_resumed_run_may_not_freeze_other_parts(call: Any) -> None:
     folder = call(freeze=["stem"], max_steps=1)["folder"]
     changes = {"freeze": ["stages"], "unfreeze_at": 3, "init": "normal", "model.head": "linear"}
     shown = call(status=2, ckpt_path=str(folder), **changes)["shown"]
     assert all(f"{key}: cannot change when resuming" in shown for key in changes)
 
 
-def test_initial_weights_follow_the_seed_and_the_scheme(built: Callable[..., Any]) -> None:
+def test_initial_weights_follow_the_seed_and_the_scheme(built: Any) -> None:
     def weight(**settings: Any) -> torch.Tensor:
         return built(**settings).model.stages[0][0].conv1.weight
 
@@ -237,27 +236,25 @@ def test_initial_weights_follow_the_seed_and_the_scheme(built: Callable[..., Any
     torch.testing.assert_close(rows @ rows.T, torch.eye(4), atol=1e-5, rtol=0)
 
 
-def test_schemes_go_together(built: Callable[..., Any]) -> None:
+def test_schemes_go_together(built: Any) -> None:
     training = built(init=["prior_bias", "zero_gamma", "kaiming"])
     assert not training.model.stages[3][1].bn2.weight.any()
     counts = training.data.class_counts
     torch.testing.assert_close(training.model.head.bias.exp(), counts / counts.sum())
 
 
-def test_a_head_that_was_made_for_other_classes_may_be_replaced(built: Callable[..., Any]) -> None:
+def test_a_head_that_was_made_for_other_classes_may_be_replaced(built: Any) -> None:
     training = built(**{"model.num_classes": 1000, "model.head": "linear"})
     assert training.model.head.out_features == len(training.data.classes)
 
 
-def test_a_checkpoint_with_another_head_is_enough_for_an_evaluation(
-    call: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_a_checkpoint_with_another_head_is_enough_for_an_evaluation(call: Any, run: Any) -> None:
     folder = call(**{"model.head": [6]}, max_steps=1, init=["normal", "prior_bias"])["folder"]
     result = run("eval", f"ckpt_path={folder}", "split=val", "threads=1")
     assert result.status == 0, result.err
 
 
-def test_an_audit_of_a_run_that_thaws_finds_no_difference(run: Callable[..., Any]) -> None:
+def test_an_audit_of_a_run_that_thaws_finds_no_difference(run: Any) -> None:
     words = [word for word in SMALL if not word.startswith(("log", "evaluate.test"))]
     result = run("audit", *words, "freeze=all-but-head@2", "steps=3")
     assert result.status == 0, result.out + result.err

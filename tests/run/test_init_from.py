@@ -45,7 +45,7 @@ def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., InitialW
     return call
 
 
-def test_all_tensors_are_taken_where_all_fit(start: Callable[..., InitialWeights]) -> None:
+def test_all_tensors_are_taken_where_all_fit(start: Any) -> None:
     source, model = Net(), Net()
     found = start(model, source.state_dict(), "raise")
     assert (found.misfits, found.loaded) == ([], len(source.state_dict()))
@@ -53,7 +53,7 @@ def test_all_tensors_are_taken_where_all_fit(start: Callable[..., InitialWeights
     assert all(weight.requires_grad and weight.is_leaf for weight in model.parameters())
 
 
-def test_a_head_of_another_size_is_left_and_listed(start: Callable[..., InitialWeights]) -> None:
+def test_a_head_of_another_size_is_left_and_listed(start: Any) -> None:
     source, model = Net(5), Net(3)
     before = model.head.weight.clone()
     found = start(model, source.state_dict())
@@ -66,7 +66,7 @@ def test_a_head_of_another_size_is_left_and_listed(start: Callable[..., InitialW
     assert found.rows()[0][1] == "7 tensors, 2 skipped because they do not fit"
 
 
-def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Callable[..., InitialWeights]) -> None:
+def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Any) -> None:
     model = Net()
     model.head = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))  # type: ignore[assignment]
     lacks = {misfit.name: misfit.lack for misfit in start(model, Net().state_dict()).misfits}
@@ -77,7 +77,7 @@ def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Callable[..., 
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "net.model."])
-def test_what_all_names_begin_with_is_left_out(prefix: str, start: Callable[..., InitialWeights]) -> None:
+def test_what_all_names_begin_with_is_left_out(prefix: str, start: Any) -> None:
     source, model = Net(), Net()
     start(model, {prefix + name: tensor for name, tensor in source.state_dict().items()}, "raise")
     assert torch.equal(model.body[0].weight, source.body[0].weight)
@@ -87,7 +87,7 @@ def test_no_names_have_no_common_start() -> None:
     assert _without_prefix({}, Net().state_dict()) == {}
 
 
-def test_a_counter_that_older_files_lack_is_not_missed(start: Callable[..., InitialWeights]) -> None:
+def test_a_counter_that_older_files_lack_is_not_missed(start: Any) -> None:
     tensors = {name: tensor for name, tensor in Net().state_dict().items() if "num_batches" not in name}
     assert start(Net(), tensors, "raise").misfits == []
 
@@ -105,7 +105,7 @@ def test_a_counter_that_older_files_lack_is_not_missed(start: Callable[..., Init
     ids=["missing", "unexpected", "reshaped"],
 )
 def test_what_does_not_fit_outside_the_head_is_refused_unless_skipped(
-    change: Callable[[dict[str, Tensor]], Any], message: str, start: Callable[..., InitialWeights]
+    change: Callable[[dict[str, Tensor]], Any], message: str, start: Any
 ) -> None:
     tensors = dict(Net().state_dict())
     change(tensors)
@@ -120,9 +120,7 @@ def test_what_does_not_fit_outside_the_head_is_refused_unless_skipped(
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int8, torch.int64])
 @pytest.mark.parametrize("name", ["body.0.weight", "head.bias"])
-def test_values_of_another_kind_are_refused(
-    name: str, dtype: torch.dtype, start: Callable[..., InitialWeights]
-) -> None:
+def test_values_of_another_kind_are_refused(name: str, dtype: torch.dtype, start: Any) -> None:
     tensors, model = dict(Net().state_dict()), Net()
     tensors[name] = tensors[name].to(dtype)
     before = weights_sha256(model.state_dict())
@@ -132,7 +130,7 @@ def test_values_of_another_kind_are_refused(
     assert weights_sha256(model.state_dict()) == before
 
 
-def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Callable[..., InitialWeights]) -> None:
+def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Any) -> None:
     model, source = Net(), Net()
     for net, mask in ((model, torch.ones(3, dtype=torch.bool)), (source, torch.ones(3))):
         net.register_buffer("mask", mask)
@@ -141,27 +139,25 @@ def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Callable[
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_floats_of_another_precision_are_taken(dtype: torch.dtype, start: Callable[..., InitialWeights]) -> None:
+def test_floats_of_another_precision_are_taken(dtype: torch.dtype, start: Any) -> None:
     source, model = Net(), Net()
     start(model, {name: tensor.to(dtype) for name, tensor in source.state_dict().items()}, "raise")
     assert torch.equal(model.body[0].weight, source.body[0].weight.to(dtype).float())
 
 
-def test_raise_refuses_a_head_that_does_not_fit(start: Callable[..., InitialWeights]) -> None:
+def test_raise_refuses_a_head_that_does_not_fit(start: Any) -> None:
     with pytest.raises(
         UserError, match=r"2 of another shape \(head.weight 5x4 for 3x4, .*\n +allowed: init_mismatch=head"
     ):
         start(Net(), Net(5).state_dict(), "raise")
 
 
-def test_weights_of_which_none_fits_are_refused_whatever_is_skipped(start: Callable[..., InitialWeights]) -> None:
+def test_weights_of_which_none_fits_are_refused_whatever_is_skipped(start: Any) -> None:
     with pytest.raises(UserError, match="are not those of this model"):
         start(Net(), {"other": torch.zeros(3)}, "skip")
 
 
-def test_the_model_of_a_checkpoint_that_does_not_fit_is_named(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_the_model_of_a_checkpoint_that_does_not_fit_is_named(train: Any, run: Any) -> None:
     base = (*(word for word in TINY if "model" not in word), "model=mlp", "model.hidden=[4]")
     file = f"init_from={train(*TINY).directory}"
     other = run("train", *base, file)
@@ -171,7 +167,7 @@ def test_the_model_of_a_checkpoint_that_does_not_fit_is_named(
     assert "Traceback" not in other.err + wider.err
 
 
-def test_long_lists_are_cut_in_the_table(start: Callable[..., InitialWeights]) -> None:
+def test_long_lists_are_cut_in_the_table(start: Any) -> None:
     extra = {f"extra.{number}": torch.zeros(1) for number in range(50)}
     table = start(Net(), {**Net().state_dict(), **extra}, "skip").table()
     assert len(table) == 41
@@ -182,7 +178,7 @@ SMALL = ("model=resnet18_cifar", "model.width=4", "limit.train_batches=2", "epoc
 FIRST, SECOND = "+data.dataset.classes=[0,1,2]", "+data.dataset.classes=[3,4,5]"
 
 
-def test_a_run_starts_from_the_best_of_another_and_says_so(train: Callable[..., Any]) -> None:
+def test_a_run_starts_from_the_best_of_another_and_says_so(train: Any) -> None:
     source = train(*SMALL, FIRST)
     best = read(source.directory / "checkpoints" / "best.safetensors")
     tuned = train(*SMALL, SECOND, f"init_from={source.directory}", "freeze=all-but-head", "max_steps=1")
@@ -204,7 +200,7 @@ def test_a_run_starts_from_the_best_of_another_and_says_so(train: Callable[..., 
     assert resumed.summary["init_from"] == record
 
 
-def test_the_same_classes_bring_their_head_along(train: Callable[..., Any]) -> None:
+def test_the_same_classes_bring_their_head_along(train: Any) -> None:
     source = train(*SMALL, FIRST, "max_steps=1")
     again = train(
         *SMALL,
@@ -221,9 +217,7 @@ def test_the_same_classes_bring_their_head_along(train: Callable[..., Any]) -> N
     assert torch.equal(*heads)
 
 
-def test_resuming_and_starting_from_weights_do_not_go_together(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_resuming_and_starting_from_weights_do_not_go_together(train: Any, run: Any) -> None:
     source = train(*SMALL, FIRST, "max_steps=1")
     result = run("train", f"ckpt_path={source.directory}", "init_from=last", "threads=1")
     assert result.status == 2

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from runner.run.summary_text import summary_text
 
 
-def test_the_text_of_a_run_has_its_results_and_commands_that_work(
-    run: Callable[..., Any], train_once: Callable[..., Any]
-) -> None:
+def test_the_text_of_a_run_has_its_results_and_commands_that_work(run: Any, train_once: Any) -> None:
     result = train_once("model=mlp", "model.hidden=[16]", "epochs=2")
     text = (result.directory / "summary.txt").read_text()
     summary = result.summary
@@ -28,7 +25,7 @@ def test_the_text_of_a_run_has_its_results_and_commands_that_work(
         assert done.status == 0, (name, done.err)
 
 
-def test_the_text_of_a_failed_run_has_the_reason_and_the_command(run: Callable[..., Any], workdir: Path) -> None:
+def test_the_text_of_a_failed_run_has_the_reason_and_the_command(run: Any, workdir: Path) -> None:
     words = ("model=mlp", "epochs=1", "optimizer.lr=1e9", "threads=1", "logger=none", "log.progress=false")
     assert run("train", *words, "hydra.run.dir=run").status == 3
     text = Path("run/summary.txt").read_text()

@@ -46,7 +46,7 @@ def scripted(workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyP
     return call
 
 
-def test_the_frame_that_raised_can_be_looked_at(scripted: Callable[..., Any]) -> None:
+def test_the_frame_that_raised_can_be_looked_at(scripted: Any) -> None:
     result = scripted(3, "p secret\nwhere\nq\n", "debug=pdb")
     assert result.status == 1
     assert "post_mortem: ValueError: wrong on purpose" in result.out
@@ -55,30 +55,28 @@ def test_the_frame_that_raised_can_be_looked_at(scripted: Callable[..., Any]) ->
     assert "wrong on purpose" in result.err
 
 
-def test_what_a_sentence_was_made_of_can_be_looked_at(scripted: Callable[..., Any]) -> None:
+def test_what_a_sentence_was_made_of_can_be_looked_at(scripted: Any) -> None:
     result = scripted(1, "p secret\nq\n", "debug=pdb")
     assert result.status == 2
     assert "model: cannot take images" in result.err
     assert "4322" in result.out
 
 
-def test_without_it_nothing_is_read(scripted: Callable[..., Any]) -> None:
+def test_without_it_nothing_is_read(scripted: Any) -> None:
     assert "4324" not in scripted(3, "p secret\nq\n").out
 
 
-def test_a_mistake_of_the_users_and_a_sound_run_open_nothing(scripted: Callable[..., Any]) -> None:
+def test_a_mistake_of_the_users_and_a_sound_run_open_nothing(scripted: Any) -> None:
     assert "post_mortem" not in scripted(0, "p 1\n", "debug=pdb", "data.batch_size=5000", "data.drop_last=true").out
     assert "post_mortem" not in scripted(0, "p 1\n", "debug=pdb").out
 
 
-def test_only_the_first_process_of_several_opens_it(
-    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_process_of_several_opens_it(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert "post_mortem" not in scripted(3, "p secret\nq\n", "debug=pdb").out
 
 
-def test_a_tracer_goes_on_when_the_debugger_is_left(scripted: Callable[..., Any]) -> None:
+def test_a_tracer_goes_on_when_the_debugger_is_left(scripted: Any) -> None:
     before = sys.gettrace()
 
     def tracer(*_: object) -> None:

@@ -174,9 +174,7 @@ def test_the_module_whose_backward_is_refused_is_found(refusing: Callable[[bool]
     ],
     ids=["forward", "backward", "transform"],
 )
-def test_a_run_refuses_it_or_says_it_once_and_ends(
-    run: Callable[..., Any], nets: None, words: tuple[str, ...], told: str
-) -> None:
+def test_a_run_refuses_it_or_says_it_once_and_ends(run: Any, nets: None, words: tuple[str, ...], told: str) -> None:
     refused = run("train", *FEW, *words, "deterministic=true")
     assert refused.status == 2
     assert f"error: deterministic: {told}" in refused.err
@@ -190,7 +188,7 @@ def test_a_run_refuses_it_or_says_it_once_and_ends(
     assert run("train", *FEW, *words).status == 0, "nobody asked for it"
 
 
-def test_a_deterministic_run_says_what_is_seeded_and_what_is_not(run: Callable[..., Any]) -> None:
+def test_a_deterministic_run_says_what_is_seeded_and_what_is_not(run: Any) -> None:
     told = run("train", *FEW, "deterministic=true").out
     assert "seeded      Python, NumPy, torch, each sample" in told
     assert "not: generators created by other code" in told
@@ -207,7 +205,7 @@ def test_memory_that_nothing_was_written_to_is_filled(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("mode", [True, "warn"])
 def test_the_workspace_of_cublas_is_set_before_the_device_is_touched(
-    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], mode: Any
+    monkeypatch: pytest.MonkeyPatch, run: Any, mode: Any
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     seen = []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from runner.base.errors import Problem, UserError
+from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.config.resolve import resolve_config
 from runner.config.schema import VERBS
@@ -66,7 +65,7 @@ def test_a_run_starts_from_the_weights_of_float32_and_can_be_evaluated(train: An
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
 
 
-def test_what_it_cannot_be_combined_with_is_refused(problems: Callable[..., dict[str, Problem]]) -> None:
+def test_what_it_cannot_be_combined_with_is_refused(problems: Any) -> None:
     assert "amp=bf16 computes in 16 bits" in str(problems("dtype=float64", "amp=bf16")["dtype"])
     assert "float64 is not known" in str(problems("dtype=float64", "log.utilization=true")["log.utilization"])
     with pytest.raises(UserError, match="mps does not support"):

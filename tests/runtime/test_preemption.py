@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import some
 from forked import ForkedProgram
 
 from runner.checkpoint.file import read
@@ -98,9 +99,9 @@ def reference(here: Path, train: Callable[..., Any]) -> Callable[..., str]:
     return call
 
 
-@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 3), ("SIGINT", 20), ("SIGUSR1", 30)])
+@pytest.mark.parametrize(("name", "step"), some([("SIGTERM", 3), ("SIGINT", 20), ("SIGUSR1", 30)], 0, several=True))
 def test_a_signal_saves_the_step_says_so_and_costs_nothing(
-    name: str, step: int, start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
+    name: str, step: int, start: Any, here: Path, train: Any, reference: Any
 ) -> None:
     workers = ("data.placement=disk", "data.num_workers=2") if name == "SIGTERM" else ()
     process = start(*SLOWLY, *workers)
@@ -123,7 +124,7 @@ def test_a_signal_saves_the_step_says_so_and_costs_nothing(
 
 
 def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resuming(
-    start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
+    start: Any, here: Path, train: Any, reference: Any
 ) -> None:
     metric = ("+metrics.slow._target_=slow.SlowMetric", "checkpoint.monitor=loss", "data.split.val=0.3")
     process = start(*metric, "evaluate.batch_size=4")  # 15 batches of 0.3 s
@@ -154,9 +155,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Any, here: Path) -> Non
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_it_ends_with_the_same_bits(
-    start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
-) -> None:
+def test_killed_again_and_again_it_ends_with_the_same_bits(start: Any, here: Path, train: Any, reference: Any) -> None:
     directory = here / "run"
     words: tuple[str, ...] = SLOWLY
     for step in (9, 30):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from extended import some
 from lock_holder import held_elsewhere
 
 from runner.base import reading
@@ -50,9 +52,7 @@ def again(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("how", ["SIGUSR2", "error"])
-def test_the_same_command_goes_on_in_the_same_directory_to_the_same_bits(
-    again: Callable[..., Any], train_once: Callable[..., Any], how: str
-) -> None:
+def test_the_same_command_goes_on_in_the_same_directory_to_the_same_bits(again: Any, train_once: Any, how: str) -> None:
     first = again(f"+callbacks.stop.how={how}")
     assert first.status == {"SIGUSR2": 75, "error": 1}[how], first.err
     second = again(f"+callbacks.stop.how={how}")
@@ -67,7 +67,7 @@ def test_the_same_command_goes_on_in_the_same_directory_to_the_same_bits(
     assert third.directory != first.directory, "a run that has finished is not gone on with"
 
 
-def test_another_command_starts_a_run_of_its_own(again: Callable[..., Any]) -> None:
+def test_another_command_starts_a_run_of_its_own(again: Any) -> None:
     first = again()
     assert first.status == 75
     other = again("seed=3")
@@ -76,7 +76,7 @@ def test_another_command_starts_a_run_of_its_own(again: Callable[..., Any]) -> N
     assert other.summary["resumed_from"] is None
 
 
-def test_a_run_without_a_checkpoint_starts_anew_in_its_directory(again: Callable[..., Any], workdir: Path) -> None:
+def test_a_run_without_a_checkpoint_starts_anew_in_its_directory(again: Any, workdir: Path) -> None:
     words = ("+callbacks.stop.how=error", "callbacks.stop.step=3")
     first = again(*words)
     assert first.status == 1
@@ -91,7 +91,7 @@ def test_a_run_without_a_checkpoint_starts_anew_in_its_directory(again: Callable
 
 @pytest.mark.parametrize("multirun", [False, True], ids=["one", "sweep"])
 def test_a_folder_that_was_given_is_gone_on_with_and_left_alone_once_finished(
-    again: Callable[..., Any], workdir: Path, multirun: bool
+    again: Any, workdir: Path, multirun: bool
 ) -> None:
     folder = "hydra.sweep.dir=mine" if multirun else "hydra.run.dir=mine"
     words = ("--multirun", "seed=0", folder) if multirun else (folder,)
@@ -109,13 +109,13 @@ def test_a_folder_that_was_given_is_gone_on_with_and_left_alone_once_finished(
     assert (place / "summary.json").read_bytes() == before
 
 
-def test_ckpt_path_beside_it_is_refused(again: Callable[..., Any]) -> None:
+def test_ckpt_path_beside_it_is_refused(again: Any) -> None:
     result = again("ckpt_path=last")
     assert result.status == 2
     assert "resume: is auto" in result.err
 
 
-def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], train_once: Callable[..., Any]) -> None:
+def test_when_the_time_is_up_the_run_saves_and_stops(again: Any, train_once: Any) -> None:
     words = ("callbacks.stop._target_=stop.Late", "~callbacks.stop.step", "max_time=1", "log.every_steps=3")
     first = again(*words)
     assert first.status == 75, first.err + first.out
@@ -130,10 +130,10 @@ def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], 
 
 
 @pytest.mark.parametrize(
-    "more", [("optimizer=sgd",), ("optimizer=muon", "optimizer.adamw_lr=0.001")], ids=["sgd", "muon"]
+    "more", some([("optimizer=sgd",), ("optimizer=muon", "optimizer.adamw_lr=0.001")], 1), ids=["sgd", "muon"]
 )
 def test_the_same_command_goes_on_with_the_rates_that_it_found(
-    again: Callable[..., Any], more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    again: Any, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("num_steps", 40), ("start", 1e-4), ("end", 10.0)):
         monkeypatch.setattr(FindLr, name, value)
@@ -155,7 +155,7 @@ def test_the_same_command_goes_on_with_the_rates_that_it_found(
     assert "range test" not in second.out
 
 
-def test_bad_neighbours_are_skipped_with_a_warning(again: Callable[..., Any], workdir: Path) -> None:
+def test_bad_neighbours_are_skipped_with_a_warning(again: Any, workdir: Path) -> None:
     first = again()
     assert first.status == 75, first.err
     runs = first.directory.parent
@@ -175,9 +175,7 @@ def test_bad_neighbours_are_skipped_with_a_warning(again: Callable[..., Any], wo
         assert f"resume=auto skips {runs / name}" in second.out
 
 
-def test_after_the_clock_was_set_back_the_newest_run_is_still_the_newest(
-    again: Callable[..., Any], train: Callable[..., Any], workdir: Path
-) -> None:
+def test_after_the_clock_was_set_back_the_newest_run_is_still_the_newest(again: Any, train: Any, workdir: Path) -> None:
     first = again()
     ahead = first.directory.rename(first.directory.with_name("9999-01-01_00-00-00"))
     started = datetime.fromisoformat(summary_of(ahead)["started"])
@@ -202,7 +200,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_finished_run_of_other_settings_does_not_count_as_this_one(run: Callable[..., Any], workdir: Path) -> None:
+def test_a_finished_run_of_other_settings_does_not_count_as_this_one(run: Any, workdir: Path) -> None:
     words = (*SMALL, "resume=auto", "hydra.run.dir=mine")
     assert run("train", *words, "max_steps=2").status == 0
     before = (workdir / "mine" / "overrides.yaml").read_bytes()
@@ -213,10 +211,14 @@ def test_a_finished_run_of_other_settings_does_not_count_as_this_one(run: Callab
     assert (workdir / "mine" / "overrides.yaml").read_bytes() == before
 
 
-@pytest.mark.parametrize("how", ["auto added", "other order", "from a checkpoint", "other hardware"])
-@pytest.mark.parametrize("place", [(), ("hydra.run.dir=mine",)], ids=["newest", "given"])
+HOW = ("auto added", "other order", "from a checkpoint", "other hardware")
+
+
+@pytest.mark.parametrize(
+    ("place", "how"), some(itertools.product([(), ("hydra.run.dir=mine",)], HOW), 0, 1, 2, 7, several=True)
+)
 def test_the_settings_count_and_not_the_words(
-    again: Callable[..., Any], run: Callable[..., Any], workdir: Path, how: str, place: tuple[str, ...]
+    again: Any, run: Any, workdir: Path, how: str, place: tuple[str, ...]
 ) -> None:
     words = (*SMALL, *STOPPING, *place)
     first = run("train", *words)
@@ -235,7 +237,7 @@ def test_the_settings_count_and_not_the_words(
     assert second.summary["resumed_from"]
 
 
-def test_a_word_left_out_means_other_settings(again: Callable[..., Any], run: Callable[..., Any]) -> None:
+def test_a_word_left_out_means_other_settings(again: Any, run: Any) -> None:
     first = again("hydra.run.dir=outputs/synthetic/mine")
     assert first.status == 75, first.err
     words = [word for word in (*SMALL, *STOPPING, "resume=auto") if not word.startswith("model.dropout")]
@@ -247,9 +249,7 @@ def test_a_word_left_out_means_other_settings(again: Callable[..., Any], run: Ca
     assert other.directory != first.directory
 
 
-def test_a_new_run_says_how_to_continue_one_of_the_same_settings(
-    again: Callable[..., Any], run: Callable[..., Any], workdir: Path
-) -> None:
+def test_a_new_run_says_how_to_continue_one_of_the_same_settings(again: Any, run: Any, workdir: Path) -> None:
     def told(*words: str) -> bool:
         result = run("train", *SMALL, "+callbacks.stop._target_=stop.Stop", *words)
         assert result.status == 0, result.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,7 +132,7 @@ def test_what_is_computed_again_in_backward_is_no_further_call() -> None:
         model(torch.zeros(2, 3, requires_grad=True)).sum().backward()
 
 
-def test_a_run_shows_the_table_and_ends_with_the_same_bits(train: Callable[..., Any]) -> None:
+def test_a_run_shows_the_table_and_ends_with_the_same_bits(train: Any) -> None:
     words = ("model=mlp", "model.hidden=[8]", "epochs=1", "limit.train_batches=3", "transform=none")
     plain, looked_at = train(*words), train(*words, "debug=shapes")
     assert "shapes in the first batch" in looked_at.out
@@ -142,6 +141,6 @@ def test_a_run_shows_the_table_and_ends_with_the_same_bits(train: Callable[..., 
     assert looked_at.summary["weights_sha256"] == plain.summary["weights_sha256"]
 
 
-def test_a_compiled_model_is_refused(problems: Callable[..., Any]) -> None:
+def test_a_compiled_model_is_refused(problems: Any) -> None:
     assert problems("debug=shapes", "compile=true")["watch.shapes"].allowed == "compile=false"
     assert problems("debug=nan", "compile=true")["watch.finite"].allowed == "compile=false"

@@ -12,8 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from extended import some
 from forked import ForkedProgram
 
 WORDS = (
@@ -108,8 +110,12 @@ def preempted(name: str) -> bool:
     return bool(summary["status"] == "preempted") and Path("run/checkpoints/last.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")], ids=["Ctrl-C", "Ctrl-backslash"])
-def test_a_key_that_stops_saves_and_ends_with_75(on_terminal: Callable[..., Terminal], key: bytes, name: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "name"),
+    some([(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")], 0, several=True),
+    ids=["Ctrl-C", "Ctrl-backslash"],
+)
+def test_a_key_that_stops_saves_and_ends_with_75(on_terminal: Any, key: bytes, name: str) -> None:
     terminal = on_terminal()
     terminal.wait(lambda: at_step(3))
     terminal.press(key)
@@ -121,7 +127,7 @@ def test_a_key_that_stops_saves_and_ends_with_75(on_terminal: Callable[..., Term
     assert "Traceback" not in terminal.said
 
 
-def test_a_terminal_that_is_closed_saves_and_ends_with_75(on_terminal: Callable[..., Terminal]) -> None:
+def test_a_terminal_that_is_closed_saves_and_ends_with_75(on_terminal: Any) -> None:
     terminal = on_terminal()
     terminal.wait(lambda: at_step(3))
     terminal.close()
@@ -129,7 +135,7 @@ def test_a_terminal_that_is_closed_saves_and_ends_with_75(on_terminal: Callable[
     assert preempted("SIGHUP")
 
 
-def test_a_closed_terminal_does_not_stop_a_run_that_nohup_started(on_terminal: Callable[..., Terminal]) -> None:
+def test_a_closed_terminal_does_not_stop_a_run_that_nohup_started(on_terminal: Any) -> None:
     terminal = on_terminal("callbacks.slow.step_s=0.01", ignored=[signal.SIGHUP])
     terminal.wait(lambda: at_step(3))
     terminal.close()
@@ -137,7 +143,7 @@ def test_a_closed_terminal_does_not_stop_a_run_that_nohup_started(on_terminal: C
     assert json.loads(Path("run/summary.json").read_text())["status"] == "finished"
 
 
-def test_a_second_ctrl_c_ends_at_once_without_a_traceback_of_any_process(on_terminal: Callable[..., Terminal]) -> None:
+def test_a_second_ctrl_c_ends_at_once_without_a_traceback_of_any_process(on_terminal: Any) -> None:
     terminal = on_terminal("callbacks.slow.step_s=60")
     terminal.wait(lambda: at_step(1))
     terminal.press(b"\x03")
@@ -149,7 +155,7 @@ def test_a_second_ctrl_c_ends_at_once_without_a_traceback_of_any_process(on_term
     assert "Error" not in terminal.said
 
 
-def test_ctrl_c_before_training_ends_without_a_traceback(on_terminal: Callable[..., Terminal]) -> None:
+def test_ctrl_c_before_training_ends_without_a_traceback(on_terminal: Any) -> None:
     waiting = "import time\nfrom pathlib import Path\nPath('steps').write_text('1')\ntime.sleep(60)\nSlow = None\n"
     Path("slow.py").write_text(waiting, encoding="utf-8")
     terminal = on_terminal(verb=("check", "data.dataset._target_=slow.Slow"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import Any
 
 import torch
@@ -68,14 +67,3 @@ class Spoiled(nn.Module):
         self.calls += self.training and torch.is_grad_enabled()
         wrong = self.training and self.calls == self.call and os.environ["RANK"] == "1"
         return F.cross_entropy(logits, targets) * (torch.nan if wrong else 1.0)
-
-
-class Kill:
-    """Ends the process after a step, without a word."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, loop: Any) -> None:
-        if loop.state.position.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)

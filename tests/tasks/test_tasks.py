@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_targets_come_in_the_form_of_the_loss() -> None:
     assert Regression().targets(torch.tensor([1, 2])).dtype == torch.float32
 
 
-def test_a_regression_trains_and_is_judged_by_its_error(train: Callable[..., Any]) -> None:
+def test_a_regression_trains_and_is_judged_by_its_error(train: Any) -> None:
     words = ("data.dataset.kind=regression", "task=regression", "loss=mse", "optimizer.lr=0.01", "epochs=10")
     result = train(*SMALL, *words)
     assert set(result.summary["last"]) == {"loss", "mae", "rmse"}
@@ -53,9 +52,7 @@ def test_a_regression_trains_and_is_judged_by_its_error(train: Callable[..., Any
             assert record["rmse"] ** 2 == pytest.approx(record["loss"], rel=1e-4)
 
 
-def test_a_task_of_ones_own_needs_no_change_here(
-    train: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_ones_own_needs_no_change_here(train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (workdir / "my_task.py").write_text(
         """
 import torch
@@ -88,7 +85,7 @@ class EvenOrOdd:
     assert "my_task.EvenOrOdd" in config
 
 
-def test_metrics_can_be_chosen_in_the_config(train: Callable[..., Any]) -> None:
+def test_metrics_can_be_chosen_in_the_config(train: Any) -> None:
     words = (
         "+metrics.top2._target_=torchmetrics.classification.MulticlassAccuracy",
         "+metrics.top2.top_k=2",
@@ -103,7 +100,7 @@ def test_metrics_can_be_chosen_in_the_config(train: Callable[..., Any]) -> None:
     assert result.summary["best"]["metric"] == "val/top2"
 
 
-def test_a_metric_of_the_config_is_in_addition_to_those_of_the_task(train: Callable[..., Any]) -> None:
+def test_a_metric_of_the_config_is_in_addition_to_those_of_the_task(train: Any) -> None:
     result = train(
         *SMALL, "+metrics.f1._target_=torchmetrics.classification.MulticlassF1Score", "data.dataset.classes=4"
     )
@@ -112,6 +109,6 @@ def test_a_metric_of_the_config_is_in_addition_to_those_of_the_task(train: Calla
 
 
 @pytest.mark.parametrize(("words", "warned"), [(("loss=mse",), True), ((), False)])
-def test_a_loss_for_numbers_on_classes_is_said(train: Callable[..., Any], words: tuple[str, ...], warned: bool) -> None:
+def test_a_loss_for_numbers_on_classes_is_said(train: Any, words: tuple[str, ...], warned: bool) -> None:
     result = train(*SMALL, *words)
     assert ("warning: loss: is one for numbers" in result.out + result.err) == warned

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from extended import some
 from PIL import Image
 
 from runner.checkpoint.file import read
@@ -65,20 +65,25 @@ def wrong(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("what", "status", "words"),
-    [
-        ("dies", 1, ("worker process 0", "was killed by SIGKILL", "data.num_workers=0", "to resume: ckpt_path=")),
-        ("hangs", 1, ("data.timeout_s: no batch came from the workers for 2 s", "to resume: ckpt_path=")),
-        ("breaks", 2, ("cannot read the image lost.png: it is gone",)),
-    ],
+    some(
+        [
+            ("dies", 1, ("worker process 0", "was killed by SIGKILL", "data.num_workers=0", "to resume: ckpt_path=")),
+            ("hangs", 1, ("data.timeout_s: no batch came from the workers for 2 s", "to resume: ckpt_path=")),
+            ("breaks", 2, ("cannot read the image lost.png: it is gone",)),
+        ],
+        0,
+        2,
+        several=True,
+    ),
 )
 def test_a_run_whose_reading_breaks_down_says_so_and_loses_no_step(
     what: str,
     status: int,
     words: tuple[str, ...],
     wrong: Path,
-    run: Callable[..., Any],
-    train: Callable[..., Any],
-    train_once: Callable[..., Any],
+    run: Any,
+    train: Any,
+    train_once: Any,
 ) -> None:
     expected = train_once(*WORDS).summary["weights_sha256"]
     wrong.write_text(what)
@@ -114,7 +119,7 @@ ON_FOLDER = (
 
 
 def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_they_are_read(
-    folder: Path, train: Callable[..., Any], run: Callable[..., Any]
+    folder: Path, train: Any, run: Any
 ) -> None:
     for name in ("a/04.png", "b/11.png"):
         (folder / name).write_bytes((folder / name).read_bytes()[:50])
@@ -139,7 +144,7 @@ def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_
     assert resumed.summary["weights_sha256"] == first.summary["weights_sha256"]
 
 
-def test_a_run_without_damaged_images_lists_nothing(folder: Path, train: Callable[..., Any]) -> None:
+def test_a_run_without_damaged_images_lists_nothing(folder: Path, train: Any) -> None:
     result = train(*ON_FOLDER, "data.on_error=skip")
     assert "skipped" not in result.summary
     assert not (result.directory / "skipped.jsonl").exists()
@@ -159,7 +164,7 @@ def large(folder: Path) -> Path:
 
 
 def test_an_image_with_more_pixels_than_allowed_stops_every_verb_that_reads_it(
-    large: Path, train: Callable[..., Any], run: Callable[..., Any]
+    large: Path, train: Any, run: Any
 ) -> None:
     for words in ((), ("data.cache=disk",), ("data.num_workers=1",)):
         result = run("train", *ON_FOLDER, "threads=1", "data.max_pixels=35", *words)
@@ -178,9 +183,7 @@ def test_an_image_with_more_pixels_than_allowed_stops_every_verb_that_reads_it(
     assert "data.max_pixels=35" in checked.out + checked.err
 
 
-def test_an_image_with_more_pixels_than_allowed_is_skipped_or_listed(
-    large: Path, train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_an_image_with_more_pixels_than_allowed_is_skipped_or_listed(large: Path, train: Any, run: Any) -> None:
     result = train(*ON_FOLDER, "data.max_pixels=35", "data.on_error=skip")
     assert result.summary["skipped"] == 1
     (line,) = (result.directory / "skipped.jsonl").read_text().splitlines()
@@ -195,7 +198,7 @@ def test_an_image_with_more_pixels_than_allowed_is_skipped_or_listed(
 
 
 def test_resuming_on_other_data_is_refused_unless_it_is_meant(
-    folder: Path, workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
+    folder: Path, workdir: Path, train: Any, run: Any
 ) -> None:
     directory = train(*ON_FOLDER).directory
     copy = train(f"ckpt_path={directory}", f"data.root={images(workdir / 'copy')}", "epochs=3")
@@ -223,9 +226,7 @@ def exchange(one: Path, other: Path) -> None:
     other.write_bytes(ours)
 
 
-def test_two_images_exchanged_between_classes_are_other_data(
-    workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_two_images_exchanged_between_classes_are_other_data(workdir: Path, train: Any, run: Any) -> None:
     root = images(workdir / "images", count=80)
     directory = train(*ON_FOLDER, "epochs=1").directory
     (root / "a" / "30.png").rename(root / "b" / "30.png")
@@ -236,9 +237,7 @@ def test_two_images_exchanged_between_classes_are_other_data(
     assert "data.identity=ignore" in result.err
 
 
-def test_with_full_identity_every_byte_counts(
-    workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_with_full_identity_every_byte_counts(workdir: Path, train: Any, run: Any) -> None:
     root = images(workdir / "images", count=80)
     for path in root.glob("*/*.png"):
         Image.open(path).save(path.with_suffix(".bmp"))  # of one size
@@ -275,7 +274,7 @@ class Net(nn.Sequential):
 
 
 def test_a_change_of_the_users_own_source_is_reported_on_resume(
-    workdir: Path, train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = workdir / "net_package"
     package.mkdir()
@@ -297,7 +296,7 @@ def test_a_change_of_the_users_own_source_is_reported_on_resume(
 
 
 def test_inside_an_epoch_another_number_of_samples_cannot_be_gone_on_with(
-    folder: Path, workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
+    folder: Path, workdir: Path, train: Any, run: Any
 ) -> None:
     directory = train(*ON_FOLDER, "max_steps=5").directory
     images(workdir / "fewer", count=20)
@@ -307,7 +306,7 @@ def test_inside_an_epoch_another_number_of_samples_cannot_be_gone_on_with(
     assert "a checkpoint from the end of an epoch" in result.err
 
 
-def test_what_is_changed_is_shown_with_whether_it_matters(train: Callable[..., Any]) -> None:
+def test_what_is_changed_is_shown_with_whether_it_matters(train: Any) -> None:
     small = ("data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "epochs=1")
     directory = train(*small).directory
     out = train(f"ckpt_path={directory}", "epochs=2", "log.every_steps=3").out
@@ -343,7 +342,7 @@ class Breaking:
 
 
 def test_workers_and_loggers_are_closed_if_something_fails_before_training_starts(
-    folder: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FindLr, "num_steps", 40)
     monkeypatch.setattr(FindLr, "start", 1e-4)

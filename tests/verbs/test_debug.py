@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from runner.config.schema.train import Train
 TINY = ("model=mlp", "model.hidden=[32]")
 
 
-def test_smoke_does_everything_once(train: Callable[..., Any]) -> None:
+def test_smoke_does_everything_once(train: Any) -> None:
     """Also where a run would do without."""
     result = train(*TINY, "debug=smoke", "log.every_steps=1", "accumulate=2")
     assert result.summary["status"] == "finished"
@@ -23,7 +22,7 @@ def test_smoke_does_everything_once(train: Callable[..., Any]) -> None:
     assert {"last.safetensors", "best.safetensors"} <= files
 
 
-def test_smoke_evaluates_what_an_experiment_leaves_out(compose: Callable[..., Any], workdir: Any) -> None:
+def test_smoke_evaluates_what_an_experiment_leaves_out(compose: Any, workdir: Any) -> None:
     (workdir / "mine" / "experiment").mkdir(parents=True)
     (workdir / "mine" / "experiment" / "quiet.yaml").write_text(
         "# @package _global_\nepochs: null\nmax_steps: 10000\nevaluate:\n  every_epochs: null\n  test: false\n"
@@ -33,7 +32,7 @@ def test_smoke_evaluates_what_an_experiment_leaves_out(compose: Callable[..., An
     assert (values["evaluate"]["every_epochs"], values["evaluate"]["test"]) == (1, True)
 
 
-def test_limit_trains_and_evaluates_on_few_batches(train: Callable[..., Any]) -> None:
+def test_limit_trains_and_evaluates_on_few_batches(train: Any) -> None:
     result = train(*TINY, "debug=limit", "evaluate.batch_size=10")
     assert result.summary["global_step"] == 30
     accuracies = [record["accuracy"] for record in result.metrics if record["split"] == "val"]
@@ -41,7 +40,7 @@ def test_limit_trains_and_evaluates_on_few_batches(train: Callable[..., Any]) ->
     assert all(abs(accuracy * 50 - round(accuracy * 50)) < 1e-4 for accuracy in accuracies), "5 batches of 10"
 
 
-def test_overfit_brings_the_loss_of_one_batch_close_to_zero(train: Callable[..., Any]) -> None:
+def test_overfit_brings_the_loss_of_one_batch_close_to_zero(train: Any) -> None:
     result = train(*TINY, "debug=overfit", "data.batch_size=16", "epochs=120")
     losses = [record["loss"] for record in result.metrics if record["split"] == "train"]
     assert losses[-1] < 0.02 < losses[0]
@@ -49,7 +48,7 @@ def test_overfit_brings_the_loss_of_one_batch_close_to_zero(train: Callable[...,
 
 
 def test_anomaly_names_the_operation_behind_a_gradient_that_is_not_a_number(
-    run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch
+    run: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "my_root.py").write_text(
         "from torch import nn\n\nclass Root(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
@@ -65,7 +64,7 @@ def test_anomaly_names_the_operation_behind_a_gradient_that_is_not_a_number(
 
 
 @pytest.mark.parametrize("option", ["pdb", "shapes", "nan"])
-def test_presets_turn_on_one_key_and_leave_the_training_alone(option: str, compose: Callable[..., Any]) -> None:
+def test_presets_turn_on_one_key_and_leave_the_training_alone(option: str, compose: Any) -> None:
     plain, chosen = compose(), compose(f"debug={option}")
     assert chosen.group_choices["debug"] == option
     config, problems = problems_in(chosen.values, chosen, Train)

@@ -53,7 +53,7 @@ def evaluate(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     return call
 
 
-def test_eval_repeats_what_training_reported_to_the_last_digit(trained: Any, evaluate: Callable[..., Any]) -> None:
+def test_eval_repeats_what_training_reported_to_the_last_digit(trained: Any, evaluate: Any) -> None:
     best, last = trained.summary["best"], trained.directory / "checkpoints" / "last.safetensors"
     test = evaluate(f"ckpt_path={trained.directory}")
     assert test["metrics"] == trained.summary["test"]
@@ -66,9 +66,7 @@ def test_eval_repeats_what_training_reported_to_the_last_digit(trained: Any, eva
     assert evaluate(f"ckpt_path={last}")["weights_sha256"] == trained.summary["weights_sha256"]
 
 
-def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digit(
-    trained: Any, evaluate: Callable[..., Any]
-) -> None:
+def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digit(trained: Any, evaluate: Any) -> None:
     whole = evaluate(f"ckpt_path={trained.directory}")
     small = evaluate(
         f"ckpt_path={trained.directory}", "evaluate.batch_size=3", "data.placement=disk", "data.num_workers=1"
@@ -79,7 +77,7 @@ def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digi
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, evaluate: Callable[..., Any]) -> None:
+def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, evaluate: Any) -> None:
     found = evaluate(f"ckpt_path={trained.directory}")
     matrix = torch.tensor(found["confusion"])
     assert int(matrix.sum()) == found["samples"] == 20
@@ -95,7 +93,7 @@ def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, eva
 
 
 @pytest.mark.usefixtures("pictures")
-def test_people_get_the_same_numbers_in_full(trained: Any, run: Callable[..., Any]) -> None:
+def test_people_get_the_same_numbers_in_full(trained: Any, run: Any) -> None:
     result = run("eval", "threads=1", f"ckpt_path={trained.directory}")
     assert result.status == 0
     for value in trained.summary["test"].values():
@@ -104,7 +102,7 @@ def test_people_get_the_same_numbers_in_full(trained: Any, run: Callable[..., An
 
 
 def test_a_checkpoint_moved_alone_still_evaluates(
-    trained: Any, evaluate: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Any, evaluate: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = workdir / "elsewhere"
     elsewhere.mkdir()
@@ -117,7 +115,7 @@ def test_a_checkpoint_moved_alone_still_evaluates(
     assert Path(found["written"][0]).parent.parent == Path("outputs/evaluations")
 
 
-def test_the_checkpoint_and_the_training_files_are_not_touched(trained: Any, evaluate: Callable[..., Any]) -> None:
+def test_the_checkpoint_and_the_training_files_are_not_touched(trained: Any, evaluate: Any) -> None:
     def state() -> dict[str, bytes]:
         files = [path for path in trained.directory.rglob("*") if path.is_file()]
         return {path.name: path.read_bytes() for path in files if not path.name.startswith(("eval_", "confusion_"))}
@@ -128,7 +126,7 @@ def test_the_checkpoint_and_the_training_files_are_not_touched(trained: Any, eva
 
 
 def test_other_data_with_the_same_classes_is_evaluated_with_the_training_statistics(
-    trained: Any, evaluate: Callable[..., Any]
+    trained: Any, evaluate: Any
 ) -> None:
     same = evaluate(f"ckpt_path={trained.directory}")
     other = evaluate(
@@ -144,9 +142,7 @@ def test_other_data_with_the_same_classes_is_evaluated_with_the_training_statist
     assert selected["metrics"] == same["metrics"], "the same data said in full is the same data"
 
 
-def test_regression_has_its_metrics_and_no_confusion(
-    train_once: Callable[..., Any], evaluate: Callable[..., Any]
-) -> None:
+def test_regression_has_its_metrics_and_no_confusion(train_once: Any, evaluate: Any) -> None:
     result = train_once(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse")
     found = evaluate(f"ckpt_path={result.directory}")
     assert found["metrics"] == result.summary["test"]
@@ -154,7 +150,7 @@ def test_regression_has_its_metrics_and_no_confusion(
     assert "per_class" not in found
 
 
-def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, run: Callable[..., Any]) -> None:
+def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, run: Any) -> None:
     path = trained.directory / "checkpoints" / "best.safetensors"
     data = path.read_bytes()
     path.unlink()
@@ -166,7 +162,7 @@ def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, run: Callabl
     assert read(trained.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] > 0
 
 
-def test_other_data_leaves_the_evaluation_of_its_own_data_alone(trained: Any, evaluate: Callable[..., Any]) -> None:
+def test_other_data_leaves_the_evaluation_of_its_own_data_alone(trained: Any, evaluate: Any) -> None:
     own = evaluate(f"ckpt_path={trained.directory}")
     before = (trained.directory / "eval_test.json").read_bytes()
     other = evaluate(f"ckpt_path={trained.directory}", "data.name=others", "data.dataset.seed=5")
@@ -175,7 +171,7 @@ def test_other_data_leaves_the_evaluation_of_its_own_data_alone(trained: Any, ev
     assert (trained.directory / "eval_others_test.json").is_file()
 
 
-def test_a_limited_evaluation_counts_the_samples_that_it_used(trained: Any, evaluate: Callable[..., Any]) -> None:
+def test_a_limited_evaluation_counts_the_samples_that_it_used(trained: Any, evaluate: Any) -> None:
     limited = evaluate(f"ckpt_path={trained.directory}", "limit.eval_batches=1", "evaluate.batch_size=7")
     assert limited["samples"] == 7
     assert sum(map(sum, limited["confusion"])) == 7
@@ -183,7 +179,7 @@ def test_a_limited_evaluation_counts_the_samples_that_it_used(trained: Any, eval
 
 @pytest.mark.parametrize("mean", ["logits", "probabilities"])
 def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_the_views(
-    mean: str, trained: Any, evaluate: Callable[..., Any], compose: Callable[..., Any]
+    mean: str, trained: Any, evaluate: Any, compose: Any
 ) -> None:
     plain = evaluate(f"ckpt_path={trained.directory}")
     found = evaluate(f"ckpt_path={trained.directory}", "tta=flip,vflip", f"tta_mean={mean}")
@@ -203,9 +199,7 @@ def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_th
     assert found["tta"]["metrics"]["loss"] != found["metrics"]["loss"]
 
 
-def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
-    trained: Any, run: Callable[..., Any]
-) -> None:
+def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(trained: Any, run: Any) -> None:
     result = run(*EVAL, f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=bce")
     assert result.status == 0, result.err
     assert "warning: tta_mean=probabilities: the averaged views have no loss" in result.err
@@ -217,9 +211,7 @@ def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
     assert "accuracy" in shown.out
 
 
-def test_numbers_that_are_none_are_null_in_json(
-    trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_that_are_none_are_null_in_json(trained: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.verbs.eval.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")})
     monkeypatch.setattr("runner.verbs.eval.build_metrics", lambda *_: {})
     monkeypatch.setattr(Classification, "tables", lambda *_: {})
@@ -232,16 +224,14 @@ def test_numbers_that_are_none_are_null_in_json(
     assert json.loads(result.out, parse_constant=refuse)["metrics"] == {"loss": None, "accuracy": None}
 
 
-def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Callable[..., Any]) -> None:
+def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Any) -> None:
     result = run("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=[five_crop]")
     assert "with five_crop (mean of logits)" in result.out
     told = json.loads((trained.directory / "eval_test.json").read_text())["tta"]["metrics"]
     assert digits(told["loss"]) in result.out
 
 
-def test_a_mean_of_probabilities_without_classes_is_a_sentence(
-    train_once: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_a_mean_of_probabilities_without_classes_is_a_sentence(train_once: Any, run: Any) -> None:
     numbers = train_once(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
     assert run(*EVAL, f"ckpt_path={numbers}", "tta=flip").status == 0
     result = run(*EVAL, f"ckpt_path={numbers}", "tta=flip", "tta_mean=probabilities")

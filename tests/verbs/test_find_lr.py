@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from extended import some
 
 from runner.checkpoint.file import read
 from runner.run.auto_lr import find_rate
@@ -33,7 +33,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return read(directory / "checkpoints" / "last.safetensors")["model"]
 
 
-def test_it_leaves_a_picture_the_numbers_and_the_override_to_use(run: Callable[..., Any]) -> None:
+def test_it_leaves_a_picture_the_numbers_and_the_override_to_use(run: Any) -> None:
     result = run("find-lr", *SMALL, *STEPS)
     assert result.status == 0, result.err
     assert result.directory.parent == Path("outputs/find-lr")
@@ -49,7 +49,7 @@ def test_it_leaves_a_picture_the_numbers_and_the_override_to_use(run: Callable[.
     assert "recommended" in result.out
 
 
-def test_json_is_one_object_and_the_folder_is_ones_own(run: Callable[..., Any], workdir: Path) -> None:
+def test_json_is_one_object_and_the_folder_is_ones_own(run: Any, workdir: Path) -> None:
     result = run("find-lr", *SMALL, *STEPS, "json=true", "output=mine")
     found = json.loads(result.out)
     assert found["folder"] == "mine"
@@ -57,14 +57,14 @@ def test_json_is_one_object_and_the_folder_is_ones_own(run: Callable[..., Any], 
     assert found["command"][-2:] == ["json=true", "output=mine"]
 
 
-def test_every_rate_of_an_optimizer_is_scaled_alike(run: Callable[..., Any]) -> None:
+def test_every_rate_of_an_optimizer_is_scaled_alike(run: Any) -> None:
     result = run("find-lr", *SMALL, *STEPS, "optimizer=muon", "optimizer.adamw_lr=0.01", "json=true")
     settings = dict(word.split("=") for word in json.loads(result.out)["overrides"].split())
     ratio = float(settings["optimizer.adamw_lr"]) / float(settings["optimizer.lr"])
     assert ratio == pytest.approx(0.01 / 0.02, rel=0.1)
 
 
-def test_a_checkpoint_is_searched_from_its_weights(run: Callable[..., Any], train: Callable[..., Any]) -> None:
+def test_a_checkpoint_is_searched_from_its_weights(run: Any, train: Any) -> None:
     trained = train(*SMALL, "epochs=4", "evaluate.test=false")
     result = run("find-lr", f"ckpt_path={trained.directory}", *STEPS, "json=true")
     assert result.status in (0, 2)
@@ -76,9 +76,7 @@ def test_a_checkpoint_is_searched_from_its_weights(run: Callable[..., Any], trai
 
 
 @pytest.mark.usefixtures("short_test")
-def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(train: Any, run: Any) -> None:
     searched = train(*SMALL, *QUICK, "max_steps=5", "lr=auto")
     config = yaml.safe_load((searched.directory / "config.yaml").read_text())
     rate = config["optimizer"]["lr"]
@@ -95,7 +93,7 @@ def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(
 
 
 @pytest.mark.usefixtures("short_test")
-def test_a_run_that_goes_on_does_not_search_again(train: Callable[..., Any]) -> None:
+def test_a_run_that_goes_on_does_not_search_again(train: Any) -> None:
     first = train(*SMALL, *QUICK, "lr=auto")
     rate = yaml.safe_load((first.directory / "config.yaml").read_text())["optimizer"]["lr"]
     second = train(f"ckpt_path={first.directory}", "lr=auto", "epochs=2")
@@ -107,7 +105,7 @@ def test_a_run_that_goes_on_does_not_search_again(train: Callable[..., Any]) -> 
     assert (config["lr"], config["optimizer"]["lr"]) == (None, 0.001)
 
 
-def test_two_rates_on_a_line_are_a_mistake(problems: Callable[..., Any]) -> None:
+def test_two_rates_on_a_line_are_a_mistake(problems: Any) -> None:
     assert problems("lr=0.1", "optimizer.lr=0.2")["lr"].message == "is 0.1, and optimizer.lr is given too"
     assert problems("lr=auto", "optimizer.lr=0.2")["lr"].message == "is auto, and optimizer.lr is given too"
     assert not problems("lr=null", "optimizer.lr=0.2")
@@ -116,7 +114,7 @@ def test_two_rates_on_a_line_are_a_mistake(problems: Callable[..., Any]) -> None
 
 
 @pytest.mark.extended
-def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Callable[..., Any]) -> None:
+def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Any) -> None:
     words = ("epochs=8", "data=digits", "model=small_cnn")
     preset, found = (train(*words, *more).summary["test"]["accuracy"] for more in ((), ("lr=auto",)))
     assert found > preset - 0.01
@@ -124,7 +122,7 @@ def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Callable[...
 
 
 def test_a_checkpoint_is_searched_with_what_is_trained_there(
-    run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen: list[bool] = []
 
@@ -144,9 +142,7 @@ def test_a_checkpoint_is_searched_with_what_is_trained_there(
 
 
 @pytest.mark.usefixtures("short_test")
-def test_a_picture_that_cannot_be_drawn_costs_no_run(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_that_cannot_be_drawn_costs_no_run(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no fonts")
 
@@ -157,9 +153,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_run(
 
 
 @pytest.mark.usefixtures("short_test")
-def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.runtime.signals.StopSignals.asked", lambda self: "SIGTERM")
     stopped = run("train", *SMALL, *QUICK, "lr=auto")
     assert stopped.status == 75
@@ -167,8 +161,8 @@ def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(
     assert "ckpt_path" not in stopped.out
 
 
-@pytest.mark.parametrize("kind", ["ema=0.9", "swa=0.75"])
-def test_averages_that_decide_what_is_best_are_no_obstacle(kind: str, run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", some(["ema=0.9", "swa=0.75"], 1))
+def test_averages_that_decide_what_is_best_are_no_obstacle(kind: str, run: Any) -> None:
     name = f"val/{kind.partition('=')[0]}_accuracy"
     for verb, words in (("find-lr", STEPS), ("profile", ("warmup_steps=0", "steps=2", "trace_steps=0"))):
         result = run(verb, *SMALL, *words, kind, f"checkpoint.monitor={name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ SHORT_SEARCH = ("model=mlp", "model.hidden=[32]", "transform=none", "scheduler=c
     ids=lambda value: " ".join(value) if RUN in value or "=" in value[-1] else "",
 )  # fmt: skip
 def test_a_mistake_is_a_sentence(
-    words: tuple[str, ...], messages: tuple[str, ...], trained: Path, run: Callable[..., Any], workdir: Path
+    words: tuple[str, ...], messages: tuple[str, ...], trained: Path, run: Any, workdir: Path
 ) -> None:
     (workdir / "photos").mkdir()
     verb, *others = (word.format(run=trained) for word in words)

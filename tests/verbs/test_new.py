@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def own_tests() -> None:
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Path, run: Callable[..., Any]) -> None:
+def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Path, run: Any) -> None:
     name, option, sign = PARTS[kind]
     written = run("new", kind, name)
     assert written.status == 0, written.err
@@ -64,16 +63,14 @@ def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Pa
 
 
 @pytest.mark.slow
-def test_everything_that_is_written_passes_its_own_tests(own: Path, run: Callable[..., Any]) -> None:
+def test_everything_that_is_written_passes_its_own_tests(own: Path, run: Any) -> None:
     for kind, (name, _, _) in PARTS.items():
         assert run("new", kind, name).status == 0
     own_tests()
 
 
 @pytest.mark.slow
-def test_a_project_trains_and_passes_its_own_tests(
-    own: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_project_trains_and_passes_its_own_tests(own: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     written = run("new", "project", "mine")
     assert written.status == 0, written.err
     assert "cd mine" in written.out
@@ -83,9 +80,7 @@ def test_a_project_trains_and_passes_its_own_tests(
     own_tests()
 
 
-def test_a_project_grows_with_its_own_package_and_options(
-    own: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_project_grows_with_its_own_package_and_options(own: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("new", "project", "mine").status == 0
     monkeypatch.chdir(own / "mine")
     monkeypatch.syspath_prepend(str(own / "mine"))
@@ -98,7 +93,7 @@ def test_a_project_grows_with_its_own_package_and_options(
     assert "Another: two convolutions" in listed.out
 
 
-def test_package_and_folder_can_be_named(own: Path, run: Callable[..., Any]) -> None:
+def test_package_and_folder_can_be_named(own: Path, run: Any) -> None:
     assert run("new", "model", "wide_net", "--package", "mine", "--config-dir=options/here").status == 0
     assert set(content(own)) == {
         "mine/__init__.py", "mine/wide_net.py", "options/here/model/wide_net.yaml", "tests/test_wide_net.py",
@@ -109,7 +104,7 @@ def test_package_and_folder_can_be_named(own: Path, run: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("path", ["my_package/my_net.py", "my_conf/model/my_net.yaml", "tests/test_my_net.py"])
-def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path, run: Callable[..., Any]) -> None:
+def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path, run: Any) -> None:
     (own / path).parent.mkdir(parents=True)
     (own / path).write_text("mine\n")
     result = run("new", "model", "MyNet")
@@ -142,16 +137,14 @@ def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_name_that_cannot_be_used_is_told(
-    words: tuple[str, ...], message: str, own: Path, run: Callable[..., Any]
-) -> None:
+def test_a_name_that_cannot_be_used_is_told(words: tuple[str, ...], message: str, own: Path, run: Any) -> None:
     result = run("new", *words)
     assert result.status == 2
     assert f"error: new: {message}" in result.err or message in result.err
     assert content(own) == {}
 
 
-def test_a_folder_that_is_there_is_no_place_for_a_project(own: Path, run: Callable[..., Any]) -> None:
+def test_a_folder_that_is_there_is_no_place_for_a_project(own: Path, run: Any) -> None:
     (own / "mine").mkdir()
     result = run("new", "project", "mine")
     assert result.status == 2
@@ -182,7 +175,7 @@ def test_torch_is_not_imported(workdir: Path) -> None:
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_the_commands_say_how_to_get_what_runs_the_tests(
-    missing: bool, workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    missing: bool, workdir: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(

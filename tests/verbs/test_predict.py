@@ -69,7 +69,7 @@ def noise(*size: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
 
 
-def test_a_file_gets_the_logits_that_its_sample_gets(predict: Callable[..., Any], photos: Path) -> None:
+def test_a_file_gets_the_logits_that_its_sample_gets(predict: Any, photos: Path) -> None:
     by_split = {row["sample"]: row for row in predict("input=test", "logits=true")}
     by_file = {int(Path(row["path"]).stem): row for row in predict("input=photos", "logits=true")}
     assert sorted(by_file) == sorted(by_split) == list(range(15))
@@ -80,18 +80,14 @@ def test_a_file_gets_the_logits_that_its_sample_gets(predict: Callable[..., Any]
         assert by_file[number]["prediction"] == row["prediction"]
 
 
-def test_predictions_of_a_split_are_as_often_right_as_eval_says(
-    predict: Callable[..., Any], run: Callable[..., Any], trained: Path
-) -> None:
+def test_predictions_of_a_split_are_as_often_right_as_eval_says(predict: Any, run: Any, trained: Path) -> None:
     rows = predict("input=test")
     right = sum(row["prediction"] == row["target"] for row in rows) / len(rows)
     found = json.loads(run("eval", "threads=1", "json=true", f"ckpt_path={trained}").out)
     assert right == pytest.approx(found["metrics"]["accuracy"])
 
 
-def test_three_broken_images_are_named_and_the_rest_predicted(
-    run: Callable[..., Any], trained: Path, photos: Path
-) -> None:
+def test_three_broken_images_are_named_and_the_rest_predicted(run: Any, trained: Path, photos: Path) -> None:
     (photos / "03.png").write_bytes(b"not an image")
     (photos / "07.png").write_bytes((photos / "08.png").read_bytes()[:40])
     (photos / "11.png").write_bytes(b"")
@@ -107,7 +103,7 @@ def test_three_broken_images_are_named_and_the_rest_predicted(
     assert "photos/07.png" in listed
 
 
-def test_a_broken_image_among_workers_changes_no_other_row(predict: Callable[..., Any], photos: Path) -> None:
+def test_a_broken_image_among_workers_changes_no_other_row(predict: Any, photos: Path) -> None:
     whole = predict("input=photos", "logits=true")
     (photos / "09.png").write_bytes(b"not an image")
     rows = predict("input=photos", "logits=true", "data.num_workers=1", "evaluate.batch_size=15")
@@ -116,7 +112,7 @@ def test_a_broken_image_among_workers_changes_no_other_row(predict: Callable[...
     torch.testing.assert_close(torch.tensor([row["logits"] for row in rows]), torch.tensor(kept))
 
 
-def test_strict_ends_the_call_and_leaves_no_file(run: Callable[..., Any], trained: Path, photos: Path) -> None:
+def test_strict_ends_the_call_and_leaves_no_file(run: Any, trained: Path, photos: Path) -> None:
     (photos / "03.png").write_bytes(b"not an image")
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "strict=true")
     assert result.status == 2
@@ -125,9 +121,7 @@ def test_strict_ends_the_call_and_leaves_no_file(run: Callable[..., Any], traine
     assert not list(Path().glob("*rows*"))
 
 
-def test_files_folders_patterns_and_several_of_them_come_in_order_and_once(
-    predict: Callable[..., Any], photos: Path
-) -> None:
+def test_files_folders_patterns_and_several_of_them_come_in_order_and_once(predict: Any, photos: Path) -> None:
     save(photos / "more" / "x.jpg", torch.zeros((3, 8, 8), dtype=torch.uint8))
     (photos / "notes.txt").write_text("no image")
     (photos / ".hidden.png").write_bytes((photos / "00.png").read_bytes())
@@ -147,7 +141,7 @@ def test_files_folders_patterns_and_several_of_them_come_in_order_and_once(
 
 
 def test_postscript_under_the_name_of_an_image_is_listed_and_never_run(
-    predict: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
+    predict: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_it(*_: Any, **__: Any) -> None:
         raise AssertionError("Ghostscript is not to be called")
@@ -177,7 +171,7 @@ def test_a_pattern_goes_into_each_folder_once_however_many_links_lead_there(work
 
 @pytest.mark.parametrize("word", ["photos", "photos/**/*.png"])
 def test_a_folder_that_cannot_be_read_is_a_sentence(
-    word: str, run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    word: str, run: Any, trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (photos / "locked").mkdir()
     scandir = os.scandir
@@ -194,7 +188,7 @@ def test_a_folder_that_cannot_be_read_is_a_sentence(
     assert "Traceback" not in result.err
 
 
-def test_links_are_followed_once_and_pipes_never_opened(predict: Callable[..., Any], photos: Path) -> None:
+def test_links_are_followed_once_and_pipes_never_opened(predict: Any, photos: Path) -> None:
     folder = photos.parent / "linked"
     folder.mkdir()
     (folder / "again").symlink_to(folder)
@@ -209,7 +203,7 @@ def test_links_are_followed_once_and_pipes_never_opened(predict: Callable[..., A
 
 
 def test_an_image_larger_than_pillow_allows_is_listed_and_not_decoded(
-    predict: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
+    predict: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Image.new("1", (300, 300)).save(photos / "bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 300 // 2 - 1)
@@ -217,7 +211,7 @@ def test_an_image_larger_than_pillow_allows_is_listed_and_not_decoded(
     assert "bomb.png" in Path("rows_unreadable.txt").read_text()
 
 
-def test_other_sizes_and_modes_become_what_the_model_takes(predict: Callable[..., Any], workdir: Path) -> None:
+def test_other_sizes_and_modes_become_what_the_model_takes(predict: Any, workdir: Path) -> None:
     folder = workdir / "odd"
     folder.mkdir()
     noise(40, 90).save(folder / "grey.png")
@@ -235,9 +229,7 @@ def test_the_middle_is_fitted_to_images_that_are_not_square() -> None:
     assert fitted(image, 5, 10).shape == (3, 5, 10)
 
 
-def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(
-    train: Callable[..., Any], run: Callable[..., Any], workdir: Path
-) -> None:
+def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(train: Any, run: Any, workdir: Path) -> None:
     for split, name, seed in [(s, c, n) for s in ("train", "test") for c in "ab" for n in range(3)]:
         path = workdir / "set" / split / name / f"{seed}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -258,7 +250,7 @@ def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(
 
 
 def test_a_checkpoint_predicts_without_its_data(
-    run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = trained / "checkpoints" / "last.safetensors"
     assert read(path)["metrics"]["images"] == [3, 8, 8]
@@ -272,9 +264,7 @@ def test_a_checkpoint_predicts_without_its_data(
         assert run(*words).status == 0
 
 
-def test_csv_cells_are_no_formulas_and_names_are_clean(
-    run: Callable[..., Any], trained: Path, photos: Path, workdir: Path
-) -> None:
+def test_csv_cells_are_no_formulas_and_names_are_clean(run: Any, trained: Path, photos: Path, workdir: Path) -> None:
     for name in ("=cmd.png", "new\nline.png", "a\r=cmd.png", "bell\a\x1b[31m.png"):
         shutil.copy(photos / "00.png", workdir / name)
     (workdir / os.fsdecode(b"latin\xe9.png")).write_bytes(b"broken")
@@ -290,7 +280,7 @@ def test_csv_cells_are_no_formulas_and_names_are_clean(
     assert "latin\\udce9.png" in Path("rows_unreadable.txt").read_text()
 
 
-def test_the_likeliest_classes_come_first_and_probabilities_add_up(predict: Callable[..., Any], photos: Path) -> None:
+def test_the_likeliest_classes_come_first_and_probabilities_add_up(predict: Any, photos: Path) -> None:
     (row,) = predict("input=photos/00.png", "top_k=3", "probabilities=true", "logits=true")
     torch.testing.assert_close(torch.tensor(row["logits"]).softmax(0), torch.tensor(row["probabilities"]))
     best = sorted(row["probabilities"], reverse=True)[:3]
@@ -300,7 +290,7 @@ def test_the_likeliest_classes_come_first_and_probabilities_add_up(predict: Call
 
 
 @needs("parquet")
-def test_the_three_formats_hold_the_same_rows(run: Callable[..., Any], trained: Path, photos: Path) -> None:
+def test_the_three_formats_hold_the_same_rows(run: Any, trained: Path, photos: Path) -> None:
     from pyarrow import parquet
 
     words = (*CALL, f"ckpt_path={trained}", "input=photos", "probabilities=true", "evaluate.batch_size=10")
@@ -313,18 +303,14 @@ def test_the_three_formats_hold_the_same_rows(run: Callable[..., Any], trained: 
         assert [float(line[f"probabilities:{n}"]) for n in range(4)] == row["probabilities"]
 
 
-def test_parquet_without_pyarrow_is_a_sentence(
-    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_pyarrow_is_a_sentence(run: Any, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = run(*CALL, f"ckpt_path={trained}", "input=test", "output=rows.parquet")
     assert result.status == 2
     assert "runner[parquet]" in result.err
 
 
-def test_numbers_are_predicted_as_they_were_learned(
-    train: Callable[..., Any], run: Callable[..., Any], workdir: Path
-) -> None:
+def test_numbers_are_predicted_as_they_were_learned(train: Any, run: Any, workdir: Path) -> None:
     directory = train(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
     result = run(*CALL, f"ckpt_path={directory}", "input=test", "output=rows.jsonl")
     assert result.status == 0, result.err
@@ -338,7 +324,7 @@ def test_numbers_are_predicted_as_they_were_learned(
 
 
 def test_features_of_a_layer_are_in_the_order_of_the_rows_and_lead_to_the_logits(
-    predict: Callable[..., Any], photos: Path, trained: Path
+    predict: Any, photos: Path, trained: Path
 ) -> None:
     (photos / "03.png").write_bytes(b"not an image")
     rows = predict("input=photos", "logits=true", "features=stages.2,dropout", "evaluate.batch_size=4")
@@ -374,7 +360,7 @@ def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch
 
 
 def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
-    run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Extractor, "__call__", lambda self, images: {"stages.1": images.transpose(0, 1)})
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
@@ -384,7 +370,7 @@ def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
 
 
 def test_a_failure_before_the_first_image_ends_the_workers_of_a_split(
-    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
     close = DataModule.close
@@ -395,7 +381,7 @@ def test_a_failure_before_the_first_image_ends_the_workers_of_a_split(
 
 
 def test_views_are_tried_on_what_the_model_is_given(
-    run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The data is square, and after transform.eval the images are not.
     monkeypatch.setattr("runner.run.from_checkpoint.callables", lambda *_: [lambda images, rng: images[..., :6]])
@@ -404,7 +390,7 @@ def test_views_are_tried_on_what_the_model_is_given(
     assert "tta: rotations require square images, and these have 8x6 pixels" in result.err
 
 
-def test_the_view_of_a_prediction_is_averaged(predict: Callable[..., Any], photos: Path) -> None:
+def test_the_view_of_a_prediction_is_averaged(predict: Any, photos: Path) -> None:
     plain = predict("input=photos/00.png", "logits=true")[0]["logits"]
     image = read_image(photos / "00.png", None, 3)
     save(photos / "mirrored.png", image.flip(-1))
@@ -415,7 +401,7 @@ def test_the_view_of_a_prediction_is_averaged(predict: Callable[..., Any], photo
 
 
 def test_without_an_output_a_new_folder_is_made_and_programs_get_one_object(
-    run: Callable[..., Any], trained: Path, photos: Path
+    run: Any, trained: Path, photos: Path
 ) -> None:
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "json=true")
     found = json.loads(result.out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
         ("tags", ["default   []", "run.md"]),
     ],
 )
-def test_a_key_is_explained(run: Callable[..., Any], key: str, parts: list[str]) -> None:
+def test_a_key_is_explained(run: Any, key: str, parts: list[str]) -> None:
     result = run("show", key)
     assert result.status == 0, result.err
     assert result.out.splitlines()[0] == key
@@ -50,13 +49,13 @@ def test_every_key_of_training_has_an_explanation_and_a_page_that_exists(capsys:
     assert sorted({*with_meaning, *sections}) == sorted(single)
 
 
-def test_a_wrong_key_is_refused_with_the_nearest_one(run: Callable[..., Any]) -> None:
+def test_a_wrong_key_is_refused_with_the_nearest_one(run: Any) -> None:
     result = run("show", "optimizer.lrr")
     assert result.status == 2
     assert "did you mean 'optimizer.lr'?" in result.err
 
 
-def test_a_copied_option_is_ones_own(run: Callable[..., Any], train: Callable[..., Any], workdir: Path) -> None:
+def test_a_copied_option_is_ones_own(run: Any, train: Any, workdir: Path) -> None:
     result = run("copy", "model=mlp", "mine")
     assert result.status == 0, result.err
     path = workdir / "mine/model/my_mlp.yaml"
@@ -77,7 +76,7 @@ def test_a_copied_option_is_ones_own(run: Callable[..., Any], train: Callable[..
         (("model=mlp", "/proc/nowhere"), "cannot write"),
     ],
 )
-def test_mistakes_with_copy_are_refused(run: Callable[..., Any], words: tuple[str, ...], reason: str) -> None:
+def test_mistakes_with_copy_are_refused(run: Any, words: tuple[str, ...], reason: str) -> None:
     result = run("copy", *words)
     assert result.status == 2
     assert reason in result.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_curves_are_drawn_unless_they_are_not_wanted(run: Callable[..., Any]) -> None:
+def test_curves_are_drawn_unless_they_are_not_wanted(run: Any) -> None:
     quick = ("train", *SMALL, "threads=1", "logger=none", "epochs=1")
     drawn = [
         (run(*quick, f"log.curves={word}").directory / "plots" / "curves.png").is_file() for word in ("true", "false")
@@ -33,7 +32,7 @@ def test_curves_are_drawn_unless_they_are_not_wanted(run: Callable[..., Any]) ->
     assert not (first / "plots" / "curves.png").exists(), "of the first part only"
 
 
-def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], workdir: Path) -> None:
+def test_a_run_leaves_everything_that_the_design_lists(run: Any, workdir: Path) -> None:
     result = run("train", *SMALL, "threads=1", "log.every_steps=4", "name=mine", "seed=3")
     assert result.status == 0, result.err
     directory = result.directory
@@ -60,6 +59,7 @@ def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], 
     train = [(m["global_step"], m["epoch"]) for m in result.metrics if m["split"] == "train"]
     assert train == [(4, 1), (8, 2), (12, 2)]
     assert [m["global_step"] for m in result.metrics if m["split"] == "val"] == [6, 12]
+    assert result.metrics[-1]["loss"] == summary["last"]["loss"], "numbers are in full"
 
     config = yaml.safe_load((directory / "config.yaml").read_text())
     assert config == yaml.safe_load(last["config"])
@@ -72,7 +72,7 @@ def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], 
 
 
 def test_a_run_that_fails_says_so_and_ends_with_its_directory(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "broken.py").write_text(
         "class Broken:\n    def on_step(self, loop):\n        raise OSError('the coffee is out')\n", encoding="utf-8"
@@ -113,7 +113,7 @@ class Quitting(nn.Module):
     ],
 )
 def test_user_code_that_calls_exit_fails_the_run(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str
 ) -> None:
     (workdir / "leaving.py").write_text(EXITING, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
@@ -129,7 +129,7 @@ def test_user_code_that_calls_exit_fails_the_run(
 
 
 def test_user_code_that_calls_exit_fails_the_other_verbs(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "leaving.py").write_text(EXITING, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
@@ -144,7 +144,7 @@ def test_user_code_that_calls_exit_fails_the_other_verbs(
 
 
 def test_a_metric_of_a_callback_that_is_not_a_number_is_a_mistake(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "class Noted:\n    def on_log(self, loop, metrics):\n        metrics['note'] = 'good'\n"
     (workdir / "noted.py").write_text(code, encoding="utf-8")
@@ -156,16 +156,8 @@ def test_a_metric_of_a_callback_that_is_not_a_number_is_a_mistake(
     assert result.summary["status"] == "failed"
 
 
-def test_a_mistake_found_once_the_data_is_there_is_a_sentence_and_leaves_no_run(run: Callable[..., Any]) -> None:
-    result = run("train", *SMALL, "threads=1", "logger=none", "data.batch_size=500", "data.drop_last=true")
-    assert result.status == 2
-    assert "data.batch_size: 500 is more than the 43 training samples" in result.err
-    assert "Traceback" not in result.err
-    assert not list(Path("outputs").rglob("summary.json"))
-
-
 def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
 
@@ -190,9 +182,7 @@ def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
     assert not list(result.directory.rglob("*.tmp"))
 
 
-def test_an_occupied_directory_is_refused_and_stays_as_it_is(
-    train_once: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_an_occupied_directory_is_refused_and_stays_as_it_is(train_once: Any, run: Any) -> None:
     first = train_once(*SMALL, "evaluate.test=false")
     before = {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()}
     result = run("train", *SMALL, f"hydra.run.dir={first.directory}")
@@ -201,7 +191,7 @@ def test_an_occupied_directory_is_refused_and_stays_as_it_is(
     assert {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()} == before
 
 
-def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Callable[..., Any]) -> None:
+def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Any) -> None:
     words = (*SMALL, "evaluate.test=false", "scheduler=constant", "checkpoint.min_seconds=0")
     first, whole = train(*words), train(*words, "epochs=3")
     for name in ("last.safetensors", "step_0000000012.safetensors"):
@@ -216,13 +206,7 @@ def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Callable
     assert "truncated" in " ".join(rest.out.split())
 
 
-def test_metrics_lines_are_json_with_numbers_in_full(train_once: Callable[..., Any]) -> None:
-    result = train_once(*SMALL, "evaluate.test=false")
-    last = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()][-1]
-    assert last["loss"] == result.summary["last"]["loss"]
-
-
-def test_early_stopping_watches_its_metric_in_the_direction_that_is_better(train: Callable[..., Any]) -> None:
+def test_early_stopping_watches_its_metric_in_the_direction_that_is_better(train: Any) -> None:
     # The loss falls throughout, while the best evaluation is that with the largest accuracy.
     words = ("callbacks=early_stopping", "callbacks.early_stopping.monitor=loss", "callbacks.early_stopping.patience=1")
     result = train(*SMALL, *words, "optimizer.lr=0.002", "evaluate.test=false", "epochs=5")
@@ -235,25 +219,22 @@ def test_early_stopping_watches_its_metric_in_the_direction_that_is_better(train
     ("words", "message"),
     [
         (("callbacks=early_stopping", "callbacks.early_stopping.monitor=val/lss"), "did you mean 'val/loss'?"),
-        (("checkpoint.monitor=acuracy",), "did you mean 'val/accuracy'?"),
         ((f"seed={2**64}",), "seed"),
     ],
-    ids=["early stopping", "checkpoint", "seed"],
+    ids=["early stopping", "seed"],
 )
-def test_what_cannot_be_watched_or_seeded_is_a_sentence(
-    words: tuple[str, ...], message: str, run: Callable[..., Any]
-) -> None:
+def test_what_cannot_be_watched_or_seeded_is_a_sentence(words: tuple[str, ...], message: str, run: Any) -> None:
     result = run("train", *SMALL, "threads=1", "logger=none", *words)
     assert result.status == 2, result.err
     assert message in result.err
     assert "Traceback" not in result.err
 
 
-def test_the_largest_seed_works(train: Callable[..., Any]) -> None:
+def test_the_largest_seed_works(train: Any) -> None:
     assert train(*SMALL, f"seed={2**64 - 1}", "max_steps=1", "evaluate.test=false").summary["global_step"] == 1
 
 
-def test_resuming_with_nothing_left_to_do_says_so_and_can_itself_be_resumed(train: Callable[..., Any]) -> None:
+def test_resuming_with_nothing_left_to_do_says_so_and_can_itself_be_resumed(train: Any) -> None:
     first = train(*SMALL, "epochs=3")
     again = train(f"ckpt_path={first.directory}", "epochs=2")
     assert "nothing left to train" in again.out
@@ -261,38 +242,35 @@ def test_resuming_with_nothing_left_to_do_says_so_and_can_itself_be_resumed(trai
     assert (again.directory / "checkpoints" / "last.safetensors").is_file()
 
 
-def test_a_size_that_the_data_set_does_not_take_is_a_warning(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_a_size_that_the_data_set_does_not_take_is_a_warning(train: Any, run: Any) -> None:
     trained = train("data.image_size=16", "debug=smoke")
     assert "data.image_size=16 has no effect" in trained.out
     done = run("predict", f"ckpt_path={trained.directory}", "input=test", "data.image_size=24")
     assert "data.image_size=24 has no effect" in done.out + done.err
 
 
-def test_the_environment_records_the_command_as_it_was_typed(spawn: Callable[..., Any]) -> None:
+def test_the_environment_records_the_command_as_it_was_typed(spawn: Any) -> None:
     done = spawn("train", "+amp=true", "debug=smoke", "threads=1", "logger=none")
     environment = json.loads((Path(done.stdout.splitlines()[-1]) / "environment.json").read_text())
     assert environment["command"][-5:] == ["train", "+amp=true", "debug=smoke", "threads=1", "logger=none"]
 
 
-def test_another_target_on_the_line_drops_the_facts_that_it_does_not_take(train: Callable[..., Any]) -> None:
+def test_another_target_on_the_line_drops_the_facts_that_it_does_not_take(train: Any) -> None:
     layers = "[{_target_: torch.nn.Flatten}, {_target_: torch.nn.Linear, in_features: 64, out_features: 10}]"
     words = ("model._target_=torch.nn.Sequential", f"model._args_={layers}", "~model.width", "~model.dropout")
     assert "Sequential, 650 parameters" in train(*words, "debug=smoke").out
 
 
-def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(
-    train: Callable[..., Any], train_once: Callable[..., Any]
-) -> None:
+def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(train: Any, train_once: Any) -> None:
     first = train_once(*SMALL, "evaluate.test=false")
     for size in (4, 32):
         again = train(f"ckpt_path={first.directory}", "epochs=4", f"data.batch_size={size}")
+        assert "data.batch_size" in again.out
         epochs = [line["epoch"] for line in again.metrics if line["split"] == "val"]
         assert epochs == [1, 2, 3, 4]
 
 
-def test_two_processes_never_write_one_directory(train_once: Callable[..., Any], spawn: Callable[..., Any]) -> None:
+def test_two_processes_never_write_one_directory(train_once: Any, spawn: Any) -> None:
     from runner.run.directory import RunDirectory
 
     first = train_once(*SMALL, "evaluate.test=false")
@@ -319,7 +297,7 @@ class Bad:
 
 
 def test_a_logger_whose_methods_raise_costs_a_warning_each(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "bad_logger.py").write_text(BAD_LOGGER)
     monkeypatch.syspath_prepend(workdir)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +296,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_data_that_do_not_fit_are_refused_with_split_and_sample(name: str, run: Callable[..., Any]) -> None:
+def test_data_that_do_not_fit_are_refused_with_split_and_sample(name: str, run: Any) -> None:
     words, message = REFUSED[name]
     result = run("train", *words)
     assert message in result.err, result.err[-3000:] + result.out
@@ -314,7 +313,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_data_that_are_suspicious_are_a_warning(name: str, train: Callable[..., Any]) -> None:
+def test_data_that_are_suspicious_are_a_warning(name: str, train: Any) -> None:
     words, message = WARNED[name]
     result = train(*words)
     assert message in (result.directory / "run.log").read_text(), result.out
@@ -336,7 +335,7 @@ def test_data_that_are_suspicious_are_a_warning(name: str, train: Callable[..., 
     ],
     ids=lambda words: " ".join(words[len(WORDS) :]),
 )
-def test_data_that_fit_raise_no_warning(words: tuple[str, ...], train: Callable[..., Any]) -> None:
+def test_data_that_fit_raise_no_warning(words: tuple[str, ...], train: Any) -> None:
     assert "warning:" not in train(*words).out
 
 
@@ -350,9 +349,7 @@ NO_VAL = (*on("twins"), "data.split.val=0")
         (("scheduler=plateau",), "scheduler: waits for evaluations, but there is no validation split"),
     ],
 )  # fmt: skip
-def test_what_follows_evaluations_needs_a_validation_split(
-    words: tuple[str, ...], message: str, run: Callable[..., Any]
-) -> None:
+def test_what_follows_evaluations_needs_a_validation_split(words: tuple[str, ...], message: str, run: Any) -> None:
     result = run("train", *NO_VAL, *words)
     assert result.status == 2
     assert message in result.err
@@ -384,7 +381,7 @@ class Normed(nn.Sequential):
     ],
 )
 def test_a_batch_of_one_sample_is_refused_where_batchnorm_cannot_take_it(
-    words: tuple[str, ...], fine: bool, workdir: Path, run: Callable[..., Any]
+    words: tuple[str, ...], fine: bool, workdir: Path, run: Any
 ) -> None:
     (workdir / "normed.py").write_text(NORMS)
     found = run(
@@ -404,7 +401,7 @@ def test_a_batch_of_one_sample_is_refused_where_batchnorm_cannot_take_it(
     assert fine or "data.drop_last=true" in found.err
 
 
-def test_eval_names_a_sample_that_is_not_finite_too(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+def test_eval_names_a_sample_that_is_not_finite_too(train: Any, run: Any) -> None:
     directory = train(*on("nan_pixels", place=3)).directory
     result = run("eval", f"ckpt_path={directory}", "split=val", "trust=[unfit_sets]")
     assert result.status == 0, result.err

@@ -93,7 +93,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_is_refused_before_training(name: str, start: Callable[..., Any]) -> None:
+def test_what_cannot_be_trained_is_refused_before_training(name: str, start: Any) -> None:
     words, message = REFUSED[name]
     result = start(*words)
     assert message in result.err, result.err[-3000:] + result.out
@@ -112,7 +112,7 @@ def test_what_cannot_be_trained_is_refused_before_training(name: str, start: Cal
     ],
     ids=str,
 )
-def test_what_can_be_trained_is_not_refused(words: tuple[str, ...], start: Callable[..., Any]) -> None:
+def test_what_can_be_trained_is_not_refused(words: tuple[str, ...], start: Any) -> None:
     result = start(*words)
     assert result.status == 0, result.err
 

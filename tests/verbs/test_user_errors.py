@@ -205,7 +205,7 @@ def line_of(comment: str) -> int:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_error_in_own_code_names_the_file_and_line_and_shows_no_library(
-    name: str, start: Callable[..., Any], workdir: Path
+    name: str, start: Any, workdir: Path
 ) -> None:
     words, comment, status, said = KINDS[name]
     result = start(*words)
@@ -223,9 +223,7 @@ def test_an_error_in_own_code_names_the_file_and_line_and_shows_no_library(
         assert "Traceback" in (result.directory / "run.log").read_text(), "the log has everything"
 
 
-def test_the_whole_traceback_is_shown_when_it_is_asked_for(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_whole_traceback_is_shown_when_it_is_asked_for(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     result = start(*NET, "+model.kind=later")
     assert result.status == 1
@@ -233,13 +231,13 @@ def test_the_whole_traceback_is_shown_when_it_is_asked_for(
     assert "site-packages" in result.err
 
 
-def test_a_metric_may_give_a_plain_number(start: Callable[..., Any]) -> None:
+def test_a_metric_may_give_a_plain_number(start: Any) -> None:
     result = start("+metrics.mine={_target_:own_parts.Metric,kind:float}", "checkpoint.monitor=val/mine")
     assert result.status == 0, result.err
     assert result.summary["last"]["mine"] == 0.1
 
 
-def test_shapes_up_to_the_module_that_fails_are_shown(start: Callable[..., Any]) -> None:
+def test_shapes_up_to_the_module_that_fails_are_shown(start: Any) -> None:
     result = start(*NET, "+model.kind=shape", "debug=shapes")
     table = result.err[result.err.index("shapes up to the module that fails") :].splitlines()
     rows = {line.split()[0]: line.split("  ")[-1].strip() for line in table[3:]}

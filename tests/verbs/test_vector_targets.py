@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended import some
 from sklearn.metrics import average_precision_score, f1_score
 
 SETS = """
@@ -69,9 +70,7 @@ def good(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def test_labels_are_learned_and_every_verb_knows_them(
-    train_once: Callable[..., Any], good: Callable[..., Any], workdir: Path
-) -> None:
+def test_labels_are_learned_and_every_verb_knows_them(train_once: Any, good: Any, workdir: Path) -> None:
     result = train_once(*LABELS)
     assert set(result.summary["test"]) == {"loss", "f1", "map"}
     assert result.summary["best"]["metric"] == "val/map"
@@ -111,9 +110,7 @@ def test_labels_are_learned_and_every_verb_knows_them(
     good("inspect", ckpt, "what=[inputs,gradients]")
 
 
-def test_several_numbers_are_learned_and_every_verb_knows_them(
-    train_once: Callable[..., Any], good: Callable[..., Any], workdir: Path
-) -> None:
+def test_several_numbers_are_learned_and_every_verb_knows_them(train_once: Any, good: Any, workdir: Path) -> None:
     result = train_once(*NUMBERS)
     assert set(result.summary["test"]) == {"loss", "mae", "rmse"}
     errors = [record["mae"] for record in result.metrics if record["split"] == "val"]
@@ -139,7 +136,7 @@ def test_several_numbers_are_learned_and_every_verb_knows_them(
 @pytest.mark.parametrize(
     "words", [LABELS, (*LABELS, "+data.dataset.whole=true"), NUMBERS], ids=["labels", "whole", "numbers"]
 )
-def test_check_finds_nothing_wrong(words: tuple[str, ...], run: Callable[..., Any]) -> None:
+def test_check_finds_nothing_wrong(words: tuple[str, ...], run: Any) -> None:
     found = run("check", *words, "threads=1", "only=[labels,loss,outputs,overfit,reach,objective]")
     assert found.status == 0, found.out + found.err
     assert " fail " not in found.out, found.out
@@ -155,7 +152,7 @@ EXTRAS = (
 @pytest.mark.parametrize(
     "words", [(*LABELS, *EXTRAS), (*NUMBERS, "accumulate=2", "ema=0.9")], ids=["labels", "numbers"]
 )
-def test_a_resumed_run_ends_with_the_same_bits(words: tuple[str, ...], train: Callable[..., Any]) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(words: tuple[str, ...], train: Any) -> None:
     part = train(*words, "hydra.run.dir=part", "scheduler=constant", "max_steps=3")
     whole = train(*words, "hydra.run.dir=whole", "scheduler=constant", "max_steps=8")
     again = train(f"ckpt_path={part.directory}", "max_steps=8", *TRUST[:1])
@@ -165,28 +162,28 @@ def test_a_resumed_run_ends_with_the_same_bits(words: tuple[str, ...], train: Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [LABELS, NUMBERS], ids=["labels", "numbers"])
-def test_two_processes_evaluate_as_one(words: tuple[str, ...], train: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("words", some([LABELS, NUMBERS], 0), ids=["labels", "numbers"])
+def test_two_processes_evaluate_as_one(words: tuple[str, ...], train: Any) -> None:
     two = train(*words, "devices=2", "max_steps=2", "hydra.run.dir=two")
     ckpt = f"ckpt_path={two.directory}"
     one = train(ckpt, "devices=1", "max_steps=2", "hydra.run.dir=one", *TRUST[:1])
     assert one.summary["test"] == two.summary["test"]
 
 
-def test_metrics_of_torchmetrics_get_probabilities_and_labels(train: Callable[..., Any]) -> None:
+def test_metrics_of_torchmetrics_get_probabilities_and_labels(train: Any) -> None:
     words = ("+metrics.f1._target_=torchmetrics.classification.MultilabelF1Score", "+metrics.f1.average=macro")
     found = train(*LABELS, "epochs=1", *words, "checkpoint.monitor=f1").summary["test"]
     own = train(*LABELS, "epochs=1", "checkpoint.monitor=f1").summary["test"]
     assert found["f1"] == pytest.approx(own["f1"])
 
 
-def test_positive_weights_need_targets_that_can_be_counted(run: Callable[..., Any]) -> None:
+def test_positive_weights_need_targets_that_can_be_counted(run: Any) -> None:
     result = run("train", *LABELS, "loss.pos_weight=auto", "+data.dataset.shown=false", *TRUST[1:])
     assert result.status == 2
     assert "needs a data set with an attribute targets" in result.err
 
 
-def test_the_test_says_which_weights_it_tested(train: Callable[..., Any]) -> None:
+def test_the_test_says_which_weights_it_tested(train: Any) -> None:
     result = train(*LABELS, "evaluate.every_steps=1", "checkpoint.monitor=loss", "checkpoint.mode=max")
     best = result.summary["best"]["global_step"]
     assert best < result.summary["global_step"], "the last weights are the best"
