@@ -189,11 +189,6 @@ def test_putting_saves_off_changes_neither_the_weights_nor_which_state_is_the_be
     assert weights_sha256(best[0]["model"]) == weights_sha256(best[1]["model"])
 
 
-def test_the_same_command_with_the_checkpoint_added_resumes(train: Any, train_once: Any, stopped: Any) -> None:
-    whole = train_once(*MLP)
-    assert weights(train(*MLP, f"ckpt_path={stopped(4, *MLP).directory}")) == weights(whole)
-
-
 @pytest.mark.parametrize(
     "word", ["model.hidden=[8]", "optimizer=sgd", "data.batch_size=4", "accumulate=2", "seed=5", "data.dataset.seed=1"]
 )
@@ -207,12 +202,12 @@ def test_a_change_that_would_not_be_the_same_run_is_refused_inside_an_epoch(
     assert "Traceback" not in result.err
 
 
-def test_a_checkpoint_moved_alone_to_another_folder_resumes(
+def test_the_same_command_resumes_with_a_checkpoint_moved_alone_to_another_folder(
     train: Any, train_once: Any, stopped: Any, workdir: Path
 ) -> None:
     whole = train_once(*MLP)
     last = stopped(8, *MLP).directory
     (last / "checkpoints" / "last.safetensors").rename(workdir / "moved.pt")
     last.rename(workdir / "gone")
-    rest = train("ckpt_path=moved.pt")
+    rest = train(*MLP, "ckpt_path=moved.pt")
     assert weights(rest) == weights(whole)

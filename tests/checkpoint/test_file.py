@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runner.base.errors import UserError
-from runner.checkpoint import file, layout
+from runner.checkpoint import layout
 from runner.checkpoint.file import KEYS, DamagedCheckpoint, is_checkpoint, link, read, verify, write
 from runner.checkpoint.weights import weights_sha256
 from runner.distributed.sharding import loaded
@@ -209,24 +209,13 @@ def test_every_flipped_byte_is_found_and_named(sample: Path, tmp_path: Path) -> 
             read(flipped)
 
 
-@pytest.mark.parametrize("extra", [b"x", b"\0" * 100], ids=["one", "many"])
-def test_bytes_added_at_the_end_are_found(sample: Path, extra: bytes) -> None:
-    sample.write_bytes(sample.read_bytes() + extra)
-    with pytest.raises(DamagedCheckpoint):
-        read(sample)
-
-
-def test_a_missing_file_and_a_folder_are_sentences(tmp_path: Path) -> None:
+def test_what_cannot_be_read_or_written_is_a_sentence(tmp_path: Path, contents: Make) -> None:
     with pytest.raises(UserError, match=r"cannot read .*nothing\.safetensors: No such file"):
         read(tmp_path / "nothing.safetensors")
     with pytest.raises(UserError, match="cannot read"):
         read(tmp_path)
-
-
-def test_a_file_of_a_later_version_is_not_guessed_at(tmp_path: Path, contents: Make) -> None:
-    write(tmp_path / "new.safetensors", contents(format=file.FORMAT + 1))
-    with pytest.raises(UserError, match=r"has format 3, and this version reads up to 2: update runner"):
-        read(tmp_path / "new.safetensors")
+    with pytest.raises(UserError, match="cannot write"):
+        write(tmp_path / "no" / "a.safetensors", contents())
 
 
 class Full:
@@ -282,11 +271,6 @@ def test_a_failure_at_the_last_moment_leaves_the_old_file_and_nothing_else(
     assert names(sample.parent) == ["sample.safetensors"]
 
 
-def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path, contents: Make) -> None:
-    with pytest.raises(UserError, match="cannot write"):
-        write(tmp_path / "no" / "a.safetensors", contents())
-
-
 @pytest.mark.parametrize("limit", [100, 2_000, 300_000])
 def test_a_limit_on_the_size_of_files_is_one_sentence_and_the_older_file_stays(
     tmp_path: Path, contents: Make, limit: int
@@ -327,6 +311,8 @@ def test_the_file_and_its_folder_are_on_the_disk_before_writing_returns(
         fsync(descriptor)
 
     def noting_replace(source: Any, target: Any) -> None:
+        assert Path(source).parent == tmp_path
+        assert Path(source).match(".*.tmp")
         events.append(f"rename to {Path(target).name}")
         replace(source, target)
 
@@ -334,18 +320,6 @@ def test_the_file_and_its_folder_are_on_the_disk_before_writing_returns(
     monkeypatch.setattr(os, "replace", noting_replace)
     write(tmp_path / "a.safetensors", contents())
     assert events == ["sync file", "rename to a.safetensors", "sync folder"]
-
-
-def test_the_temporary_file_lies_beside_the_target(
-    tmp_path: Path, contents: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved: list[Path] = []
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda a, b: (moved.append(Path(a)), replace(a, b))[1])
-    write(tmp_path / "a.safetensors", contents())
-    assert [path.parent for path in moved] == [tmp_path]
-    assert moved[0].name.startswith(".")
-    assert moved[0].name.endswith(".tmp")
 
 
 def test_a_link_is_the_same_checkpoint_and_can_be_made_twice(tmp_path: Path, sample: Path, contents: Make) -> None:
@@ -391,7 +365,7 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, contents: Ma
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("metadata", [{"shards": "3"}, {"model": "{"}, {"digests": "{}"}], ids=str)
+@pytest.mark.parametrize("metadata", [{}, {"shards": "3"}, {"model": "{"}, {"digests": "{}"}], ids=str)
 def test_a_newer_format_with_other_contents_is_no_damage(
     metadata: dict[str, str], tmp_path: Path, forge_header: Any
 ) -> None:

@@ -204,7 +204,7 @@ def test_list_of_groups_shows_these_alone(capsys):
     assert not any(line.strip().startswith("_") for line in lines)
 
 
-def test_list_and_show_see_the_users_own_folder(capsys, workdir):
+def test_list_show_and_help_see_the_users_own_folder(capsys, workdir):
     (workdir / "mine" / "model").mkdir(parents=True)
     own = workdir / "mine" / "model" / "own.yaml"
     own.write_text("# My own model.\n_target_: my_package.Net\n")
@@ -212,6 +212,8 @@ def test_list_and_show_see_the_users_own_folder(capsys, workdir):
     assert re.search(r"^  own +My own model\.$", capsys.readouterr().out, re.MULTILINE)
     assert main(["show", "--config-dir=mine", "model=own"]) == 0
     assert capsys.readouterr().out == f"# {own}\n{own.read_text()}\n"
+    assert main(["train", "--config-dir", "mine", "--help"]) == 0
+    assert re.search(r"^  model .*\bown\b", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("word", ["loss=focal", "loss/focal"])
@@ -244,13 +246,6 @@ def test_help_of_a_verb_shows_its_groups_and_every_top_level_key_with_its_commen
     for key in hints(SCHEMAS[verb]):
         assert key in sources.groups() or re.search(rf"^  {key}:(.*  # \S|$)", text, re.MULTILINE), key
     assert "hydra:" not in text
-
-
-def test_help_of_a_verb_sees_the_users_own_folder(capsys, workdir):
-    (workdir / "mine" / "model").mkdir(parents=True)
-    (workdir / "mine" / "model" / "own.yaml").write_text("# My own model.\n_target_: my_package.Net\n")
-    assert main(["train", "--config-dir", "mine", "--help"]) == 0
-    assert re.search(r"^  model .*\bown\b", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

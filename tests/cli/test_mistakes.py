@@ -406,13 +406,6 @@ def test_a_config_of_ones_own_that_lacks_sections_is_told_which(run, workdir):
     assert "Traceback" not in result.err
 
 
-def test_a_run_whose_directory_is_named_leaves_another_run_as_it_was(run, tiny, workdir, trained):
-    shutil.copytree(trained, "run")
-    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    assert run("train", *tiny, "hydra.run.dir=run").status == 2
-    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
-
-
 def test_the_traceback_of_a_mistake_is_shown_when_asked_for(run, tiny, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     result = run("train", *tiny, "model.dropout=2")

@@ -52,22 +52,17 @@ def test_without_words_everything_stays_as_it_was_stored(original, overlaid):
     assert changed == {}
 
 
-def test_a_value_sets_its_key_and_no_other(overlaid):
-    values, changed = overlaid("optimizer.lr=0.25")
-    assert changed == {"optimizer.lr": ("0.5", "0.25")}
-    assert values["optimizer"]["lr"] == 0.25
-
-
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
+        ("optimizer.lr=0.25", {"optimizer.lr": ("0.5", "0.25")}),
         ("seed=0", {"seed": ("9", "0")}),
         ("epochs=30", {"epochs": ("3", "30")}),
         ("grad_clip.norm=null", {"grad_clip.norm": ("1", "null")}),
         ("model.hidden=[128]", {"model.hidden": ("[3, 4]", "[128]")}),
     ],
 )
-def test_a_value_that_is_the_default_counts_as_well(word, expected, overlaid):
+def test_a_value_sets_its_key_and_no_other_even_if_it_is_the_default(word, expected, overlaid):
     _, changed = overlaid("model=mlp", word) if word.startswith("model") else overlaid(word)
     assert changed == expected
 

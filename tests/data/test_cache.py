@@ -140,9 +140,11 @@ def _header(text: bytes) -> bytes:
 
 
 def _flip(path: Path, place: int) -> None:
-    block = bytearray(path.read_bytes())
-    block[place] ^= 1
-    path.write_bytes(bytes(block))
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -255,19 +257,11 @@ def _rest_of_image(number: int) -> tuple[int, int]:
 
 
 WHILE_IN_USE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "one bit": (lambda path: _flip_in_place(path, _rest_of_image(70)[0]), "image 70 in .*: its checksum is wrong"),
+    "one bit": (lambda path: _flip(path, _rest_of_image(70)[0]), "image 70 in .*: its checksum is wrong"),
     "zeros": (lambda path: _zero(path, *_rest_of_image(70)), "image 70 in .*: its checksum is wrong"),
     "cut": (lambda path: os.truncate(path, _rest_of_image(70)[0]), "image 70 in .*: the file is truncated"),
     "emptied": (lambda path: os.truncate(path, 0), "image 0 in .*: the file is truncated"),
 }
-
-
-def _flip_in_place(path: Path, place: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("read_before", [False, True], ids=["unread", "read before"])

@@ -309,8 +309,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Any
     assert rest.best is not None
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize(("automatic", "fails"), [(True, True), (False, False)])
 def test_garbage_is_collected_between_steps_only_and_as_before_afterwards(
     bench: Any, automatic: bool, fails: bool
 ) -> None:

@@ -52,14 +52,6 @@ def test_the_factor_stays_between_0_and_1_even_past_the_end(build: Any, total: i
 
 
 @every_schedule
-@given(total=st.integers(1, 500), warmup=st.floats(0, 0.8))
-@settings(deadline=None, max_examples=60)
-def test_no_step_of_the_run_is_wasted_on_a_rate_of_zero(build: Any, total: int, warmup: float) -> None:
-    schedule = build(total_steps=total, warmup=warmup)
-    assert all(schedule.factor(step) > 0 for step in range(total))
-
-
-@every_schedule
 @given(total=st.integers(50, 500), warmup=st.floats(0, 0.8))
 @settings(deadline=None, max_examples=60)
 def test_the_warm_up_rises_to_its_border_without_a_jump(build: Any, total: int, warmup: float) -> None:
@@ -76,8 +68,9 @@ def test_the_warm_up_rises_to_its_border_without_a_jump(build: Any, total: int, 
 @every_schedule
 @given(total=st.integers(1, 300), warmup=st.floats(0, 0.8))
 @settings(deadline=None, max_examples=60)
-def test_after_the_warm_up_the_factor_never_rises(build: Any, total: int, warmup: float) -> None:
+def test_the_factor_is_0_in_no_step_and_never_rises_after_the_warm_up(build: Any, total: int, warmup: float) -> None:
     schedule = build(total_steps=total, warmup=warmup)
+    assert all(schedule.factor(step) > 0 for step in range(total))
     falling = [schedule.factor(step) for step in range(schedule.warmup_steps, total + 20)]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(falling))
 
@@ -271,9 +264,7 @@ WARMED = {"schedulers": [{"name": "LinearLR", "options": {"total_iters": 4}}, CO
             "SequentialLR",
             WARMED,
             lambda kinds, optimizer: kinds.SequentialLR(
-                optimizer,
-                [kinds.LinearLR(optimizer, total_iters=4), kinds.CosineAnnealingLR(optimizer, 18)],
-                [4],
+                optimizer, [kinds.LinearLR(optimizer, total_iters=4), kinds.CosineAnnealingLR(optimizer, 18)], [4]
             ),
         ),
     ],
@@ -315,15 +306,13 @@ def test_a_scheduler_that_torch_lacks_or_refuses_is_a_mistake(given: dict[str, A
 
 
 def test_a_run_with_a_scheduler_of_torch_resumes_to_the_same_bits(train: Any, workdir: Any) -> None:
-    options = "scheduler.options={max_lr: 0.03}"
     words = (
         "scheduler=torch",
         "scheduler.name=OneCycleLR",
-        options,
+        "scheduler.options={max_lr: 0.03}",
         "scheduler.interval=step",
-        "epochs=2",
-        "model=mlp",
     )
+    words += ("epochs=2", "model=mlp")
     whole = train(*words, "checkpoint.every_steps=15", "hydra.run.dir=whole")
     middle = next((workdir / "whole/checkpoints").glob("step_*"))
     again = train(f"ckpt_path={middle}")
