@@ -58,6 +58,8 @@ FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 PROGRAM = {
     "run",
     "train",
+    "accepted",
+    "rejected",
     "train_once",
     "spawn",
     "compose",
@@ -187,6 +189,31 @@ def run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
 
 
 @pytest.fixture
+def accepted(run: Callable[..., Result]) -> Callable[..., Result]:
+    """Call the program in this process, which must succeed: `accepted("eval", "ckpt_path=last")`."""
+
+    def call(*words: str) -> Result:
+        result = run(*words)
+        assert result.status == 0, result.err + result.out
+        return result
+
+    return call
+
+
+@pytest.fixture
+def rejected(run: Callable[..., Result]) -> Callable[..., Result]:
+    """Call the program in this process with a mistake, which it must answer by a sentence."""
+
+    def call(*words: str) -> Result:
+        result = run(*words)
+        assert result.status == 2, result.err + result.out
+        assert "Traceback" not in result.err + result.out
+        return result
+
+    return call
+
+
+@pytest.fixture
 def train(run: Callable[..., Result]) -> Callable[..., Result]:
     """A quick training in this process, which must succeed: `train("epochs=1", "amp=true")`."""
 
@@ -198,17 +225,22 @@ def train(run: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
-def _with_bomb(step: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+@pytest.fixture
+def bomb(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], tuple[str, ...]]:
+    """The words of a run that a signal reaches after an optimizer step."""
     monkeypatch.setenv("RUNNER_TRUST", f"bombs {os.environ.get('RUNNER_TRUST', '')}")
-    return (*FAST, f"+callbacks.bomb={{_target_: bombs.Bomb, step: {step}, number: {int(number)}}}")
+    return lambda step, number: (
+        *FAST,
+        f"+callbacks.bomb={{_target_: bombs.Bomb, step: {step}, number: {int(number)}}}",
+    )
 
 
 @pytest.fixture
-def stopped(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def stopped(run: Callable[..., Result], bomb: Callable[..., tuple[str, ...]]) -> Callable[..., Result]:
     """A training that SIGTERM reaches after an optimizer step: `stopped(3, "epochs=1")`."""
 
     def call(step: int, *words: str) -> Result:
-        result = run("train", *words, *_with_bomb(step, signal.SIGTERM, monkeypatch))
+        result = run("train", *words, *bomb(step, signal.SIGTERM))
         assert result.status == 75, result.err + result.out
         assert (result.summary["status"], result.summary["global_step"]) == ("preempted", step)
         return result
@@ -217,19 +249,20 @@ def stopped(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 @pytest.fixture
-def killed(run: Callable[..., Result], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def killed(run: Callable[..., Result], workdir: Path, bomb: Callable[..., tuple[str, ...]]) -> Callable[..., Path]:
     """The directory of a training that SIGKILL ends after an optimizer step; to be resumed with `callbacks=none`."""
 
     def call(step: int, *words: str) -> Path:
         directory = workdir / "killed"
-        bomb = _with_bomb(step, signal.SIGKILL, monkeypatch)
         # A fork has imported everything already, which takes longer than all the rest.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             try:
-                run("train", *words, *bomb, f"hydra.run.dir={directory}", "checkpoint.async=false")
+                run(
+                    "train", *words, *bomb(step, signal.SIGKILL), f"hydra.run.dir={directory}", "checkpoint.async=false"
+                )
             finally:
                 os._exit(1)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

@@ -259,7 +259,7 @@ def test_what_ends_a_run_raises_as_it_is(workdir: Path, monkeypatch: pytest.Monk
 
 
 def test_a_model_needs_no_package_that_only_trained_it(
-    run: Any, workdir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, rejected: Any, workdir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "own").mkdir()
     (workdir / "own/only_here.py").write_text(OWN)
@@ -275,14 +275,12 @@ def test_a_model_needs_no_package_that_only_trained_it(
         ("inspect", "what=[layers,weights,filters]"),
         ("eval", "data=digits", "loss=cross_entropy"),
     ):
-        done = run(words[0], "ckpt_path=run", *words[1:])
-        assert done.status == 0, (words, done.err)
+        accepted(words[0], "ckpt_path=run", *words[1:])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(load(result.directory).predict(pictures)) == 3
     for words in (("predict", "input=test"), ("eval",), ("inspect",)):
-        refused = run(words[0], "ckpt_path=run", *words[1:])
-        assert refused.status == 2, words
+        refused = rejected(words[0], "ckpt_path=run", *words[1:])
         assert "data.dataset._target_: 'only_here.data' comes from a file" in refused.err
         assert "optimizer" not in refused.err
     assert "only_here" not in sys.modules, "nobody imported it"

@@ -193,13 +193,11 @@ def test_putting_saves_off_changes_neither_the_weights_nor_which_state_is_the_be
     "word", ["model.hidden=[8]", "optimizer=sgd", "data.batch_size=4", "accumulate=2", "seed=5", "data.dataset.seed=1"]
 )
 def test_a_change_that_would_not_be_the_same_run_is_refused_inside_an_epoch(
-    word: str, inside_an_epoch: Path, run: Any
+    word: str, inside_an_epoch: Path, rejected: Any
 ) -> None:
-    result = run("train", f"ckpt_path={inside_an_epoch}", word)
-    assert result.status == 2
+    result = rejected("train", f"ckpt_path={inside_an_epoch}", word)
     assert "cannot change when resuming" in result.err
     assert word.split("=")[0] in result.err
-    assert "Traceback" not in result.err
 
 
 def test_the_same_command_resumes_with_a_checkpoint_moved_alone_to_another_folder(

@@ -266,11 +266,10 @@ def test_a_compiled_step_resumes_with_the_same_bits(call: Any) -> None:
     assert torch.allclose(compiled[norm + "running_var"], plain[norm + "running_var"], rtol=0.1)
 
 
-def test_what_an_evaluation_has_no_use_for_is_said(call: Any, run: Any) -> None:
+def test_what_an_evaluation_has_no_use_for_is_said(call: Any, accepted: Any) -> None:
     folder = call(max_steps=1)["folder"]
     words = ("eval", f"ckpt_path={folder}", "split=val", "threads=1", "trust=[tiny_model]", "amp=bf16", "tf32=true")
-    result = run(*words, "activation_checkpointing=true", "compile=true")
-    assert result.status == 0, result.err
+    result = accepted(*words, "activation_checkpointing=true", "compile=true")
     said = [line.split()[1].split("=")[0] for line in result.out.splitlines() if line.startswith("warning: ")]
     said = [key for key in said if key != "amp"]  # reported on CPUs that emulate bf16
     assert said == ["tf32", "activation_checkpointing", "compile"]

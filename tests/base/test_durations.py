@@ -22,8 +22,7 @@ def test_what_is_none(text: str) -> None:
         seconds(text)
 
 
-def test_a_wrong_max_time_is_a_sentence(run) -> None:
-    result = run("train", "max_time=soon")
-    assert result.status == 2
+def test_a_wrong_max_time_is_a_sentence(rejected) -> None:
+    result = rejected("train", "max_time=soon")
     assert "max_time: cannot be soon" in result.err
     assert "2h, 90m" in result.err

@@ -185,21 +185,18 @@ def _leaks(folder: Path) -> list[str]:
 
 
 def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
-    run: Any, sending: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, accepted: Any, rejected: Any, sending: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys
 
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "runner", "train", *TOLD])
-    first = run("train", *SMALL, *TOLD, "max_steps=2", "hydra.run.dir=run")
-    assert first.status == 0, first.err
+    first = accepted("train", *SMALL, *TOLD, "max_steps=2", "hydra.run.dir=run")
     assert sending.BUILT == [("hunter2", "https://me:hunter2@host/a", {"user": "me", "password": "hunter2"})]
     assert _leaks(workdir / "run") == []
     assert "hunter2" not in first.out + first.err
 
-    asked = run("train", "ckpt_path=run", "max_steps=4")
-    assert asked.status == 2
+    asked = rejected("train", "ckpt_path=run", "max_steps=4")
     assert "callbacks.y.api_key: is a secret" in asked.err
-    assert "Traceback" not in asked.err
 
     failed = run("train", "ckpt_path=run", "max_steps=4", "hydra.run.dir=run", *(word.lstrip("+") for word in TOLD))
     assert failed.status == 1
@@ -208,20 +205,20 @@ def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
     assert "hunter2" not in failed.out + failed.err
     assert _leaks(workdir / "run") == []
 
-    swept = run("train", *SMALL, *TOLD, "max_steps=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep")
-    assert swept.status == 0, swept.err
+    accepted("train", *SMALL, *TOLD, "max_steps=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep")
     assert _leaks(workdir / "sweep") == []
 
 
-def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(run: Any, sending: Any) -> None:
+def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(
+    run: Any, accepted: Any, sending: Any
+) -> None:
     words = (
         "data.dataset._target_=sending.keyed",
         "+data.dataset.key=images",
         "+data.dataset.token=cls",
         "max_steps=2",
     )
-    trained = run("train", *SMALL, *words, "hydra.run.dir=run")
-    assert trained.status == 0, trained.err
+    accepted("train", *SMALL, *words, "hydra.run.dir=run")
     for verb in ("eval", "train"):
         assert run(verb, "ckpt_path=run", *(("max_steps=3",) if verb == "train" else ())).status == 0
 

@@ -74,7 +74,7 @@ class Counting:
 
 
 def test_a_run_whose_callback_has_changed_says_what_to_set_and_that_works(
-    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, rejected: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "counting.py").write_text(COUNTING, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
@@ -83,12 +83,8 @@ def test_a_run_whose_callback_has_changed_says_what_to_set_and_that_works(
         "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",
         "log.progress=false", "log.curves=false", "evaluate.test=false", "max_steps=2", "hydra.run.dir=run",
     )  # fmt: skip
-    first = run("train", *words, "+callbacks.mine._target_=counting.Counting")
-    assert first.status == 0, first.err
-    changed = run("train", "ckpt_path=run", "max_steps=3", "callbacks.mine.named=counted")
-    assert changed.status == 2
+    accepted("train", *words, "+callbacks.mine._target_=counting.Counting")
+    changed = rejected("train", "ckpt_path=run", "max_steps=3", "callbacks.mine.named=counted")
     assert "callbacks.mine: Counting cannot load its state" in changed.err
     assert "there is no 'counted'" in changed.err
-    assert "Traceback" not in changed.err
-    without = run("train", "ckpt_path=run", "max_steps=3", "callbacks=none")
-    assert without.status == 0, without.err
+    accepted("train", "ckpt_path=run", "max_steps=3", "callbacks=none")

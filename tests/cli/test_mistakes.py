@@ -368,24 +368,20 @@ def test_mistakes_in_keys_and_values_are_reported_without_importing_torch(workdi
     assert not wrong, done.stderr
 
 
-def test_a_mistake_in_the_config_leaves_nothing_behind(run, tiny, workdir):
-    result = run("train", *tiny, "data.batch_size=0")
-    assert result.status == 2
+def test_a_mistake_in_the_config_leaves_nothing_behind(rejected, tiny, workdir):
+    result = rejected("train", *tiny, "data.batch_size=0")
     assert list(workdir.iterdir()) == []
     for mistake in ("name=${nothere}", "name=${oc.env:NOT_THERE}"):
-        result = run("train", *tiny, mistake, "hydra.run.dir=mine", "hydra.output_subdir=.hydra")
-        assert result.status == 2, result.err
+        result = rejected("train", *tiny, mistake, "hydra.run.dir=mine", "hydra.output_subdir=.hydra")
         assert "error: 1 problem" in result.err
         assert list(workdir.iterdir()) == []
 
 
-def test_a_mistake_found_while_building_leaves_no_run(run, tiny, workdir):
-    result = run("train", *tiny, "model.dropout=2")
-    assert result.status == 2
+def test_a_mistake_found_while_building_leaves_no_run(rejected, tiny, workdir):
+    result = rejected("train", *tiny, "model.dropout=2")
     assert "dropout must be" in result.err
     assert not (workdir / "outputs").exists()
-    result = run("train", *tiny, "model.dropout=2", "hydra.run.dir=chosen/mine")
-    assert result.status == 2
+    result = rejected("train", *tiny, "model.dropout=2", "hydra.run.dir=chosen/mine")
     assert not (workdir / "chosen").exists()
 
 
@@ -397,13 +393,11 @@ def test_a_mistake_found_while_building_a_job_is_kept_with_the_job(run, tiny, wo
     assert "dropout must be" in (workdir / "sweep" / "0" / "run.log").read_text()
 
 
-def test_a_config_of_ones_own_that_lacks_sections_is_told_which(run, workdir):
+def test_a_config_of_ones_own_that_lacks_sections_is_told_which(rejected, workdir):
     (workdir / "mine").mkdir()
     (workdir / "mine" / "bare.yaml").write_text("seed: 1\n")
-    result = run("train", "--config-dir", "mine", "--config-name", "bare")
-    assert result.status == 2
+    result = rejected("train", "--config-dir", "mine", "--config-name", "bare")
     assert "model: is missing" in result.err
-    assert "Traceback" not in result.err
 
 
 def test_the_traceback_of_a_mistake_is_shown_when_asked_for(run, tiny, monkeypatch):

@@ -172,16 +172,14 @@ def test_a_package_of_ones_own_is_trained_with_no_change_to_the_program(project)
     assert "num_classes: 3" in config
 
 
-def test_a_callback_of_ones_own_goes_on_counting_in_a_resumed_run(copied, importable, run):
-    result = run(*TRAIN, "ckpt_path=run", "epochs=3")
-    assert result.status == 0, result.err
+def test_a_callback_of_ones_own_goes_on_counting_in_a_resumed_run(copied, importable, accepted):
+    accepted(*TRAIN, "ckpt_path=run", "epochs=3")
     assert Path("counted.txt").read_text() == "3"
 
 
 @pytest.mark.usefixtures("importable")
-def test_a_checkpoint_of_a_package_that_is_not_trusted_is_refused_and_says_what_to_do(copied, run):
-    result = run(*EVAL)
-    assert result.status == 2
+def test_a_checkpoint_of_a_package_that_is_not_trusted_is_refused_and_says_what_to_do(copied, rejected):
+    result = rejected(*EVAL)
     for key, name in {"model": "Net", "data.dataset": "Shades"}.items():
         assert (
             f"{key}._target_: 'my_package.parts.{name}' comes from a file and its package is not trusted" in result.err
@@ -209,18 +207,16 @@ def trust_in_a_local_file(patch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("way", [trust_on_the_line, trust_in_the_environment, trust_in_a_local_file])
 @pytest.mark.usefixtures("importable")
-def test_a_checkpoint_of_a_trusted_package_is_evaluated(way: Any, copied, run, monkeypatch):
-    result = run(*EVAL, *way(monkeypatch))
-    assert result.status == 0, result.err
+def test_a_checkpoint_of_a_trusted_package_is_evaluated(way: Any, copied, accepted, monkeypatch):
+    accepted(*EVAL, *way(monkeypatch))
     found = json.loads(Path("run/eval_test.json").read_text())
     summary = json.loads(Path("run/summary.json").read_text())
     assert found["metrics"] == summary["test"]
 
 
 @pytest.mark.usefixtures("importable")
-def test_trust_in_another_package_does_not_help(copied, run):
-    result = run(*EVAL, "trust=[my_pack,package]")
-    assert result.status == 2
+def test_trust_in_another_package_does_not_help(copied, rejected):
+    rejected(*EVAL, "trust=[my_pack,package]")
     assert "my_package" not in sys.modules
 
 
@@ -230,11 +226,10 @@ def test_trust_works_in_a_process_of_its_own(copied):
     assert "accuracy" in done.stdout
 
 
-def test_a_mistake_in_an_option_of_ones_own_names_its_file(copied, run, importable):
+def test_a_mistake_in_an_option_of_ones_own_names_its_file(copied, rejected, importable):
     path = copied / "mine" / "model" / "mynet.yaml"
     path.write_text(path.read_text().replace("width", "widht"))
-    result = run(*TRAIN)
-    assert result.status == 2
+    result = rejected(*TRAIN)
     assert "model.widht: is not an argument of my_package.parts.Net; did you mean 'width'?" in result.err
     assert f"from: {path}" in result.err
 

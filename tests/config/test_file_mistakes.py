@@ -74,26 +74,23 @@ def test_no_shipped_file_has_a_mistake():
         ("evaluate: never\n", "evaluate", 2, "cannot be never"),
     ],
 )
-def test_a_mistake_in_a_value_is_located_too(content, key, line, says, workdir, run):
+def test_a_mistake_in_a_value_is_located_too(content, key, line, says, workdir, rejected):
     path = workdir / "mine" / "experiment" / "own.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(HEAD + content)
-    result = run("train", "--config-dir", "mine", "experiment=own")
-    assert result.status == 2
+    result = rejected("train", "--config-dir", "mine", "experiment=own")
     assert result.err.startswith(f"error: 1 problem in the configuration\n  {key}: ")
     assert says in result.err
     assert f"from: {path}:{line}\n" in result.err
     assert [each.name for each in workdir.iterdir()] == ["mine"]
 
 
-def test_a_file_that_cannot_be_read_does_not_hide_other_mistakes(workdir: Path, run):
+def test_a_file_that_cannot_be_read_does_not_hide_other_mistakes(workdir: Path, rejected):
     path = workdir / "mine" / "experiment" / "own.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(HEAD + "seed:1\nepochs: 2\n")
-    result = run("train", "--config-dir", "mine", "experiment=own", "optimizer=adma")
-    assert result.status == 2
+    result = rejected("train", "--config-dir", "mine", "experiment=own", "optimizer=adma")
     assert "error: 2 problems" in result.err
-    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
@@ -106,12 +103,11 @@ def test_a_file_that_cannot_be_read_does_not_hide_other_mistakes(workdir: Path, 
         ("name: ${data.name\n", "name: no viable alternative at input"),
     ],
 )
-def test_other_mistakes_are_what_yaml_and_hydra_say(content, says, workdir, run):
+def test_other_mistakes_are_what_yaml_and_hydra_say(content, says, workdir, rejected):
     path = workdir / "mine" / "experiment" / "own.yaml"
     path.parent.mkdir(parents=True)
     path.write_text(HEAD + content)
-    result = run("train", "--config-dir", "mine", "experiment=own")
-    assert result.status == 2
+    result = rejected("train", "--config-dir", "mine", "experiment=own")
     assert says in result.err
 
 

@@ -29,13 +29,12 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("file", "text", "words", "says"), ROWS, ids=[row[-1][:30] for row in ROWS])
-def test_what_is_meant_and_where_it_stands_are_reported(run, workdir, file, text, words, says):
+def test_what_is_meant_and_where_it_stands_are_reported(rejected, workdir, file, text, words, says):
     if file:
         path = workdir / file
         path.parent.mkdir()
         path.write_text(text)
         words = ["--config-dir", str(workdir), *words]
-    result = run("train", *words)
-    assert result.status == 2
+    result = rejected("train", *words)
     assert says.format(workdir=workdir) in result.err
     assert not (workdir / "outputs").exists()

@@ -22,12 +22,11 @@ hydra:
 
 
 @pytest.mark.parametrize("words", [(), ("seed=1,2", "--multirun"), ("--cfg", "job")], ids=["run", "sweep", "shown"])
-def test_a_folder_of_configs_has_hydra_build_nothing(words, run: Any, workdir: Path) -> None:
+def test_a_folder_of_configs_has_hydra_build_nothing(words, accepted: Any, workdir: Path) -> None:
     path = Path("theirs/experiment/nice.yaml")
     path.parent.mkdir(parents=True)
     path.write_text(EVIL)
-    result = run("train", "--config-dir=theirs", "experiment=nice", *SMALL, *words)
-    assert result.status == 0, result.err
+    accepted("train", "--config-dir=theirs", "experiment=nice", *SMALL, *words)
     assert not (workdir / "hacked").exists()
 
 

@@ -117,7 +117,7 @@ def test_what_it_cannot_be_combined_with(problems: Any, words: tuple[str, ...], 
     ],
 )
 def test_targets_without_classes_are_refused(
-    run: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
+    rejected: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
 ) -> None:
     (workdir / "unlisted.py").write_text(
         "import torch\n"
@@ -127,7 +127,6 @@ def test_targets_without_classes_are_refused(
         "    def __getitem__(self, index): return torch.zeros(1, 8, 8, dtype=torch.uint8), index % 2\n"
     )
     monkeypatch.syspath_prepend(str(workdir))
-    result = run("train", *words, "data.sampler=balanced", "logger=none", "log.progress=false")
-    assert result.status == 2
+    result = rejected("train", *words, "data.sampler=balanced", "logger=none", "log.progress=false")
     assert "error: data.sampler: is balanced" in result.err
     assert reason in result.err

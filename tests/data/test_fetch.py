@@ -189,12 +189,13 @@ def test_addresses_are_the_users_first() -> None:
         addresses("file", "/a/folder", published)
 
 
-def test_the_key_reaches_the_data_set(server: Server, workdir: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_reaches_the_data_set(
+    server: Server, workdir: Path, run: Any, rejected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.KMNIST, "mirrors", ["file:///published/"])
     mirror = server.url("gone").removesuffix("/file")
     words = ("data=kmnist", "data.download=true", f"data.mirror=[{mirror},file:///nowhere]")
-    result = run("train", *words, "logger=none")
-    assert result.status == 2
+    result = rejected("train", *words, "logger=none")
     assert "data.download: fetching KMNIST failed: " in result.err
     assert f"{mirror}/train-images-idx3-ubyte.gz: HTTP Error 404" in result.err
     assert "file:///nowhere/train-images-idx3-ubyte.gz: " in result.err

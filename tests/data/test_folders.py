@@ -387,7 +387,9 @@ def test_the_memory_of_an_image_is_bounded_by_its_pixels(tmp_path):
     assert read_image(path, 8, max_pixels=9_000_000).shape == (3, 8, 8)
 
 
-def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_it_has_not_tested(run, workdir):
+def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_it_has_not_tested(
+    run, accepted, rejected, workdir
+):
     for split, count in (("train", 10), ("val", 4)):
         for color, name in enumerate(("cat", "dog")):
             for number in range(count):
@@ -401,19 +403,16 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
         "model.hidden=[4]",
     )
     words += ("device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1", "data.batch_size=4")
-    result = run("train", *words, "hydra.run.dir=mine")
-    assert result.status == 0, result.err
+    result = accepted("train", *words, "hydra.run.dir=mine")
     assert "images (image_folder), 3x8x8, 2 classes, 20 train, 8 val\n" in result.out
     assert "not tested: there is no test split" in result.out
     summary = json.loads(Path("mine/summary.json").read_text())
     assert "test" not in summary
     assert summary["status"] == "finished"
-    result = run("eval", "ckpt_path=mine", "split=test", "device=cpu")
-    assert result.status == 2
+    result = rejected("eval", "ckpt_path=mine", "split=test", "device=cpu")
     assert "split: this data has no 'test' split" in result.err
     # A checkpoint of a run that divided `train` keeps its splits, also where the data are selected again.
     asked = run("train", *words, "data.split.test=0.2", "hydra.run.dir=asked")
     assert "16 train, 8 val, 4 test" in asked.out
-    resumed = run("train", *words[:-2], "epochs=2", "ckpt_path=asked")
-    assert resumed.status == 0, resumed.err
+    resumed = accepted("train", *words[:-2], "epochs=2", "ckpt_path=asked")
     assert "16 train, 8 val, 4 test" in resumed.out

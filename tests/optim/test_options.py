@@ -80,7 +80,6 @@ def test_every_key_is_explained_and_the_file_says_what_it_is_and_how_it_is_run(p
     assert all("  # " in line for line in keys if not line.startswith(("defaults:", "  - ")))
 
 
-def test_foreach_and_fused_together_are_a_sentence(run: Any) -> None:
-    result = run("train", "optimizer.foreach=true", "optimizer.fused=true", "threads=1", "debug=smoke")
-    assert result.status == 2
+def test_foreach_and_fused_together_are_a_sentence(rejected: Any) -> None:
+    result = rejected("train", "optimizer.foreach=true", "optimizer.fused=true", "threads=1", "debug=smoke")
     assert "optimizer.fused: is true, and so is optimizer.foreach" in result.err

@@ -5,9 +5,8 @@ from __future__ import annotations
 KEY = "+metrics.accuracy"
 
 
-def test_a_metric_for_another_number_of_classes_is_refused_before_training(run, workdir):
+def test_a_metric_for_another_number_of_classes_is_refused_before_training(rejected, workdir):
     metric = [f"{KEY}._target_=torchmetrics.classification.MulticlassAccuracy", f"{KEY}.num_classes=7"]
-    result = run("train", "logger=none", "max_steps=1", *metric)
-    assert result.status == 2
+    result = rejected("train", "logger=none", "max_steps=1", *metric)
     assert "metrics.accuracy: cannot take outputs of shape" in result.err
     assert not list((workdir / "outputs").glob("*/*"))

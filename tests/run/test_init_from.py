@@ -217,8 +217,7 @@ def test_the_same_classes_bring_their_head_along(train: Any) -> None:
     assert torch.equal(*heads)
 
 
-def test_resuming_and_starting_from_weights_do_not_go_together(train: Any, run: Any) -> None:
+def test_resuming_and_starting_from_weights_do_not_go_together(train: Any, rejected: Any) -> None:
     source = train(*SMALL, FIRST, "max_steps=1")
-    result = run("train", f"ckpt_path={source.directory}", "init_from=last", "threads=1")
-    assert result.status == 2
+    result = rejected("train", f"ckpt_path={source.directory}", "init_from=last", "threads=1")
     assert "init_from: cannot change when resuming" in result.err

@@ -10,7 +10,7 @@ from typing import Any
 from runner.run.summary_text import summary_text
 
 
-def test_the_text_of_a_run_has_its_results_and_commands_that_work(run: Any, train_once: Any) -> None:
+def test_the_text_of_a_run_has_its_results_and_commands_that_work(accepted: Any, train_once: Any) -> None:
     result = train_once("model=mlp", "model.hidden=[16]", "epochs=2")
     text = (result.directory / "summary.txt").read_text()
     summary = result.summary
@@ -21,8 +21,7 @@ def test_the_text_of_a_run_has_its_results_and_commands_that_work(run: Any, trai
     assert [name for name, _ in commands] == ["resume", "evaluate", "predict", "export"]
     for name, command in commands:
         words = shlex.split(command.replace("MORE", "3").replace("FOLDER", "test"))
-        done = run(*words, "threads=1", *(["logger=none"] if name == "resume" else []))
-        assert done.status == 0, (name, done.err)
+        accepted(*words, "threads=1", *(["logger=none"] if name == "resume" else []))
 
 
 def test_the_text_of_a_failed_run_has_the_reason_and_the_command(run: Any, workdir: Path) -> None:

@@ -157,8 +157,7 @@ def test_what_was_left_out_stays_so_in_a_resumed_run(faulty: Any, train: Any) ->
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-def test_with_one_read_a_step_a_wrong_choice_is_a_sentence(run: Any) -> None:
-    result = run("train", "on_nonfinite=ignore")
-    assert result.status == 2
+def test_with_one_read_a_step_a_wrong_choice_is_a_sentence(rejected: Any) -> None:
+    result = rejected("train", "on_nonfinite=ignore")
     assert "on_nonfinite: cannot be ignore" in result.err
     assert "raise, skip" in result.err

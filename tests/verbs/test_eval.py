@@ -93,9 +93,8 @@ def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, eva
 
 
 @pytest.mark.usefixtures("pictures")
-def test_people_get_the_same_numbers_in_full(trained: Any, run: Any) -> None:
-    result = run("eval", "threads=1", f"ckpt_path={trained.directory}")
-    assert result.status == 0
+def test_people_get_the_same_numbers_in_full(trained: Any, accepted: Any) -> None:
+    result = accepted("eval", "threads=1", f"ckpt_path={trained.directory}")
     for value in trained.summary["test"].values():
         assert digits(value) in result.out
     assert "confusion_test.png" in result.out
@@ -150,13 +149,12 @@ def test_regression_has_its_metrics_and_no_confusion(train_once: Any, evaluate: 
     assert "per_class" not in found
 
 
-def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, run: Any) -> None:
+def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, rejected: Any) -> None:
     path = trained.directory / "checkpoints" / "best.safetensors"
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data[: len(data) // 2])
-    result = run(*EVAL, f"ckpt_path={trained.directory}")
-    assert result.status == 2
+    result = rejected(*EVAL, f"ckpt_path={trained.directory}")
     assert "best.safetensors" in result.err
     assert "ckpt_path=" in result.err
     assert read(trained.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] > 0
@@ -199,24 +197,23 @@ def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_th
     assert found["tta"]["metrics"]["loss"] != found["metrics"]["loss"]
 
 
-def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(trained: Any, run: Any) -> None:
-    result = run(*EVAL, f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=bce")
-    assert result.status == 0, result.err
+def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(trained: Any, accepted: Any) -> None:
+    result = accepted(*EVAL, f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=bce")
     assert "warning: tta_mean=probabilities: the averaged views have no loss" in result.err
     found = json.loads(result.out)
     assert list(found["tta"]["metrics"]) == ["accuracy"]
     assert found["metrics"]["loss"] > 0
-    shown = run("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=mse")
-    assert shown.status == 0, shown.err
+    shown = accepted(
+        "eval", "threads=1", f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=mse"
+    )
     assert "accuracy" in shown.out
 
 
-def test_numbers_that_are_none_are_null_in_json(trained: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_none_are_null_in_json(trained: Any, accepted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.verbs.eval.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")})
     monkeypatch.setattr("runner.verbs.eval.build_metrics", lambda *_: {})
     monkeypatch.setattr(Classification, "tables", lambda *_: {})
-    result = run(*EVAL, f"ckpt_path={trained.directory}")
-    assert result.status == 0, result.err
+    result = accepted(*EVAL, f"ckpt_path={trained.directory}")
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
@@ -231,9 +228,8 @@ def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Any) ->
     assert digits(told["loss"]) in result.out
 
 
-def test_a_mean_of_probabilities_without_classes_is_a_sentence(train_once: Any, run: Any) -> None:
+def test_a_mean_of_probabilities_without_classes_is_a_sentence(train_once: Any, run: Any, rejected: Any) -> None:
     numbers = train_once(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
     assert run(*EVAL, f"ckpt_path={numbers}", "tta=flip").status == 0
-    result = run(*EVAL, f"ckpt_path={numbers}", "tta=flip", "tta_mean=probabilities")
-    assert result.status == 2
+    result = rejected(*EVAL, f"ckpt_path={numbers}", "tta=flip", "tta_mean=probabilities")
     assert "tta_mean: this task has no classes" in result.err

@@ -33,9 +33,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return read(directory / "checkpoints" / "last.safetensors")["model"]
 
 
-def test_it_leaves_a_picture_the_numbers_and_the_override_to_use(run: Any) -> None:
-    result = run("find-lr", *SMALL, *STEPS)
-    assert result.status == 0, result.err
+def test_it_leaves_a_picture_the_numbers_and_the_override_to_use(accepted: Any) -> None:
+    result = accepted("find-lr", *SMALL, *STEPS)
     assert result.directory.parent == Path("outputs/find-lr")
     assert (result.directory / "lr_range.png").read_bytes()[:4] == b"\x89PNG"
     found = json.loads((result.directory / "lr_range.json").read_text())
@@ -162,8 +161,7 @@ def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(run: Any, m
 
 
 @pytest.mark.parametrize("kind", some(["ema=0.9", "swa=0.75"], 1))
-def test_averages_that_decide_what_is_best_are_no_obstacle(kind: str, run: Any) -> None:
+def test_averages_that_decide_what_is_best_are_no_obstacle(kind: str, accepted: Any) -> None:
     name = f"val/{kind.partition('=')[0]}_accuracy"
     for verb, words in (("find-lr", STEPS), ("profile", ("warmup_steps=0", "steps=2", "trace_steps=0"))):
-        result = run(verb, *SMALL, *words, kind, f"checkpoint.monitor={name}")
-        assert result.status == 0, result.err
+        accepted(verb, *SMALL, *words, kind, f"checkpoint.monitor={name}")

@@ -47,18 +47,16 @@ def own_tests() -> None:
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Path, run: Any) -> None:
+def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Path, accepted: Any) -> None:
     name, option, sign = PARTS[kind]
-    written = run("new", kind, name)
-    assert written.status == 0, written.err
+    written = accepted("new", kind, name)
     told, _, commands = written.out.partition("\n\ntry:\n")
     files = [line.strip() for line in told.splitlines()[1:]]
     assert set(content(own)) == set(files)
     first = commands.splitlines()[0].split()
     assert first[:4] == ["python", "-m", "runner", "train"]
     assert first[-1] == option
-    result = run(*first[3:], *SMOKE, "log.every_steps=1")
-    assert result.status == 0, result.err
+    result = accepted(*first[3:], *SMOKE, "log.every_steps=1")
     assert sign in result.out + (result.directory / "metrics.jsonl").read_text()
 
 
@@ -70,9 +68,8 @@ def test_everything_that_is_written_passes_its_own_tests(own: Path, run: Any) ->
 
 
 @pytest.mark.slow
-def test_a_project_trains_and_passes_its_own_tests(own: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = run("new", "project", "mine")
-    assert written.status == 0, written.err
+def test_a_project_trains_and_passes_its_own_tests(own: Path, accepted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = accepted("new", "project", "mine")
     assert "cd mine" in written.out
     assert "python -m runner train --config-dir conf experiment=mine" in written.out
     assert {path.split("/")[0] for path in content(own)} == {"mine"}
@@ -104,11 +101,10 @@ def test_package_and_folder_can_be_named(own: Path, run: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["my_package/my_net.py", "my_conf/model/my_net.yaml", "tests/test_my_net.py"])
-def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path, run: Any) -> None:
+def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path, rejected: Any) -> None:
     (own / path).parent.mkdir(parents=True)
     (own / path).write_text("mine\n")
-    result = run("new", "model", "MyNet")
-    assert result.status == 2
+    result = rejected("new", "model", "MyNet")
     assert f"new: {path} already exists, and nothing is overwritten" in result.err
     assert content(own) == {path: b"mine\n"}
 
@@ -137,17 +133,15 @@ def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_name_that_cannot_be_used_is_told(words: tuple[str, ...], message: str, own: Path, run: Any) -> None:
-    result = run("new", *words)
-    assert result.status == 2
+def test_a_name_that_cannot_be_used_is_told(words: tuple[str, ...], message: str, own: Path, rejected: Any) -> None:
+    result = rejected("new", *words)
     assert f"error: new: {message}" in result.err or message in result.err
     assert content(own) == {}
 
 
-def test_a_folder_that_is_there_is_no_place_for_a_project(own: Path, run: Any) -> None:
+def test_a_folder_that_is_there_is_no_place_for_a_project(own: Path, rejected: Any) -> None:
     (own / "mine").mkdir()
-    result = run("new", "project", "mine")
-    assert result.status == 2
+    result = rejected("new", "project", "mine")
     assert "mine already exists" in result.err
     assert content(own) == {}
 

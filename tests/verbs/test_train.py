@@ -32,9 +32,8 @@ def test_curves_are_drawn_unless_they_are_not_wanted(run: Any) -> None:
     assert not (first / "plots" / "curves.png").exists(), "of the first part only"
 
 
-def test_a_run_leaves_everything_that_the_design_lists(run: Any, workdir: Path) -> None:
-    result = run("train", *SMALL, "threads=1", "log.every_steps=4", "name=mine", "seed=3")
-    assert result.status == 0, result.err
+def test_a_run_leaves_everything_that_the_design_lists(accepted: Any, workdir: Path) -> None:
+    result = accepted("train", *SMALL, "threads=1", "log.every_steps=4", "name=mine", "seed=3")
     directory = result.directory
     assert directory.parent == Path("outputs/mine")
     names = {path.name for path in directory.iterdir()}
@@ -59,7 +58,8 @@ def test_a_run_leaves_everything_that_the_design_lists(run: Any, workdir: Path) 
     train = [(m["global_step"], m["epoch"]) for m in result.metrics if m["split"] == "train"]
     assert train == [(4, 1), (8, 2), (12, 2)]
     assert [m["global_step"] for m in result.metrics if m["split"] == "val"] == [6, 12]
-    assert result.metrics[-1]["loss"] == summary["last"]["loss"], "numbers are in full"
+    evaluated = [m["loss"] for m in result.metrics if m["split"] == "val"]
+    assert evaluated[-1] == summary["last"]["loss"], "numbers are in full"
 
     config = yaml.safe_load((directory / "config.yaml").read_text())
     assert config == yaml.safe_load(last["config"])
@@ -144,15 +144,13 @@ def test_user_code_that_calls_exit_fails_the_other_verbs(
 
 
 def test_a_metric_of_a_callback_that_is_not_a_number_is_a_mistake(
-    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    rejected: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "class Noted:\n    def on_log(self, loop, metrics):\n        metrics['note'] = 'good'\n"
     (workdir / "noted.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
-    result = run("train", *SMALL, "threads=1", "logger=none", "+callbacks.n._target_=noted.Noted")
-    assert result.status == 2, result.err
+    result = rejected("train", *SMALL, "threads=1", "logger=none", "+callbacks.n._target_=noted.Noted")
     assert "Noted, on_log: metric 'note' is a str" in result.err
-    assert "Traceback" not in result.err
     assert result.summary["status"] == "failed"
 
 
@@ -182,11 +180,10 @@ def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
     assert not list(result.directory.rglob("*.tmp"))
 
 
-def test_an_occupied_directory_is_refused_and_stays_as_it_is(train_once: Any, run: Any) -> None:
+def test_an_occupied_directory_is_refused_and_stays_as_it_is(train_once: Any, rejected: Any) -> None:
     first = train_once(*SMALL, "evaluate.test=false")
     before = {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()}
-    result = run("train", *SMALL, f"hydra.run.dir={first.directory}")
-    assert result.status == 2
+    result = rejected("train", *SMALL, f"hydra.run.dir={first.directory}")
     assert "already holds a run" in result.err
     assert {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()} == before
 
@@ -223,11 +220,9 @@ def test_early_stopping_watches_its_metric_in_the_direction_that_is_better(train
     ],
     ids=["early stopping", "seed"],
 )
-def test_what_cannot_be_watched_or_seeded_is_a_sentence(words: tuple[str, ...], message: str, run: Any) -> None:
-    result = run("train", *SMALL, "threads=1", "logger=none", *words)
-    assert result.status == 2, result.err
+def test_what_cannot_be_watched_or_seeded_is_a_sentence(words: tuple[str, ...], message: str, rejected: Any) -> None:
+    result = rejected("train", *SMALL, "threads=1", "logger=none", *words)
     assert message in result.err
-    assert "Traceback" not in result.err
 
 
 def test_the_largest_seed_works(train: Any) -> None:
@@ -297,12 +292,11 @@ class Bad:
 
 
 def test_a_logger_whose_methods_raise_costs_a_warning_each(
-    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "bad_logger.py").write_text(BAD_LOGGER)
     monkeypatch.syspath_prepend(workdir)
-    result = run("train", *SMALL, "threads=1", "logger=none", "+logger.bad._target_=bad_logger.Bad")
-    assert result.status == 0, result.err
+    result = accepted("train", *SMALL, "threads=1", "logger=none", "+logger.bad._target_=bad_logger.Bad")
     for method in ("open", "log", "flush", "close", "finish"):
         [line] = [
             each for each in (result.out + result.err).splitlines() if f"warning: logger.bad: {method} raised " in each
