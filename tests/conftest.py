@@ -226,13 +226,11 @@ def train(run: Callable[..., Result]) -> Callable[..., Result]:
 
 
 @pytest.fixture
-def bomb(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], tuple[str, ...]]:
+def bomb(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals], tuple[str, ...]]:
     """The words of a run that a signal reaches after an optimizer step."""
     monkeypatch.setenv("RUNNER_TRUST", f"bombs {os.environ.get('RUNNER_TRUST', '')}")
-    return lambda step, number: (
-        *FAST,
-        f"+callbacks.bomb={{_target_: bombs.Bomb, step: {step}, number: {int(number)}}}",
-    )
+    node = "+callbacks.bomb={{_target_: bombs.Bomb, step: {}, number: {}}}"
+    return lambda step, number: (*FAST, node.format(step, int(number)))
 
 
 @pytest.fixture

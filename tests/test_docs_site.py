@@ -170,6 +170,7 @@ def interrupted_once(logged: Callable[[], bool]) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.extended
 def test_the_tutorial_runs_from_the_first_command_to_the_last(run: Any, workdir: Path) -> None:
     script = re.search(r"`my_photos\.py`:\n\n```python\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), re.M | re.S)
     assert script is not None

@@ -155,6 +155,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Any, here: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_killed_again_and_again_it_ends_with_the_same_bits(start: Any, here: Path, train: Any, reference: Any) -> None:
     directory = here / "run"
     words: tuple[str, ...] = SLOWLY

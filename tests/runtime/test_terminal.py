@@ -135,6 +135,7 @@ def test_a_terminal_that_is_closed_saves_and_ends_with_75(on_terminal: Any) -> N
     assert preempted("SIGHUP")
 
 
+@pytest.mark.extended
 def test_a_closed_terminal_does_not_stop_a_run_that_nohup_started(on_terminal: Any) -> None:
     terminal = on_terminal("callbacks.slow.step_s=0.01", ignored=[signal.SIGHUP])
     terminal.wait(lambda: at_step(3))
@@ -143,6 +144,7 @@ def test_a_closed_terminal_does_not_stop_a_run_that_nohup_started(on_terminal: A
     assert json.loads(Path("run/summary.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.extended
 def test_a_second_ctrl_c_ends_at_once_without_a_traceback_of_any_process(on_terminal: Any) -> None:
     terminal = on_terminal("callbacks.slow.step_s=60")
     terminal.wait(lambda: at_step(1))

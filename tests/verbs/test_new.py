@@ -68,6 +68,7 @@ def test_everything_that_is_written_passes_its_own_tests(own: Path, run: Any) ->
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_project_trains_and_passes_its_own_tests(own: Path, accepted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     written = accepted("new", "project", "mine")
     assert "cd mine" in written.out

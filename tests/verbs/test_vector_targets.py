@@ -110,6 +110,7 @@ def test_labels_are_learned_and_every_verb_knows_them(train_once: Any, good: Any
     good("inspect", ckpt, "what=[inputs,gradients]")
 
 
+@pytest.mark.extended
 def test_several_numbers_are_learned_and_every_verb_knows_them(train_once: Any, good: Any, workdir: Path) -> None:
     result = train_once(*NUMBERS)
     assert set(result.summary["test"]) == {"loss", "mae", "rmse"}
