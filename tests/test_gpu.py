@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,12 @@ from torch.nn import functional as F
 from runner.checkpoint.file import read
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
-from runner.distributed.parallel import ParallelStep
+from runner.data.loaders import Batch
+from runner.distributed.parallel import parallelize
 from runner.distributed.world import joined
-from runner.engine.step import train_step
+from runner.engine.state import RunningMean, TrainState
+from runner.engine.step import StepConfig, Supervised, train_step
+from runner.optim.schedules import Constant
 from runner.run.dry_run import predict
 from runner.runtime.memory import peak_memory, reset_peak_memory
 from runner.train import build_run
@@ -87,19 +89,13 @@ def test_nccl_connects_a_world_of_one_whose_gradients_are_those_of_the_model(mon
     model = nn.Linear(4, 2).to(device)
     images, targets = torch.randn(6, 4, device=device), torch.zeros(6, dtype=torch.int64, device=device)
 
-    def objective(images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(images), targets)
-
-    alone = torch.autograd.grad(objective(images, targets), list(model.parameters()))
+    alone = torch.autograd.grad(F.cross_entropy(model(images), targets), list(model.parameters()))
+    state = TrainState(model, torch.optim.SGD(model.parameters()), Constant(1), None, RunningMean(device))
+    parts = StepConfig(Supervised(model, F.cross_entropy, lambda targets: targets))
+    batch = Batch((images, targets), torch.arange(6, device=device))
     with joined(60.0, device) as world:
-        ParallelStep(
-            SimpleNamespace(model=model, loss=nn.Identity()),
-            objective,
-            train_step,
-            world,
-            find_unused=False,
-            retries=False,
-        ).objective(images, targets).backward()
+        parts, step = parallelize(parts, train_step, state, world, find_unused=False, retries=False)
+        step(state, parts, batch, 1.0, 6, update=False)
         total = torch.ones(1, device=device)
         dist.all_reduce(total)
         assert total.item() == world.size == 1

@@ -36,11 +36,14 @@ def loader(workers: int | None = None, transforms: Any = (), rank: int = 0, rank
 
 
 def joined(batches: list[Batch]) -> Batch:
-    return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    images, targets, indices = (
+        torch.cat(parts) for parts in zip(*((*batch.data, batch.indices) for batch in batches), strict=True)
+    )
+    return Batch((images, targets), indices)
 
 
 def same(one: Batch, other: Batch) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(torch.equal(a, b) for a, b in zip((*one.data, one.indices), (*other.data, other.indices), strict=True))
 
 
 def test_every_class_and_every_sample_of_a_class_is_drawn_equally_often() -> None:

@@ -16,7 +16,7 @@ from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean, TrainState
-from runner.engine.step import StepConfig
+from runner.engine.step import StepConfig, Supervised
 from runner.optim.schedules import Constant
 
 CPU = torch.device("cpu")
@@ -47,12 +47,9 @@ class Bench:
             group["initial_lr"] = group["lr"]
         return TrainState(model, optimizer, Constant(1000), self.scaler, RunningMean(CPU))
 
-    def step_parts(self) -> StepConfig:
-        defaults: dict[str, Any] = {
-            "targets": lambda targets: targets,
-            "loss": nn.CrossEntropyLoss(),
-        }
-        return StepConfig(**defaults | self.parts)
+    def step_parts(self, model: nn.Module) -> StepConfig:
+        parts = {"loss": nn.CrossEntropyLoss(), "targets": lambda targets: targets} | self.parts
+        return StepConfig(Supervised(model, parts.pop("loss"), parts.pop("targets")), **parts)
 
     @property
     def source(self) -> MemoryLoader:
@@ -65,8 +62,8 @@ class Bench:
         return EpochPlan(len(self.images), self.batch_size, self.accumulate)
 
     def evaluate(self, model: nn.Module, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        parts = self.step_parts()
-        found = evaluate(model, self.source, parts.targets, nn.CrossEntropyLoss(), metrics={}, interrupted=interrupted)
+        targets = self.parts.get("targets", lambda targets: targets)
+        found = evaluate(model, self.source, targets, nn.CrossEntropyLoss(), metrics={}, interrupted=interrupted)
         return {f"val/{name}": value for name, value in found.items()}
 
     def loop(self, *callbacks: Any, state: TrainState | None = None, signals: Callable[[], str] = lambda: "") -> Loop:
@@ -75,7 +72,7 @@ class Bench:
             state,
             self.source,
             self.plan,
-            parts=self.step_parts(),
+            parts=self.step_parts(state.model),
             limits=Limits(**self.limits),
             evaluate=(lambda: self.evaluate(state.model, lambda: bool(signals()))) if self.validate else None,
             callbacks=callbacks,

@@ -89,7 +89,7 @@ def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(bench: Any,
     one.parts = {"clip_adaptive": AdaptiveClip.of(net, 1e-3)}
     state, batch = one.state(), next(iter(one.source.batches(0, 0, 1)))
     with waits:
-        train_step(state, one.step_parts(), batch, 1.0, 4, update=True)
+        train_step(state, one.step_parts(state.model), batch, 1.0, 4, update=True)
     assert scaled or waits.found == []  # the scaler asks the optimizer's gradients itself
     for parameter, gradient in list(zip(net.parameters(), seen, strict=True))[:2]:
         assert bool((units(gradient) <= 1.001e-3 * units(parameter).clamp_min(1e-3)).all())

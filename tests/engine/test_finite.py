@@ -31,8 +31,8 @@ class Log(nn.Module):
 
 def step(bench: Any, state: Any, images: torch.Tensor | None = None) -> None:
     batch = next(iter(bench.source.batches(0, 0, 1)))
-    batch = batch if images is None else batch._replace(images=images)
-    train_step(state, bench.step_parts(), batch, 1.0, len(batch.targets), update=True)
+    batch = batch if images is None else batch._replace(data=(images, batch.targets))
+    train_step(state, bench.step_parts(state.model), batch, 1.0, len(batch.targets), update=True)
 
 
 def network(*layers: nn.Module) -> Callable[[], nn.Module]:

@@ -81,7 +81,7 @@ def trained(bench: Callable[..., Any], most: int, where: str, step: Any, accumul
     one = bench(14, optimizer=Spy, batch_size=14 // accumulate, build=lambda: Layers(most, where))
     state, plan = one.state(), EpochPlan(14, 14 // accumulate, accumulate)
     for batch, (size, weight, update) in zip(one.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
-        step(state, one.step_parts(), batch, weight, size, update=update)
+        step(state, one.step_parts(state.model), batch, weight, size, update=update)
     return state
 
 
@@ -133,7 +133,7 @@ def test_a_smaller_last_batch_has_fewer_pieces_and_not_smaller_ones(bench: Any) 
     one = bench(20, batch_size=8, build=lambda: Layers(3, "norm forward"))
     state, step, plan = one.state(), OOMRetryStep(8), EpochPlan(20, 8, 1)
     for batch, (size, weight, update) in zip(one.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
-        step(state, one.step_parts(), batch, weight, size, update=update)
+        step(state, one.step_parts(state.model), batch, weight, size, update=update)
     assert state.position.pieces == 4
     assert state.model.sizes == [8, 4, *[2] * 10]
 
@@ -156,7 +156,9 @@ def test_buffers_that_are_assigned_anew_are_put_back_too(bench: Any) -> None:
         one = bench(8, batch_size=8, build=lambda: Reassigning(4, "forward"))
         state = one.state()
         state.position.pieces = pieces
-        OOMRetryStep(8)(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 8, update=True)
+        OOMRetryStep(8)(
+            state, one.step_parts(state.model), next(iter(one.source.batches(0, 0, 1))), 1.0, 8, update=True
+        )
         means.append(float(state.model.mean))
     assert means[0] == means[1]
 
@@ -166,8 +168,11 @@ def test_other_errors_pass_through(bench: Any) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     one = bench(8, parts={"loss": wrong})
+    state = one.state()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        OOMRetryStep(4)(one.state(), one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, update=True)
+        OOMRetryStep(4)(
+            state, one.step_parts(state.model), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, update=True
+        )
 
 
 @pytest.mark.parametrize(

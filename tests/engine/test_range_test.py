@@ -24,7 +24,9 @@ def network() -> nn.Module:
 
 
 def swept(bench: Any, state: Any, rates: list[float], **options: Any) -> Curve:
-    return range_test(state, bench.source, bench.plan, bench.step_parts(), rates, reference=bench.lr, **options)
+    return range_test(
+        state, bench.source, bench.plan, bench.step_parts(state.model), rates, reference=bench.lr, **options
+    )
 
 
 def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(bench: Any) -> None:
@@ -58,7 +60,7 @@ def test_a_step_is_that_of_training_at_its_rate(bench: Any) -> None:
                 total += float(nn.functional.cross_entropy(state.model(batch.images), batch.targets)) * weight
             if update and (number := next(done, None)) is not None:
                 state.optimizer.param_groups[0]["lr"] = rates[number]
-            train_step(state, small.step_parts(), batch, weight, size, update=update)
+            train_step(state, small.step_parts(state.model), batch, weight, size, update=update)
             if update:
                 losses.append(total)
                 total = 0.0
@@ -135,7 +137,8 @@ def test_no_batch_is_asked_for_that_is_not_used(bench: Any) -> None:
             return small.source.batches(epoch, start, stop)
 
     small = bench(accumulate=2)
-    range_test(small.state(), Source(), small.plan, small.step_parts(), [1e-4] * 5, reference=0.1)
+    state = small.state()
+    range_test(state, Source(), small.plan, small.step_parts(state.model), [1e-4] * 5, reference=0.1)
     assert asked == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
 
 

@@ -33,14 +33,14 @@ class Spy(torch.optim.SGD):
 def test_an_accumulated_gradient_is_that_of_one_big_batch(bench: Any, samples: int, size: int, accumulate: int) -> None:
     one = bench(samples, optimizer=Spy, batch_size=samples)
     big = one.state()
-    train_step(big, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, samples, update=True)
+    train_step(big, one.step_parts(big.model), next(iter(one.source.batches(0, 0, 1))), 1.0, samples, update=True)
 
     many = bench(samples, optimizer=Spy)
     small, plan = many.state(), EpochPlan(samples, size, accumulate)
     assert plan.steps == 1, "the case must fit one window"
     many.batch_size = size
     for batch, (count, weight, update) in zip(many.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
-        train_step(small, many.step_parts(), batch, weight, count, update=update)
+        train_step(small, many.step_parts(small.model), batch, weight, count, update=update)
     for a, b in zip(big.optimizer.seen, small.optimizer.seen, strict=True):  # type: ignore[attr-defined]
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     for a, b in zip(big.model.parameters(), small.model.parameters(), strict=True):
@@ -49,7 +49,8 @@ def test_an_accumulated_gradient_is_that_of_one_big_batch(bench: Any, samples: i
 
 def test_a_window_updates_once_and_leaves_no_gradient_behind(bench: Any, first_batch: Any) -> None:
     one = bench()
-    state, parts, batch = one.state(), one.step_parts(), first_batch(one)
+    state, batch = one.state(), first_batch(one)
+    parts = one.step_parts(state.model)
     before = [parameter.clone() for parameter in state.model.parameters()]
     train_step(state, parts, batch, 0.5, 4, update=False)
     assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
@@ -63,7 +64,7 @@ def test_a_window_updates_once_and_leaves_no_gradient_behind(bench: Any, first_b
 def test_clipping_bounds_the_norm_of_all_gradients_together(bench: Any, limit: float) -> None:
     one = bench(optimizer=Spy, parts={"clip_norm": limit}, batch_size=10)
     state = one.state()
-    train_step(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 10, update=True)
+    train_step(state, one.step_parts(state.model), next(iter(one.source.batches(0, 0, 1))), 1.0, 10, update=True)
     norm = torch.cat([gradient.flatten() for gradient in state.optimizer.seen]).norm()
     assert limit * 0.99 < float(norm) <= limit * 1.0001
 
@@ -73,7 +74,7 @@ def test_clipping_bounds_each_element_and_keeps_the_others(bench: Any) -> None:
     seen = []
     for one in (free, bounded):
         state = one.state()
-        train_step(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, update=True)
+        train_step(state, one.step_parts(state.model), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, update=True)
         seen.append(state.optimizer.seen)
     for a, b in zip(*seen, strict=True):
         assert torch.equal(a.clamp(-0.02, 0.02), b)
@@ -130,7 +131,7 @@ def test_a_step_does_everything_in_the_documented_order(
     one = bench(optimizer=Noting, scaler=Scaler(calls), parts=parts)
     state = one.state()
     state.model[1].weight.register_hook(lambda _: calls.append(f"backward inside={bool(inside)}"))  # type: ignore[union-attr]
-    train_step(state, one.step_parts(), first_batch(one), 1.0, 4, update=True)
+    train_step(state, one.step_parts(state.model), first_batch(one), 1.0, 4, update=True)
     forward = ["autocast", "loss inside=True", "scale", "backward inside=False"]
     update = ["unscale_", "clip value", "clip norm", "step", "optimizer.step", "update"]
     assert calls == forward + update
@@ -144,7 +145,7 @@ def test_a_scaled_fp16_step_equals_the_plain_one(bench: Any, first_batch: Any) -
     seen = []
     for one in (plain, scaled):
         state = one.state()
-        train_step(state, one.step_parts(), first_batch(one), 1.0, 4, update=True)
+        train_step(state, one.step_parts(state.model), first_batch(one), 1.0, 4, update=True)
         seen.append(state.optimizer.seen)
     for a, b in zip(*seen, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
@@ -157,7 +158,7 @@ def test_an_overflowing_fp16_step_changes_no_weight_and_lowers_the_scale(bench: 
     one = bench(scaler=scaler, parts={"loss": huge})
     state = one.state()
     before = [parameter.clone() for parameter in state.model.parameters()]
-    train_step(state, one.step_parts(), first_batch(one), 1.0, 4, update=True)
+    train_step(state, one.step_parts(state.model), first_batch(one), 1.0, 4, update=True)
     assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
     assert scaler.get_scale() == 512.0
 
@@ -165,7 +166,8 @@ def test_an_overflowing_fp16_step_changes_no_weight_and_lowers_the_scale(bench: 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_never_waits_for_the_device(bench: Any, waits: Any, accumulate: int) -> None:
     one = bench(parts={"clip_norm": 1.0, "clip_value": 0.5})
-    state, parts = one.state(), one.step_parts()
+    state = one.state()
+    parts = one.step_parts(state.model)
     with waits:
         for number, batch in enumerate(one.source.batches(0, 0, 2)):
             train_step(state, parts, batch, 1 / accumulate, 4, update=(number + 1) % accumulate == 0)
@@ -175,6 +177,6 @@ def test_a_step_never_waits_for_the_device(bench: Any, waits: Any, accumulate: i
 
 
 def test_parts_have_no_clipping_unless_asked() -> None:
-    parts = StepConfig(lambda a, b, c: a, lambda t: t, nn.CrossEntropyLoss())
+    parts = StepConfig(lambda data: data)
     assert parts.clip_norm is None
     assert parts.clip_value is None

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
+from runner.data.loaders import Batch
 from runner.data.splits import Parts, groups_of, targets_of
 
 Examples = Mapping[str, tuple[Tensor, Tensor]]
@@ -102,12 +103,12 @@ def shared_groups(parts: Parts, group: str) -> list[str]:
     return warnings
 
 
-def not_finite(batches: Iterable[tuple[Tensor, Tensor, Tensor]], name: str) -> str:
+def not_finite(batches: Iterable[Batch], name: str) -> str:
     """A sentence on the first sample of a split with a pixel or target that is not finite; empty if there is none."""
-    for images, targets, indices in batches:
-        for what, values in (("pixels that are", images), ("a target that is", targets)):
+    for batch in batches:
+        for what, values in (("pixels that are", batch.images), ("a target that is", batch.targets)):
             wrong = (~values.isfinite()).reshape(len(values), -1).any(1)
             if bool(wrong.any()):
-                index = int(indices[wrong.nonzero()[0, 0]])
+                index = int(batch.indices[wrong.nonzero()[0, 0]])
                 return f"sample {index} of '{name}' has {what} not finite: correct it, or remove it"
     return ""

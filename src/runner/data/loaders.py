@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from runner.data.cache_file import StoredImages
 from runner.data.sampler import BalancedOrder, ClassBalance, EpochOrder, Indices, sample_of
 from runner.distributed.share import gathered_rows, rows
 from runner.distributed.world import World
+from runner.instrument.nested import tensors_in
 
 # Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -30,14 +31,28 @@ class Batch(NamedTuple):
     """Samples on the device.
 
     Attributes:
-        images: (B, C, H, W), as the model takes them.
-        targets: (B,) int64 classes or (B, ...) float values.
+        data: images (B, C, H, W), as the model takes them, and targets, (B,) int64 classes or (B, ...) float values.
         indices: identity of each sample in its data set, (B,) int64.
     """
 
-    images: Tensor
-    targets: Tensor
+    data: Any
     indices: Tensor
+
+    @property
+    def images(self) -> Tensor:
+        """(B, C, H, W), as the model takes them."""
+        images: Tensor = self.data[0]
+        return images
+
+    @property
+    def targets(self) -> Tensor:
+        """(B,) int64 classes or (B, ...) float values."""
+        targets: Tensor = self.data[1]
+        return targets
+
+    def first(self, count: int) -> Batch:
+        """At most `count` samples: the first ones."""
+        return Batch((self.images[:count], self.targets[:count]), self.indices[:count])
 
 
 class Prepare(Protocol):
@@ -55,7 +70,7 @@ class Prepare(Protocol):
 
 Mix = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """Blends samples of a batch: (images, targets, indices, epoch) -> (images, targets)."""
-Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
+Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,7 @@ class Loader:
             batches = self._mixed(mix, batches, epoch, range(start, stop, step))
         elif mix is not None:
             batches = (
-                Batch(*mix(batch.images, batch.targets, batch.indices, epoch), batch.indices) for batch in batches
+                Batch(mix(batch.images, batch.targets, batch.indices, epoch), batch.indices) for batch in batches
             )
         # Balanced sampling numbers its draws; callers want the numbers of the samples
         return (
@@ -156,10 +171,12 @@ class Loader:
         """Blend each batch as a whole, with the rows of the other ranks, and keep the own ones."""
         for number, batch in zip(numbers, batches, strict=True):
             samples = min(self.batch_size, self.samples - number * self.batch_size)
-            whole = [gathered_rows(tensor, samples, self.world) for tensor in batch]
+            whole = [
+                gathered_rows(tensor, samples, self.world) for tensor in (batch.images, batch.targets, batch.indices)
+            ]
             images, targets = mix(whole[0], whole[1], whole[2], epoch)
             own = self._rows(samples)
-            yield Batch(images[own], targets[own], batch.indices)
+            yield Batch((images[own], targets[own]), batch.indices)
 
     def _prepared(self, copied: Iterator[tuple[Tensor, Tensor, Tensor]], epoch: int) -> Iterator[Batch]:
         own = self._rows(self.batch_size)
@@ -168,14 +185,14 @@ class Loader:
             if self._prepare is not None:
                 images = self._prepare(images, places, epoch)
             if len(images) <= size:
-                yield Batch(images, targets, places)
+                yield Batch((images, targets), places)
                 continue
             # Several batches were prepared together, and are cut apart again
             pieces = torch.split(images, size)
             bytes_of_batch = size * images.shape[1:].numel() * images.element_size()
             if bytes_of_batch % _ALIGNMENT.get(self._device.type, _ALIGNMENT_ELSEWHERE):
                 pieces = tuple(piece.clone() for piece in pieces)
-            yield from map(Batch, pieces, torch.split(targets, size), torch.split(places, size))
+            yield from map(Batch, zip(pieces, torch.split(targets, size), strict=True), torch.split(places, size))
 
     def close(self) -> None:
         """End worker processes."""
@@ -251,7 +268,7 @@ def _ahead(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors
         batch = upcoming
         current = torch.cuda.current_stream(device)
         current.wait_stream(side)
-        for tensor in batch:
+        for tensor in tensors_in(batch):
             # Their memory belongs to the side stream, which must not reuse it before this one is done with them.
             tensor.record_stream(current)
         upcoming = made()

@@ -18,7 +18,7 @@ from runner.distributed.share import rows
 from runner.distributed.world import World
 from runner.instrument.no_trace import SavedBuffers, SavedRNG
 
-_Objective = Callable[[Tensor, Tensor], Tensor]
+_Objective = Callable[[Any], Tensor]
 
 
 class ParallelStep:
@@ -32,7 +32,7 @@ class ParallelStep:
 
     Args:
         state: model and loss, see `runner.engine.state.TrainState`.
-        objective: (images, targets) -> mean loss of the rows.
+        objective: the data of a batch -> mean loss of the rows.
         step: computes a step, see `runner.engine.step.train_step`.
         world: the ranks.
         find_unused: whether parameters may have no gradient in some steps.
@@ -53,12 +53,12 @@ class ParallelStep:
         self._parallel: DistributedDataParallel | None = None
         self._trained: tuple[bool, ...] = ()
 
-    def objective(self, images: Tensor, targets: Tensor) -> Tensor:
+    def objective(self, data: Any) -> Tensor:
         """The mean loss of this rank's rows; its backward pass averages the gradients."""
         if self._retries or self._sharded:
-            return self._objective(images, targets)
+            return self._objective(data)
         assert self._parallel is not None, "the step has built it"
-        loss: Tensor = self._parallel(images, targets)
+        loss: Tensor = self._parallel(data)
         return loss
 
     def _build(self, parts: Any, batch: Any) -> None:
@@ -75,9 +75,9 @@ class ParallelStep:
         if self._find_unused:  # the order is never changed
             return
         # The extra backward must leave no trace: buffers and generators are put back
-        buffers, generators = SavedBuffers(self._model, parts.loss), SavedRNG()
+        buffers, generators = SavedBuffers(self._model, self._learner.loss), SavedRNG()
         with parts.autocast():
-            loss = self._parallel(batch.images, parts.targets(batch.targets))
+            loss = self._parallel(batch.data)
         loss.backward()
         for parameter in self._learner.parameters():
             parameter.grad = None
@@ -106,7 +106,7 @@ class ParallelStep:
         try:
             # Random numbers depend on position and rank, so a resume draws the same ones
             at = state.position
-            with own_draws(at.epoch, at.batch, self._world.rank, batch.images.device):
+            with own_draws(at.epoch, at.batch, self._world.rank, batch.indices.device):
                 trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
                 # DDP would copy the buffers of the loss in each step; retries and sharding do without DDP
                 if self._retries or self._sharded:
@@ -150,17 +150,18 @@ class _Learner(nn.Module):
         super().__init__()
         self.model, self.loss, self._objective = model, loss, objective
 
-    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, data: Any) -> Tensor:
         """The mean loss."""
-        return self._objective(images, targets)
+        return self._objective(data)
 
 
 def parallelize(parts: Any, step: Any, state: Any, world: World, *, find_unused: bool, retries: bool) -> Any:
     """The parts of a step, and the step itself, for one of several ranks."""
-    objective = parts.compiled_loss or (lambda images, targets: parts.loss(state.model(images), targets))
-    parallel = ParallelStep(state, objective, step, world, find_unused=find_unused, retries=retries)
+    parallel = ParallelStep(
+        state, parts.equivalent or parts.objective, step, world, find_unused=find_unused, retries=retries
+    )
     average = parallel.average_gradients if retries else None
     changed = dataclasses.replace(
-        parts, compiled_loss=parallel.objective, no_sync=parallel.no_sync, average_gradients=average
+        parts, equivalent=parallel.objective, no_sync=parallel.no_sync, average_gradients=average
     )
     return changed, parallel

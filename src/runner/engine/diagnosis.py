@@ -17,7 +17,7 @@ from runner.engine.errors import Diverged
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig
-from runner.instrument.nested import tensors_in
+from runner.instrument.nested import first_tensor, named_tensors, tensors_in
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
 from runner.instrument.observer import Observer, module_label, observe_gradients
@@ -43,17 +43,17 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     the middle of a forward pass would leave the others waiting, so only batches and weights are searched.
     """
     # The failing step is computed again without compilation, as compiled code hides the modules
-    with no_trace(state.model, parts.loss), torch.enable_grad(), uncompiled():
+    with no_trace(state.model, state.loss), torch.enable_grad(), uncompiled():
         for batch in batches:
             # Images, targets and weights first: what goes in may explain everything that comes out
-            cause = _cause_before(state, parts, batch)
+            cause = _cause_before(state, batch)
             # One rank alone cannot run forward on a sharded model, so only inputs and weights are searched
             if is_sharded(state.model):
                 cause = next(filter(None, world().gather(cause)), "")
             elif not cause:
                 cause = _cause_in_passes(state, parts, batch)
             if cause:
-                content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
+                content = {**fields_of(batch.data), "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
     # Dropout draws other numbers now, so not every fault shows again
     cause = "the cause could not be reproduced, so it depends on random draws or on the weights at that step"
@@ -62,23 +62,26 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     return Diagnosis(step, epoch, cause, {})
 
 
-def _cause_before(state: TrainState, parts: StepConfig, batch: Batch) -> str:
+def _cause_before(state: TrainState, batch: Batch) -> str:
     """Inputs and weights that are not finite before anything is computed."""
-    if samples := nonfinite_samples(batch.images, batch.indices):
-        return f"the images of {samples} have values that are not finite"
-    targets = parts.targets(batch.targets)
-    if samples := nonfinite_samples(targets, batch.indices):
-        return f"the targets of {samples} are not finite"
+    for name, field in fields_of(batch.data).items():
+        if samples := nonfinite_samples(field, batch.indices):
+            return f"the {name} of {samples} have values that are not finite"
     wrong = [name for name, parameter in state.named_parameters() if not is_finite(local(parameter))]
     return f"weights are not finite: {join_names(wrong)}" if wrong else ""
 
 
 def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     """The first output, loss or gradient that is not finite in forward and backward."""
-    model, targets = state.model, parts.targets(batch.targets)
-    with nonfinite_outputs(model) as outputs, parts.autocast():
-        logits = model(batch.images)
-        loss = parts.loss(logits, targets)
+    model, logits = state.model, batch.indices  # which are finite
+
+    def keep(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        nonlocal logits
+        if (found := first_tensor(output)) is not None:
+            logits = found
+
+    with nonfinite_outputs(model) as outputs, Observer(model, after=keep, names=[""]), parts.autocast():
+        loss = parts.objective(batch.data)
     # From the inside out: the first module, then the loss, then gradients
     if outputs:
         samples = nonfinite_samples(logits, batch.indices)
@@ -91,6 +94,12 @@ def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     loss.backward()  # type: ignore[no-untyped-call]
     wrong = [name for name, parameter in state.named_parameters() if not is_finite(parameter.grad)]
     return f"outputs and loss are finite ({value:.4g}), the gradients of {join_names(wrong)} are not" if wrong else ""
+
+
+def fields_of(data: Any) -> dict[str, Tensor]:
+    """The tensors in the data of a batch by name: `images` and `targets`, or the place of each."""
+    named = dict(named_tensors(data))
+    return {"images": named["0"], "targets": named["1"]} if named.keys() == {"0", "1"} else named
 
 
 class FiniteWatch:

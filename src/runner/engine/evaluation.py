@@ -70,9 +70,10 @@ def evaluate(
                     raise Interrupted
                 parts.interrupted = True  # the others have to hear of it
                 break
-            targets = targets_of(batch.targets)
+            images, targets = batch.data
+            targets = targets_of(targets)
             with autocast():
-                logits = model(batch.images)
+                logits = model(images)
                 value = loss(logits, targets)
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()

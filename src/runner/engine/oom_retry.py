@@ -13,7 +13,8 @@ from torch import Tensor
 
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, backward, batch_loss, update_weights
+from runner.engine.step import StepConfig, backward, loss_of, update_weights
+from runner.instrument.nested import parts_of_rows
 from runner.instrument.no_trace import SavedBuffers, SavedRNG
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class OOMRetryStep:
         """
         # A retry begins at the start of the window, so what forward changes is kept
         if not self._window:
-            self._before = [SavedBuffers(state.model, parts.loss), SavedRNG()]
+            self._before = [SavedBuffers(state.model, state.loss), SavedRNG()]
         self._window.append((batch, weight, samples))
         # It counts as done only if forward and backward fit; otherwise the whole window is computed in smaller parts
         if not self._fits(state, parts, len(self._window) - 1):
@@ -127,11 +128,11 @@ class ReportMicroBatches:
 
 def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, *, count: int) -> Tensor:
     """Accumulate the gradients of a batch in `count` micro-batches; returns its mean loss."""
-    targets = parts.targets(batch.targets)
     losses: list[Tensor] = []
-    for images, some in zip(batch.images.tensor_split(count), targets.tensor_split(count), strict=True):
-        loss = batch_loss(state, parts, images, some)
-        share = len(images) / samples
+    rows = len(batch.indices)
+    for data, indices in zip(parts_of_rows(batch.data, rows, count), batch.indices.tensor_split(count), strict=True):
+        loss = loss_of(parts, data)
+        share = len(indices) / samples
         backward(state, loss, weight * share)
         losses.append(loss.detach() if count == 1 else loss.detach() * share)
     return functools.reduce(torch.add, losses)

@@ -12,12 +12,8 @@ class Batch(Protocol):
     """Samples on the device, see `runner.data.loaders.Batch`."""
 
     @property
-    def images(self) -> Tensor:
-        """(B, C, H, W), augmented and normalised."""
-
-    @property
-    def targets(self) -> Tensor:
-        """(B, ...)."""
+    def data(self) -> Any:
+        """What the task trains on: for most tasks images (B, C, H, W), augmented and normalised, and targets (B, ...)."""
 
     @property
     def indices(self) -> Tensor:

@@ -101,7 +101,7 @@ class TrainState:
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: AveragedModel | None = None
-    loss: nn.Module = field(default_factory=nn.Identity)  # one with tensors of its own; any other has nothing to train
+    loss: nn.Module = field(default_factory=nn.Identity)  # most have no tensors of their own
     freezing: Freezing = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,16 +16,29 @@ from runner.engine.state import TrainState
 
 
 @dataclass(frozen=True)
+class Supervised:
+    """The mean loss of images and targets, which a task that defines no step of its own is trained on."""
+
+    model: Callable[[Tensor], Any]
+    loss: Callable[[Any, Tensor], Tensor]  # (logits, targets) -> scalar mean over the samples
+    targets: Callable[[Tensor], Tensor]  # converts targets of the data set to those of the loss
+
+    def __call__(self, data: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of images (B, C, H, W) and targets (B, ...) of the data set."""
+        images, targets = data
+        return self.loss(self.model(images), self.targets(targets))
+
+
+@dataclass(frozen=True)
 class StepConfig:
     """The parts of the computation of a step."""
 
-    targets: Callable[[Tensor], Tensor]  # converts targets of the data set to targets of the loss
-    loss: Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> scalar mean over the samples
-    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around both
+    objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over the samples
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around it
     clip_norm: float | None = None  # largest 2-norm of all gradients together; None for no limit
     clip_value: float | None = None  # largest absolute value of a gradient element; None for no limit
     clip_adaptive: AdaptiveClip | None = None  # bounds of each unit's gradient; None for no limit
-    compiled_loss: Callable[[Tensor, Tensor], Tensor] | None = None  # (images, targets) -> loss, replaces both
+    equivalent: Callable[[Any], Tensor] | None = None  # the objective compiled, or over several ranks; replaces it
     guard: NonFiniteGuard | None = None  # prevents steps with gradients that are not finite; None allows them
     optimizer_step: Callable[[], object] | None = None  # a faster equivalent of `optimizer.step`; None for that itself
     # around batches that do not end an accumulation window: their gradients are not yet averaged over the ranks
@@ -62,19 +76,17 @@ def train_step(
 
 def forward(state: TrainState, parts: StepConfig, batch: Batch, samples: int) -> Tensor:
     """The mean loss of a batch, which is also added to the running mean."""
-    loss = batch_loss(state, parts, batch.images, parts.targets(batch.targets))
+    loss = loss_of(parts, batch.data)
     state.meter.add(loss, samples)
     if parts.guard is not None:
         parts.guard.watch_loss(loss)
     return loss
 
 
-def batch_loss(state: TrainState, parts: StepConfig, images: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of images (B, C, H, W) and targets of the loss."""
+def loss_of(parts: StepConfig, data: Any) -> Tensor:
+    """The mean loss of the data of a batch."""
     with parts.autocast():
-        if parts.compiled_loss is not None:
-            return parts.compiled_loss(images, targets)
-        return parts.loss(state.model(images), targets)
+        return (parts.equivalent or parts.objective)(data)
 
 
 def backward(state: TrainState, loss: Tensor, weight: float) -> None:

@@ -43,6 +43,25 @@ def mapped_items(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     return _pytree.tree_map_only(kind, function, value)
 
 
+def parts_of_rows(value: Any, rows: int, count: int) -> list[Any]:
+    """The data of a batch divided into `count` parts of consecutive samples, as `Tensor.tensor_split` divides them.
+
+    Tensors (rows, ...) and lists of `rows` items have one item a sample; tuples and mappings hold such fields, and what is
+    neither is the same in every part.
+    """
+    if isinstance(value, Tensor) and value.ndim and len(value) == rows:
+        return list(value.tensor_split(count))
+    if isinstance(value, list) and len(value) == rows:
+        return [[value[place] for place in part] for part in torch.arange(rows).tensor_split(count)]
+    if isinstance(value, Mapping):
+        fields = {name: parts_of_rows(item, rows, count) for name, item in value.items()}
+        return [{name: parts[number] for name, parts in fields.items()} for number in range(count)]
+    if isinstance(value, tuple):
+        kind: Any = getattr(value, "_make", tuple)
+        return [kind(part) for part in zip(*(parts_of_rows(item, rows, count) for item in value), strict=True)]
+    return [value] * count
+
+
 def first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested containers, or None."""
     return next(iter(tensors_in(value)), None)

@@ -134,7 +134,7 @@ def _asked(config: Train) -> tuple[int, str]:
 def _activations(run: Run, samples: int) -> int:
     """Bytes that autograd keeps of a batch, in an optimizer step, which also makes the optimizer's state."""
     images, targets = example_input(run.data, samples), example_targets(run.data, samples)
-    batch, last = Batch(images, targets, indices_for(images)), run.config.accumulate - 1
+    batch, last = Batch((images, targets), indices_for(images)), run.config.accumulate - 1
     with SavedTensors(run.model, [images, targets]) as saved:
         for number in range(last + 1):
             run.step(run.state, run.parts, batch, 1 / (last + 1), samples, update=number == last)

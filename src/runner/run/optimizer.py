@@ -41,8 +41,7 @@ def build_state(
         UserError: see `build_optimizer`.
     """
     # A loss with tensors is trained and saved like the model
-    trained_loss = loss if loss.state_dict() else nn.Identity()
-    optimizer, kernels = build_optimizer(config, model, trained_loss)
+    optimizer, kernels = build_optimizer(config, model, loss)
     dtype, policy = hardware.precision.weights, config.on_nonfinite
     state = TrainState(
         model=model,
@@ -51,8 +50,8 @@ def build_state(
         scaler=hardware.precision.scaler,
         meter=RunningMean(hardware.device, finite_only=policy == "skip", dtype=dtype),
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
-        averaged=build_averaged(config, model, trained_loss, optimizer, length),
-        loss=trained_loss,
+        averaged=build_averaged(config, model, loss, optimizer, length),
+        loss=loss,
     )
     state.freezing = freezing
     return state, kernels

@@ -12,7 +12,7 @@ from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.oom_retry import OOMRetryStep
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction, batch_loss, train_step
+from runner.engine.step import StepConfig, StepFunction, Supervised, loss_of, train_step
 from runner.optim.kernels import plain_step
 from runner.run.hardware import Hardware
 from runner.runtime.determinism import caller_in_backward, operation, refusal
@@ -27,13 +27,12 @@ def build_parts(
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
     return StepConfig(
-        targets=task.targets,
-        loss=loss,
+        objective=Supervised(state.model, loss, task.targets),
         autocast=hardware.precision.autocast,
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,
         clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
-        compiled_loss=toggled.objective,
+        equivalent=toggled.objective_of(task.targets),
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
     )
@@ -62,9 +61,9 @@ def build_step(config: Train, batch_size: int) -> StepFunction:
             step(state, parts, batch, weight, samples, update=update)
         except RuntimeError as error:
             # In a forward pass the stack names the module; the modules of a compiled graph cannot be told apart.
-            if not operation(str(error)) or parts.compiled_loss is not None:
+            if not operation(str(error)) or parts.equivalent is not None:
                 raise
-            forward = functools.partial(batch_loss, state, parts, batch.images, parts.targets(batch.targets))
+            forward = functools.partial(loss_of, parts, batch.data)
             try:
                 caller = caller_in_backward(state.model, forward)
             except RuntimeError:  # the operation is in the forward pass

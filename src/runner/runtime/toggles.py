@@ -24,10 +24,11 @@ class Toggled:
     compilation: Compilation | None = None  # what is compiled; None for nothing
     warnings: list[str] = field(default_factory=list)  # settings that have no effect, or not the wanted one
 
-    @property
-    def objective(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """(images, targets) -> loss, where forward and loss are compiled together."""
-        return self.compilation.objective if self.compilation else None
+    def objective_of(self, targets: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tensor] | None:
+        """(images, targets of the data set) -> loss, where forward and loss are compiled together."""
+        if self.compilation is None or (compiled := self.compilation.objective) is None:
+            return None
+        return lambda data: compiled(data[0], targets(data[1]))
 
     def compile_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Compile the optimizer's step too, if the step is what is compiled."""

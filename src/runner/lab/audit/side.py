@@ -57,8 +57,7 @@ class Side:
         self._in_forward = False
         # The loss is recorded at its call, whether compiled or not
         parts = training.parts
-        compiled = self._recorded(parts.compiled_loss) if parts.compiled_loss else None
-        self._parts = dataclasses.replace(parts, loss=self._recorded(parts.loss), compiled_loss=compiled)
+        self._parts = dataclasses.replace(parts, equivalent=self._recorded(parts.equivalent or parts.objective))
         self._step = step_in_ranges(self._mark, forward, backward, update_weights)
         for parameter, name in self.names.items():
             if parameter.requires_grad:

@@ -153,7 +153,7 @@ class CheckContext:
         read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
         places = torch.tensor(list(indices), device=device)
         images = data.prepare(read.images.to(device), places, epoch)
-        return Batch(images, torch.from_numpy(read.targets).to(device), places)
+        return Batch((images, torch.from_numpy(read.targets).to(device)), places)
 
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite; the same at each call."""
@@ -206,7 +206,7 @@ class CheckContext:
 
     def shortened(self, batch: Batch) -> Batch:
         """At most as many samples as `batch` has, for checks that work with any batch size."""
-        return Batch(*(part[: len(self.batch.images)] for part in batch))
+        return batch.first(len(self.batch.images))
 
     @property
     def training(self) -> Run:
@@ -226,7 +226,7 @@ class CheckContext:
 
     def loss(self) -> Tensor:
         """The loss of `batch`, with its graph."""
-        loss: Tensor = self.training.parts.loss(self.model(self.batch.images), self.targets(self.batch))
+        loss: Tensor = self.training.loss(self.model(self.batch.images), self.targets(self.batch))
         return loss
 
     def disable_dropout(self) -> None:

@@ -18,8 +18,8 @@ _RATE, _STEPS = 0.1, 120  # of Adam
 
 def overfit_samples(context: CheckContext) -> Batch:
     """The batch that is memorized, with targets as the loss takes them."""
-    images, _, indices = context.batch
-    return Batch(images[:_SAMPLES], context.targets(context.batch)[:_SAMPLES], indices[:_SAMPLES])
+    batch = context.batch.first(_SAMPLES)
+    return batch._replace(data=(batch.images, context.targets(batch)))
 
 
 def takes_logits(context: CheckContext) -> bool:
@@ -27,7 +27,7 @@ def takes_logits(context: CheckContext) -> bool:
     targets = overfit_samples(context).targets
     outputs = torch.linspace(-20, 20, len(targets) * context.training.task.outputs(context.splits.classes))
     try:
-        context.training.parts.loss(outputs.view(len(targets), -1).to(targets.device), targets)
+        context.training.loss(outputs.view(len(targets), -1).to(targets.device), targets)
     except (RuntimeError, ValueError):
         return False
     return True
@@ -50,7 +50,7 @@ def free_outputs(
 
     def scored() -> tuple[Tensor, Tensor]:
         outputs = (free * scale + shift if logits else free.sigmoid()).expand(len(targets), -1)
-        return outputs, context.training.parts.loss(outputs, targets)
+        return outputs, context.training.loss(outputs, targets)
 
     return free, scored
 

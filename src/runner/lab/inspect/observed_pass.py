@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.engine.protocols import Batch
+from runner.data.loaders import Batch
 from runner.instrument.nested import first_tensor
 from runner.instrument.no_trace import no_trace
 from runner.instrument.observer import Observer, observe_gradients

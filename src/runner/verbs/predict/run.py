@@ -22,10 +22,9 @@ from runner.config.app import Composition
 from runner.config.schema.verbs import Predict
 from runner.data.bad_samples import BadSample
 from runner.data.build import DataModule, callables
-from runner.data.loaders import Loader
+from runner.data.loaders import Batch, Loader
 from runner.data.sources.image_files import files_loader
 from runner.distributed.world import world
-from runner.engine.protocols import Batch
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
 from runner.models.features_file import write_features

@@ -93,7 +93,7 @@ def shuffling(context: CheckContext) -> Result:
     labels, size = context.labels["train"], split.loader.batch_size
     need(len(labels) >= 4 * size and size >= 4, "fewer than four batches, or of fewer than four samples")
     overall = chance_level(labels)
-    batches = [targets for _, targets, _ in split.loader.batches(0, 0, 4)][:4]
+    batches = [batch.targets for batch in split.loader.batches(0, 0, 4)][:4]
     need(all(targets.ndim == 1 for targets in batches), "the targets are not class numbers")
     share = sum(chance_level(targets.long()) for targets in batches) / len(batches)
     evidence = f"the largest class has {share:.0%} of each of the first batches, {overall:.0%} of all samples"

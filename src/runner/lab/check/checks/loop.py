@@ -51,7 +51,7 @@ def train_on_batch(
     It ends after `most` steps, if the loss is not finite or has no gradient, or with `until_learned` once that is learned.
     """
     context.restore()
-    loss_of, targets = context.training.parts.loss, overfit_samples(context).targets
+    loss_of, targets = context.training.loss, overfit_samples(context).targets
     without_noise(context)
     parameters = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
@@ -64,7 +64,7 @@ def train_on_batch(
         if not math.isfinite(curve.losses[-1]) or (until_learned and curve.learned) or not loss.requires_grad:
             break
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return curve
 
@@ -183,7 +183,7 @@ def overfit(context: CheckContext) -> Result:
 @check("loop")
 def zero_input(context: CheckContext) -> Result:
     """Images that make no difference: the model memorizes targets of zero images just as well."""
-    images, targets, _ = overfit_samples(context)
+    images, targets = overfit_samples(context).data
     need(len(torch.unique(targets, dim=0)) >= 2, "the samples have the same target")
     curve = context.cached(overfit_batch)
     need(math.isfinite(curve.losses[-1]), "the loss is not finite")
@@ -236,10 +236,10 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
     # A hook that adds to gradients shows when the loss is multiplied by zero
     context.restore()
     context.model.eval()
-    images, targets, _ = overfit_samples(context)
-    loss = training.parts.loss(context.model(images), targets)
+    images, targets = overfit_samples(context).data
+    loss = training.loss(context.model(images), targets)
     if loss.requires_grad and bool(loss.isfinite()):
-        (loss * 0).backward()  # type: ignore[no-untyped-call]
+        (loss * 0).backward()
         found.hooked = nonzero()
     return found
 

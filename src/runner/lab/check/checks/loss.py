@@ -23,7 +23,7 @@ _IGNORED = 1e-6  # share of the largest gradient
 
 def _loss(context: CheckContext, outputs: Tensor, targets: Tensor) -> float:
     with torch.no_grad():
-        return float(context.training.parts.loss(outputs, targets))
+        return float(context.training.loss(outputs, targets))
 
 
 def _close(a: float, b: float) -> bool:
@@ -129,7 +129,7 @@ def loss_broadcast(context: CheckContext) -> Result:
 @check("loss")
 def accumulation(context: CheckContext) -> Result:
     """Gradients of small batches that do not add up to that of the large batch, as accumulate requires."""
-    batch, model, parts = context.batch, context.model, context.training.parts
+    batch, model, loss_of = context.batch, context.model, context.training.loss
     half, targets = len(batch.images) // 2, context.targets(batch)
     model.eval()  # BatchNorm and dropout depend on the batch by design
 
@@ -137,9 +137,9 @@ def accumulation(context: CheckContext) -> Result:
         for parameter in model.parameters():
             parameter.grad = None
         for piece in pieces:
-            loss = parts.loss(model(batch.images[piece]), targets[piece])
+            loss = loss_of(model(batch.images[piece]), targets[piece])
             if loss.requires_grad:
-                (loss / len(pieces)).backward()  # type: ignore[no-untyped-call]
+                (loss / len(pieces)).backward()
         found = [p.grad.detach().flatten().double() for p in model.parameters() if p.grad is not None]
         need(found, "there is no gradient")
         return torch.cat(found)

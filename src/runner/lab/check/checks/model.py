@@ -96,11 +96,11 @@ def observe_pass(context: CheckContext) -> ObservedPass:
         # Not modules but operations, because most models call F.relu.
         with Operations(count_dead_units):
             logits = model(batch.images)
-        loss = context.training.parts.loss(logits, context.targets(batch))
+        loss = context.training.loss(logits, context.targets(batch))
     if rectified is not None and rectified.data_ptr() == logits.data_ptr():
         found.units.pop()  # outputs that are never negative by design: reachable-targets judges them
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if parameter.requires_grad and gradient is None:
@@ -268,7 +268,7 @@ def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tupl
 @check("reach")
 def unregistered_parameters(context: CheckContext) -> Result:
     """Tensors that require gradients but are not parameters: layers in lists or dicts, plain tensors, layers made in forward."""
-    model, loss = context.model, context.training.parts.loss
+    model, loss = context.model, context.training.loss
     groups = context.training.state.optimizer.param_groups
     known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
     graph = context.loss()  # keeps the tensors alive, so no two have one identity

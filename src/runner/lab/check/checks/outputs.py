@@ -43,7 +43,7 @@ def logits(context: CheckContext) -> Result:
         return passed(f"values from {low:.3g} to {high:.3g}" + (", logarithms of probabilities" if logs else ""))
     right = F.one_hot(targets, outputs.shape[1]).to(outputs)
     what = "rows that sum to 1: a softmax" if probabilities else f"values from {low:.3g} to {high:.3g}: a sigmoid"
-    loss = context.training.parts.loss
+    loss = context.training.loss
     need(context.cached(takes_logits), f"{what}, and the loss takes nothing else")
     with torch.no_grad():
         best, certain = float(loss(right, targets)), float(loss((2 * right - 1) * _CERTAIN, targets))
@@ -125,7 +125,7 @@ def _output_bounds(context: CheckContext) -> tuple[float, float]:
 def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float) -> float:
     """The lowest loss of outputs between two bounds, with one value for the right class and one for all others."""
     right = F.one_hot(targets, context.training.task.outputs(context.splits.classes)).float()
-    low, high, loss = max(low, -_CERTAIN), min(high, _CERTAIN), context.training.parts.loss
+    low, high, loss = max(low, -_CERTAIN), min(high, _CERTAIN), context.training.loss
     inward = [share * (high - low) for share in (0.0, 0.25, 0.4, 0.5)]
     tops, bottoms = [high - each for each in inward], [low + each for each in inward]
     with torch.no_grad():

@@ -149,7 +149,7 @@ def _loss_now(context: CheckContext, batch: Batch) -> float:
     """The loss of the batch with the weights as they are now; infinite if it is not finite."""
     without_noise(context)
     with torch.no_grad():
-        value = float(context.training.parts.loss(context.model(batch.images), context.targets(batch)))
+        value = float(context.training.loss(context.model(batch.images), context.targets(batch)))
     return value if math.isfinite(value) else math.inf
 
 
@@ -180,7 +180,7 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
 def short_training(context: CheckContext) -> Result:
     """Schedule, clipping, callbacks or optimizer that undo training: the loss of one batch does not fall in 32 steps."""
     count, (guess, lowest) = len(overfit_samples(context).images), context.cached(loss_range)
-    batch = Batch(*(each[:count] for each in context.batch))
+    batch = context.batch.first(count)
     context.restore()
     first = _loss_now(context, batch)
     start = min(first, guess)
