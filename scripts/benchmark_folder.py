@@ -40,7 +40,8 @@ from torchvision.datasets import ImageFolder
 
 from runner.config.schema.sections import Data, Evaluate, Normalize, Split, Transform
 from runner.config.schema.train import Train
-from runner.data.build import DataModule, read_data
+from runner.data.build import read_data
+from runner.data.module import DataModule
 from runner.runtime.device import configure_torch
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

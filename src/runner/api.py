@@ -35,7 +35,7 @@ from runner.config.schema import VERBS
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
 from runner.config.sources import Sources
-from runner.data.build import callables
+from runner.data.module import callables
 from runner.data.sources.image_files import ImageFiles, image_files
 from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating

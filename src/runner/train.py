@@ -11,7 +11,8 @@ from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
 from runner.config.merge import may_write_cache
 from runner.config.schema.train import Train
-from runner.data.build import DataModule, read_data
+from runner.data.build import read_data
+from runner.data.module import DataModule
 from runner.distributed.agreement import Agreement
 from runner.distributed.parallel import parallelize
 from runner.distributed.world import world

@@ -23,9 +23,9 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Split
 from runner.data import bad_samples
 from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler
-from runner.data.build import DataModule
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Batch, BatchPlan, MemoryLoader
+from runner.data.module import DataModule
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, read_sample
 from runner.data.workers import WorkerLoader

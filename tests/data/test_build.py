@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader

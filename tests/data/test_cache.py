@@ -31,10 +31,10 @@ from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data import preparation
-from runner.data.build import DataModule
 from runner.data.cache import Cache, Opened
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, dump_header, ends
 from runner.data.loaders import MemoryLoader
+from runner.data.module import DataModule
 from runner.data.workers import WorkerLoader
 
 CPU = torch.device("cpu")

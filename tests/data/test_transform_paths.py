@@ -13,7 +13,7 @@ from read_splits import read_splits
 from torch import Tensor
 
 from runner.config.schema.sections import Data, Transform
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.data.transforms import augment, auto_augment, color_jitter, mixing, resized_crop
 from runner.data.transforms.augment import Pipeline
 

@@ -62,8 +62,8 @@ class Bench:
         return EpochPlan(len(self.images), self.batch_size, self.accumulate)
 
     def evaluate(self, model: nn.Module, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        targets = self.parts.get("targets", lambda targets: targets)
-        found = evaluate(model, self.source, targets, nn.CrossEntropyLoss(), metrics={}, interrupted=interrupted)
+        steps = Supervised(model, nn.CrossEntropyLoss(), self.parts.get("targets", lambda targets: targets))
+        found = evaluate(model, self.source, steps.evaluated, metrics={}, interrupted=interrupted)
         return {f"val/{name}": value for name, value in found.items()}
 
     def loop(self, *callbacks: Any, state: TrainState | None = None, signals: Callable[[], str] = lambda: "") -> Loop:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from runner.data.loaders import Batch
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
+from runner.engine.step import Supervised
 from runner.instrument.no_trace import evaluating
 from runner.tasks.classification import Classification
 from runner.tasks.regression import Regression
@@ -49,7 +50,7 @@ def test_modes_buffers_gradients_and_generators_are_left_alone(bench: Any, model
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
     metric = Classification(3).metrics(torch.device("cpu"))
-    evaluate(model, one.source, lambda t: t, nn.CrossEntropyLoss(), metrics=metric)
+    evaluate(model, one.source, Supervised(model, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics=metric)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert modes["first"]
     assert not modes["frozen"]
@@ -90,8 +91,10 @@ def test_a_metric_that_keeps_outputs_keeps_them_although_the_model_writes_over_t
         def compute(self) -> Tensor:
             return torch.stack([logits[0, 0] for logits in self.kept])
 
-    one, keeps = bench(12), Keeps()
-    evaluate(Reuses(), one.source, lambda t: t, nn.CrossEntropyLoss(), metrics={"kept": keeps})
+    one, keeps, reuses = bench(12), Keeps(), Reuses()
+    evaluate(
+        reuses, one.source, Supervised(reuses, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics={"kept": keeps}
+    )
     assert keeps.compute().tolist() == [1, 2, 3]
 
 
@@ -126,7 +129,9 @@ def test_the_loss_is_the_mean_over_samples_whatever_the_batches(
 def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Any, model: Model) -> None:
     one, task = bench(31), Classification(3)
     tables, metrics = task.tables(torch.device("cpu")), task.metrics(torch.device("cpu"))
-    found = evaluate(model, one.source, task.targets, nn.CrossEntropyLoss(), metrics=metrics | tables)
+    found = evaluate(
+        model, one.source, Supervised(model, nn.CrossEntropyLoss(), task.targets).evaluated, metrics=metrics | tables
+    )
     model.eval()
     guesses = model(one.images).argmax(1)
     assert found["accuracy"] == pytest.approx(int((guesses == one.targets).sum()) / 31, abs=1e-6)
@@ -144,7 +149,12 @@ def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Any) -> None:
     one, task = bench(13, batch_size=5), Regression()
     one.targets = torch.linspace(-2, 3, 13)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1))
-    found = evaluate(model, one.source, task.targets, nn.MSELoss(), metrics=task.metrics(torch.device("cpu")))
+    found = evaluate(
+        model,
+        one.source,
+        Supervised(model, nn.MSELoss(), task.targets).evaluated,
+        metrics=task.metrics(torch.device("cpu")),
+    )
     error = model(one.images).detach().double().squeeze(1) - one.targets.double()
     assert found["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
     assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
@@ -153,7 +163,9 @@ def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Any) -> None:
 
 def test_a_limit_uses_the_first_batches_alone(bench: Any, model: Model) -> None:
     one = bench(10)
-    limited = evaluate(model, one.source, lambda t: t, nn.CrossEntropyLoss(), metrics={}, limit=2)
+    limited = evaluate(
+        model, one.source, Supervised(model, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics={}, limit=2
+    )
     chosen = torch.cat([batch.indices for batch in one.source.batches(0, 0, 2)])
     model.eval()
     expected = nn.functional.cross_entropy(model(one.images[chosen]).detach().double(), one.targets[chosen])
@@ -179,7 +191,7 @@ def test_the_device_is_asked_for_numbers_only_at_the_end(bench: Any, model: Mode
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "__float__", noting)
-        evaluate(model, Source(), lambda t: t, nn.CrossEntropyLoss(), metrics={})
+        evaluate(model, Source(), Supervised(model, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics={})
     assert asked == [0, 0, 0, 0, 0]
     assert len(read) == 1
 

@@ -20,7 +20,7 @@ from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Inspect
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.engine.state import load_weights
 from runner.lab.inspect.layers import Layer, layers_of, outer_maps
 from runner.lab.inspect.observed_pass import pass_through

@@ -8,7 +8,8 @@ import torch
 
 from runner.config.schema.sections import Data, Evaluate, Transform
 from runner.config.schema.train import Train
-from runner.data.build import DataModule, read_data
+from runner.data.build import read_data
+from runner.data.module import DataModule
 
 
 def data_config(data: Data, transform: Transform | None = None, *, batch_size: int = 32, **keys: Any) -> Train:

@@ -18,7 +18,7 @@ from PIL import EpsImagePlugin, Image
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.data.sources.image_files import fitted
 from runner.data.sources.image_io import read_image
 from runner.data.sources.synthetic import synthetic

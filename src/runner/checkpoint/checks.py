@@ -97,7 +97,7 @@ _RULES: dict[str, tuple[Check, str]] = {
     "metrics.callbacks": (_is(dict), "a mapping"),
     "metrics.data": (_by_name(_is_fingerprint), "samples and content of splits"),
     "metrics.sources": (_by_name(_is(str)), "digests by name"),
-    "metrics.images": (_is_image_shape, "channels, height and width"),
+    "metrics.images?": (_is_image_shape, "channels, height and width"),
     "metrics.last?": _NUMBERS,
     "metrics.best?": (_or_none(_is(dict)), "a mapping"),
     **dict.fromkeys(("metrics.best.metric", "metrics.best.mode"), _TEXT),

@@ -17,7 +17,7 @@ from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import TEST_SHARE
 from runner.config.schema.train import Train
-from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect
+from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Eval, Export, FindLr, Inspect
 
 Broken = Iterator[tuple[str, ...]]
 
@@ -27,8 +27,8 @@ _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
     rules = (
-        _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_ranks, _of_sharding,
-        _of_verbs, _of_trust,
+        _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_samples, _of_evaluations, _of_ranks,
+        _of_sharding, _of_verbs, _of_trust,
     )  # fmt: skip
     return [Problem(*broken) for rule in rules for broken in rule(config)]
 
@@ -191,6 +191,36 @@ def _has_val_folder(config: Train) -> bool:
 
 def _never_evaluates(config: Train) -> bool:
     return config.evaluate.every_epochs is None and config.evaluate.every_steps is None
+
+
+def _of_samples(config: Train) -> Broken:
+    """Samples that are not pairs of image and target: what needs such pairs is refused."""
+    data = config.data
+    if data.images is None:
+        if data.collate is not None:
+            message = "makes batches of samples of any kind, and data.images=null says that they are (image, target)"
+            yield "data.collate", message, "data.images=[], or the names of the fields that are images"
+        return
+    if type(config) not in (Train, Eval, FindLr):
+        yield "data.images", f"is {data.images}, and this verb takes (image, target) alone", "train, eval or find-lr"
+    only, freeze = "is for samples (image, target), and data.images says that these are others", config.freeze
+    for name in ("train", "eval", "mix"):
+        if getattr(config.transform, name):
+            allowed = "transform=none, and transforms of whole samples in transform.sample_train"
+            yield f"transform.{name}", only, allowed
+    wrong = {
+        "data.batch_size": data.batch_size == "auto",
+        "data.cache": data.cache is not None,
+        "data.sampler": data.sampler is not None,
+        "data.placement": data.placement in ("device", "ram"),
+        "activation_checkpointing": config.activation_checkpointing is not False,
+        "init": config.init is not None,
+        "freeze": freeze is not None and "all-but-head" in str(freeze),
+        "compile": config.compile == "step",
+        "dry_run": config.dry_run,
+    }
+    for key in (key for key, given in wrong.items() if given):
+        yield key, only, "the default"
 
 
 def _of_evaluations(config: Train) -> Broken:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
-from runner.config.merge import FACTS
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.config.targets import build
+from runner.config.targets import resolve
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.consistency import Examples, check_classes, check_images, class_counts, known_targets, shared_groups
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import BatchPlan, Loader, MemoryLoader
+from runner.data.module import DataModule, SplitData, as_splits, callables, make_callable, read_dataset
 from runner.data.placement import DataPlacement, plan_placement
 from runner.data.sample_rng import preserved_rng
 from runner.data.sampler import AllSamples, ClassBalance, Indices
@@ -29,70 +29,11 @@ from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import Parts, make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
+from runner.data.whole_samples import read_whole_samples
 from runner.data.workers import WorkerLoader
 
 _MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
 _MEASURED = 2048  # images that statistics are measured on if they are read one by one
-
-
-@dataclass
-class SplitData:
-    """One split: batches as the model takes them, and how they are prepared on the device; mixing comes last, if any."""
-
-    loader: Loader
-    prepare: Pipeline
-    samples: int
-    mix: Mixing | None = None
-
-
-@dataclass
-class DataModule:
-    """A data set, ready for training and evaluation."""
-
-    train: SplitData
-    val: SplitData | None
-    test: SplitData | None
-    train_for_eval: SplitData  # the training split in order, without augmentation
-    classes: tuple[str, ...]  # names; empty for regression
-    class_counts: Tensor | None  # training samples of each class, int64 (C,)
-    channels: int
-    image_size: tuple[int, int]  # height and width
-    mean: list[float]
-    std: list[float]
-    example: tuple[Tensor, Tensor]  # the first training sample, image (1, C, H, W) and target (1, ...), on the device
-    choices: list[tuple[str, str, str]] = field(default_factory=list)  # rows of (label, value, reason) to show
-    warnings: list[str] = field(default_factory=list)
-    bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
-    fingerprint: Callable[[], dict[str, Any]] = dict  # computes a fingerprint of the data, for checkpoints
-    parts: Parts = field(default_factory=dict)
-    # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
-    examples: Examples = field(default_factory=dict)
-    # The targets of the whole data set, (N, ...), of each split where they are known without reading samples.
-    targets: Mapping[str, Tensor] = field(default_factory=dict)
-    # Why the splits cannot be used together; `check` examines such data, all else refuses them.
-    incompatibilities: list[UserError] = field(default_factory=list)
-    # Splits that were searched for samples that are not finite.
-    searched_for_nonfinite: set[str] = field(default_factory=set)
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
-        return self.channels, *self.image_size
-
-    @property
-    def target_shape(self) -> tuple[int, ...]:
-        """Shape of the target of a sample."""
-        return tuple(self.example[1].shape[1:])
-
-    def eval_split(self, name: str) -> SplitData | None:
-        """A split as it is evaluated: without augmentation, in order."""
-        return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]
-
-    def close(self) -> None:
-        """End worker processes."""
-        for split in (self.train, self.val, self.test, self.train_for_eval):
-            if split is not None:
-                split.loader.close()
 
 
 def read_data(config: Train, device: torch.device, *, make_cache: bool = False, dtype: torch.dtype) -> DataModule:
@@ -104,8 +45,17 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
+    if config.data.images is None:
+        return _read_pairs(config, device, make_cache=make_cache, dtype=dtype)
+    # The task is built later, as it has to know the data; how it makes batches is a matter of its class
+    collate = getattr(resolve(config.task["_target_"]), "collate", None)
+    return read_whole_samples(config, device, collate, dtype=dtype)
+
+
+def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype: torch.dtype) -> DataModule:
+    """Read a data set of images and targets; see `read_data`."""
     data = config.data
-    parts = make_splits(_as_splits(_dataset(data)), data.split)
+    parts = make_splits(as_splits(read_dataset(data)), data.split)
     train_set, train_indices = parts["train"]
     sample_train = callables("transform.sample_train", config.transform.sample_train)
     sample_eval = callables("transform.sample_eval", config.transform.sample_eval)
@@ -131,7 +81,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     # Mixing needs the number of classes to make probabilities of targets
     mixing = None
     if (node := config.transform.mix) is not None:
-        mixing = Mixing(_callable("transform.mix", node), config.seed, len(classes) or None)
+        mixing = Mixing(make_callable("transform.mix", node), config.seed, len(classes) or None)
     bad_samples = BadSampleLog(data.max_skipped)
     loaders = _LoaderBuilder(
         config, device, parts, placement=placement, replacements=replacements, bad_samples=bad_samples
@@ -175,10 +125,6 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
         targets=known,
         incompatibilities=incompatibilities,
     )
-
-
-def _dataset(data: Data) -> Any:
-    return build("data.dataset", data.dataset, facts={name: getattr(data, name) for name in FACTS["data.dataset"]})
 
 
 def _incompatibilities(parts: Parts, examples: Examples, classes: tuple[str, ...]) -> list[UserError]:
@@ -254,30 +200,6 @@ def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBal
     if int(some.min()) < 0 or int(some.max()) >= classes:  # named with its sample by the task
         some = some.clamp(0, classes - 1)
     return ClassBalance(some)
-
-
-def _as_splits(made: Any) -> dict[str, Dataset[Any]]:
-    datasets = dict(made) if isinstance(made, Mapping) else {"train": made}
-    for name, dataset in datasets.items():
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise UserError(
-                "data.dataset",
-                f"its '{name}' is a {type(dataset).__name__}, which has no length or no items",
-                "a map-style data set giving (image, target), or a mapping of split names to such",
-            )
-    return datasets
-
-
-def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
-    """Build a list of transforms; raises `UserError` if one refuses its arguments or cannot be called."""
-    return [_callable(f"{key}.{index}", node) for index, node in enumerate(nodes)]
-
-
-def _callable(key: str, node: dict[str, Any]) -> Any:
-    made = build(key, node)
-    if not callable(made):
-        raise UserError(key, f"{node['_target_']} gives something that cannot be called")
-    return made
 
 
 def _sample(name: str, dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.data.sample_rng import hash_ints
@@ -16,6 +18,7 @@ from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import Parts, targets_of
+from runner.instrument.nested import leaves_of
 
 _LOOKED_AT = 16
 _PLACES = 0xDA7A  # separates these random numbers from all others
@@ -23,7 +26,9 @@ _DIFFERENCES = {"targets": "has other targets", "files": "has other files, or fi
 _DIFFERENCES |= dict.fromkeys(("content", "images", "bytes"), "has other images or targets")
 
 
-def fingerprint_data(parts: Parts, sources: Mapping[str, Dataset[Any]], full: bool = False) -> dict[str, Any]:
+def fingerprint_data(
+    parts: Parts, sources: Mapping[str, Dataset[Any]], full: bool = False, *, pairs: bool = True
+) -> dict[str, Any]:
     """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
     Returns:
@@ -36,7 +41,10 @@ def fingerprint_data(parts: Parts, sources: Mapping[str, Dataset[Any]], full: bo
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
     for name, (dataset, indices) in parts.items():
         count, source = len(indices), sources[name]
-        digests: dict[str, Any] = {"samples": count, "content": _digest(_content(source, _places(count), indices))}
+        digests: dict[str, Any] = {
+            "samples": count,
+            "content": _digest(_content(source, _places(count), indices, pairs)),
+        }
         targets, files = targets_of(dataset), files_of[id(dataset)]
         if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
             digests["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
@@ -45,7 +53,9 @@ def fingerprint_data(parts: Parts, sources: Mapping[str, Dataset[Any]], full: bo
         if isinstance(dataset, ImageArrays):
             digests["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
         if full:
-            digests["bytes"] = _digest(_bytes(files, indices) if files else _content(source, range(count), indices))
+            digests["bytes"] = _digest(
+                _bytes(files, indices) if files else _content(source, range(count), indices, pairs)
+            )
         result[name] = digests
     return result
 
@@ -61,8 +71,8 @@ def _places(count: int) -> Iterable[int]:
     return range(count) if count <= _LOOKED_AT else (hash_ints(_PLACES, turn) % count for turn in range(_LOOKED_AT))
 
 
-def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> Iterator[bytes]:
-    seeded = SeededDataset(dataset, 0)
+def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices, pairs: bool) -> Iterator[bytes]:
+    seeded = SeededDataset(dataset, 0, pairs=pairs)
     for place in places:
         index = int(indices[place])
         yield f"sample {index}".encode()
@@ -73,9 +83,22 @@ def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> 
         except Exception:  # reported, or skipped, when it is used
             yield b"unreadable"
             continue
-        for tensor in (as_tensor(item[0]), as_target(item[1])):
+        for tensor in (as_tensor(item[0]), as_target(item[1])) if pairs else _values(item):
             yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _values(sample: Any) -> Iterator[Tensor]:
+    """Everything in a sample as tensors; what is no number, text or image counts by its type."""
+    for value in leaves_of(sample):
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufc":
+            text = value if isinstance(value, str | bytes) else type(value).__name__
+            array = np.frombuffer(repr(text).encode(), dtype=np.uint8)
+        yield torch.from_numpy(np.array(array))
 
 
 def _files_of(dataset: Any) -> list[bytes]:

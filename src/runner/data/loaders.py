@@ -6,18 +6,19 @@ run has the same bits either way, and resuming starts at a slice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from runner.base.errors import UserError
 from runner.data.cache_file import StoredImages
 from runner.data.sampler import BalancedOrder, ClassBalance, EpochOrder, Indices, sample_of
 from runner.distributed.share import gathered_rows, rows
 from runner.distributed.world import World
-from runner.instrument.nested import tensors_in
+from runner.instrument.nested import mapped_items, tensors_in
 
 # Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -68,6 +69,44 @@ class Prepare(Protocol):
         ...
 
 
+class Fields:
+    """Normalises those fields of the data of a batch that are images; all others stay as they are.
+
+    Args:
+        names: keys of a mapping, or places in a tuple, of tensors (B, C, H, W) or lists of B tensors (C, H, W).
+        prepare: normalises images.
+        dtype: of images; with float64, of all floating-point numbers.
+    """
+
+    per_sample = True
+
+    def __init__(self, names: Sequence[str], prepare: Prepare, dtype: torch.dtype = torch.float32) -> None:
+        self._names, self._prepare, self._wide = tuple(names), prepare, dtype == torch.float64
+
+    def of(self, data: Any) -> Any:
+        """The data with normalised images; raises `UserError` if a field is not there or holds no images."""
+        for name in self._names:
+            try:
+                key = name if isinstance(data, Mapping) else int(name)
+                changed = self._normalised(data[key])
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                names = ", ".join(map(str, data)) if isinstance(data, Mapping) else f"0 to {len(data) - 1}"
+                raise UserError("data.images", f"'{name}' is no field of images of a batch", names) from error
+            if isinstance(data, Mapping):
+                data = {**data, key: changed}
+            else:
+                fields = [changed if place == key else field for place, field in enumerate(data)]
+                data = data._make(fields) if hasattr(data, "_make") else tuple(fields)
+        if self._wide:
+            data = mapped_items(data, Tensor, lambda each: each.double() if each.is_floating_point() else each)
+        return data
+
+    def _normalised(self, images: Any) -> Any:
+        if isinstance(images, Tensor):
+            return self._prepare(images, torch.zeros(len(images), dtype=torch.int64, device=images.device), 0)
+        return [self._normalised(image[None])[0] for image in images]
+
+
 Mix = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """Blends samples of a batch: (images, targets, indices, epoch) -> (images, targets)."""
 Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
@@ -94,7 +133,12 @@ class Loader:
     could_be_resident = False  # whether tensors, in memory or in a cache file, are read one by one and stay as they are
 
     def __init__(
-        self, plan: BatchPlan, device: torch.device, *, prepare: Prepare | None = None, mix_batch: Mix | None = None
+        self,
+        plan: BatchPlan,
+        device: torch.device,
+        *,
+        prepare: Prepare | Fields | None = None,
+        mix_batch: Mix | None = None,
     ) -> None:
         self.samples, self.batch_size = len(plan.indices), plan.batch_size
         self._plan, self._device, self._prepare, self._mix = plan, device, prepare, mix_batch
@@ -103,8 +147,8 @@ class Loader:
         self.world = World()  # of which each rank gets its rows of every batch
         self.balance: ClassBalance | None = None  # draws with replacement, every class equally often
 
-    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Images, targets and places on the device, in the same pieces; see `sample_of`."""
+    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
+        """Data and places on the device, in the same pieces; see `sample_of`."""
         raise NotImplementedError
 
     def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
@@ -178,10 +222,14 @@ class Loader:
             own = self._rows(samples)
             yield Batch((images[own], targets[own]), batch.indices)
 
-    def _prepared(self, copied: Iterator[tuple[Tensor, Tensor, Tensor]], epoch: int) -> Iterator[Batch]:
+    def _prepared(self, copied: Iterator[tuple[Any, Tensor]], epoch: int) -> Iterator[Batch]:
         own = self._rows(self.batch_size)
         size = own.stop - own.start
-        for images, targets, places in copied:
+        for data, places in copied:
+            if isinstance(self._prepare, Fields):
+                yield Batch(self._prepare.of(data), places)
+                continue
+            images, targets = data
             if self._prepare is not None:
                 images = self._prepare(images, places, epoch)
             if len(images) <= size:
@@ -225,7 +273,7 @@ class MemoryLoader(Loader):
             bytes_of_batch = max(1, self.batch_size * images.shape[1:].numel() * 4)
             self._chunk = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
 
-    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
         home, device = self._images.device, self._device
         for some in places:
             chosen = sources = _moved(some, home)
@@ -234,7 +282,7 @@ class MemoryLoader(Loader):
             elif self.balance is not None:
                 sources = sample_of(chosen)
             images, targets = self._images.index_select(0, sources), self._targets.index_select(0, sources)
-            yield _moved(images, device), _moved(targets, device), _moved(chosen, device)
+            yield (_moved(images, device), _moved(targets, device)), _moved(chosen, device)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,25 +26,28 @@ _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports fe
 
 
 class Read(NamedTuple):
-    """A batch as it was read: images (B, C, H, W), uint8 with values 0 to 255 or float, in shared memory if a worker read it.
+    """A batch as it was read, in shared memory if a worker read it.
 
-    Targets (B, ...) are an array, since a small one passes between processes faster than a tensor. `skipped` are the samples
-    that could not be read, which others replace.
+    Attributes:
+        data: images (B, C, H, W), uint8 with values 0 to 255 or float, and targets (B, ...), which are an array, since a small
+            one passes between processes faster than a tensor; or what `data.collate` has made.
+        skipped: the samples that could not be read, which others replace.
     """
 
-    images: Tensor
-    targets: np.ndarray
+    data: Any
     skipped: tuple[BadSample, ...] = ()
 
 
-class Items(list[tuple[Any, Any]]):
-    """Pairs of image and target, and the samples that could not be read."""
+class Items(list[Any]):
+    """Samples, and those that could not be read."""
 
     skipped: Sequence[BadSample] = ()
 
 
 class SeededDataset(Dataset[Any]):
     """A data set that is indexed by (epoch, place), many at a time; both seed the generators of a sample, see `sample_of`.
+
+    With `pairs`, samples are (image, target), and transforms are called with the image; otherwise with the whole sample.
 
     If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
     only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
@@ -56,7 +61,10 @@ class SeededDataset(Dataset[Any]):
         transforms: Sequence[SampleTransform] = (),
         replacements: ReplacementSampler | None = None,
         split: str = "",
+        *,
+        pairs: bool = True,
     ) -> None:
+        self._pairs = pairs
         self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
         self.changes_images = bool(transforms)
         self._replacements = replacements
@@ -69,24 +77,24 @@ class SeededDataset(Dataset[Any]):
         items.skipped = skipped
         return items
 
-    def _item(self, epoch: int, place: int, skipped: list[BadSample]) -> tuple[Any, Any]:
+    def _item(self, epoch: int, place: int, skipped: list[BadSample]) -> Any:
         # A replacement is read with the random numbers of the sample that it replaces, so an epoch has the same draws.
-        def read(source: int) -> tuple[Any, Any]:
+        def read(source: int) -> Any:
             seed_generators(self._seed, epoch, place)
             # A cut reads only the region that is used, which is faster for large images
             if self._cut is None:
                 item = self.dataset[source]
             else:
                 item = self.dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
-            return as_pair(item, source, self._split)
+            return as_pair(item, source, self._split) if self._pairs else item
 
         # Samples that cannot be read are replaced here if data.on_error=skip
         replacements, reader = self._replacements, read
         if replacements is not None:
             reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
-        return read_sample(reader, sample_of(place), self._split, self._transforms, self.dataset)
+        return read_sample(reader, sample_of(place), self._split, self._transforms, self.dataset, pairs=self._pairs)
 
-    def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
+    def __getitem__(self, place: tuple[int, int]) -> Any:
         return self.__getitems__([place])[0]
 
     def __len__(self) -> int:
@@ -94,12 +102,14 @@ class SeededDataset(Dataset[Any]):
 
 
 def read_sample(
-    read: Callable[[int], tuple[Any, Any]],
+    read: Callable[[int], Any],
     index: int,
     split: str,
     transforms: Sequence[SampleTransform],
     dataset: Any = None,
-) -> tuple[Any, Any]:
+    *,
+    pairs: bool = True,
+) -> Any:
     """Read and transform sample `index`; whatever user code raises becomes a `UserError`, except for `MemoryError`.
 
     `dataset` is asked for the file of the sample.
@@ -107,9 +117,11 @@ def read_sample(
     # The message tells reading from transforming, as each has another cure
     transforming = False
     try:
-        image, target = read(index)
+        sample = read(index)
         transforming = True
-        return transformed(image, transforms), target
+        if not pairs:
+            return functools.reduce(lambda value, transform: transform(value), transforms, sample)
+        return transformed(sample[0], transforms), sample[1]
     except (UserError, MemoryError) as error:
         # Only a plain sentence about a file gets the advice; errors that name a key say already what to do.
         if type(error) is not UserError or transforming or error.problems[0].key or error.problems[0].allowed:
@@ -121,7 +133,7 @@ def read_sample(
         if (path := path_of(dataset, index)) is not None and path not in why:
             name = f"{name}, {path},"
         if transforming:
-            allowed = "transforms that accept every image of the data set"
+            allowed = f"transforms that accept every {'image' if pairs else 'sample'} of the data set"
             raise UserError(
                 "transform.sample_train, transform.sample_eval", f"cannot take {name}: {why}", allowed
             ) from error
@@ -200,7 +212,28 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
             raise UserError("data.dataset", problem, allowed)
     if len(dtypes := {str(image.dtype) for image in images}) > 1:
         raise UserError("data.dataset", f"images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
-    return Read(default_collate(images), torch.stack(targets).numpy(), tuple(getattr(items, "skipped", ())))
+    return Read((default_collate(images), torch.stack(targets).numpy()), tuple(getattr(items, "skipped", ())))
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Makes the data of a batch of whole samples with a function of the user, or torch's `default_collate`.
+
+    A list that the function returns becomes a tuple, so that a list inside of it is one item a sample.
+    """
+
+    function: Callable[[list[Any]], Any] = default_collate
+
+    def __call__(self, items: list[Any]) -> Read:
+        """Raises `UserError` with what the function says."""
+        try:
+            data = self.function(list(items))
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            allowed = "a function that takes the samples of a batch as a list"
+            raise UserError("data.collate", f"cannot make a batch of samples: {_located(error)}", allowed) from error
+        return Read(tuple(data) if type(data) is list else data, tuple(getattr(items, "skipped", ())))
 
 
 def as_target(target: Any) -> Tensor:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -21,11 +22,12 @@ from runner.base.signals import STOPPING
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
 from runner.data.cache_file import CachedImages
-from runner.data.loaders import BatchPlan, Loader, Mix, Prepare
+from runner.data.loaders import BatchPlan, Fields, Loader, Mix, Prepare
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
 from runner.data.samples import Read, SeededDataset, collate
 from runner.data.sources.arrays import ImageArrays
+from runner.instrument.nested import mapped_items
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
 
@@ -75,6 +77,7 @@ class WorkerLoader(Loader):
         reader: reads the samples.
         workers, prefetch, persistent, pin, timeout_s: of the `DataLoader`; without workers, this process reads.
         non_blocking: copies overlap with computing.
+        collate: makes a batch of samples.
         on_skipped: called with samples that could not be read, when their batch is taken.
 
     Attributes:
@@ -94,10 +97,11 @@ class WorkerLoader(Loader):
         persistent: bool = True,
         pin: bool = False,
         non_blocking: bool = True,
-        prepare: Prepare | None = None,
+        prepare: Prepare | Fields | None = None,
         mix_batch: Mix | None = None,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
         timeout_s: float | None = None,
+        collate: Callable[[list[Any]], Read] = collate,
     ) -> None:
         super().__init__(plan, device, prepare=prepare, mix_batch=mix_batch)
         # The task sets it later, once targets have a meaning
@@ -124,17 +128,17 @@ class WorkerLoader(Loader):
                 generator=torch.Generator().manual_seed(hash_ints(plan.seed, 2)),
             )
 
-    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
         self._requests.begin(epoch, places)
         pending = self._requests.pending
         for read in self._read():
             drawn = pending.popleft()
             if read.skipped:
                 self._on_skipped(read.skipped)
-            targets = torch.from_numpy(read.targets)
+            data = mapped_items(read.data, np.ndarray, torch.from_numpy)
             if self.check is not None:
-                self.check(targets, sample_of(drawn))
-            yield self._moved(read.images), self._moved(targets), self._moved(drawn)
+                self.check(data[1], sample_of(drawn))
+            yield mapped_items(data, Tensor, self._moved), self._moved(drawn)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if self._pin and not tensor.is_pinned():

@@ -178,10 +178,11 @@ class Log:
         rate = samples / seconds
         # A large share of waiting means that data and not the device limit the speed
         speed = {"samples_per_s": rate, "data_wait": waited / seconds}
-        metrics = {"loss": loss}
+        metrics = {"loss": loss} | {name: mean.read() for name, mean in loop.state.terms.items()}
         loop.collect("on_log", metrics)
         self._send(loop, "train", metrics | speed | self.hardware_metrics(rate))
-        loop.state.meter.reset()
+        for mean in (loop.state.meter, *loop.state.terms.values()):
+            mean.reset()
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split, whose time is not training time."""

@@ -18,16 +18,16 @@ from runner.distributed.world import World, world
 from runner.engine.errors import BadMetric, Interrupted, RankMismatch
 from runner.engine.metrics import Additive
 from runner.engine.protocols import Batch, Metric, Source
-from runner.instrument.nested import tensors_moved
+from runner.instrument.nested import mapped_items, tensors_moved
 from runner.instrument.no_trace import evaluating
 
 
 def evaluate(
     model: nn.Module,
     source: Source,
-    targets_of: Callable[[Tensor], Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
+    evaluation: Callable[[Any], Mapping[str, Any]],
     *,
+    loss: nn.Module | None = None,
     metrics: Mapping[str, Metric],
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     limit: int | None = None,
@@ -41,8 +41,9 @@ def evaluate(
     Args:
         model: the model.
         source: the split.
-        targets_of: converts targets of the data set to targets of the loss and the metrics.
-        loss: (logits, targets) -> scalar mean over the samples.
+        evaluation: the data of a batch -> `outputs` and `targets` for the metrics, and perhaps `loss`, the scalar mean over
+            the samples.
+        loss: a module that the evaluation calls beside the model.
         metrics: fresh metrics by name, on the model's device; afterwards they contain the whole split.
         autocast: context manager for the forward pass.
         limit: batches to use; None for all.
@@ -70,19 +71,23 @@ def evaluate(
                     raise Interrupted
                 parts.interrupted = True  # the others have to hear of it
                 break
-            images, targets = batch.data
-            targets = targets_of(targets)
             with autocast():
-                logits = model(images)
-                value = loss(logits, targets)
+                found = evaluation(batch.data)
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
-            outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()
+            outputs = mapped_items(found["outputs"], Tensor, _as_float32)
             # The repeated batch of such a rank counts for nothing
             if number < own_batches:
-                parts.add(ranks.rank + number * ranks.size, value, outputs, targets)
+                place = ranks.rank + number * ranks.size
+                parts.add(place, len(batch.indices), found.get("loss"), outputs, found["targets"])
         reshard(model)
         # Only here do the ranks exchange what they found
         return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.float() if tensor.dtype != torch.float32 else tensor.clone()
 
 
 class _Parts:
@@ -97,15 +102,14 @@ class _Parts:
         self._metrics, self._ranks = metrics, ranks
         self._total: Tensor | None = None
         self._samples = 0
-        self._kept: list[tuple[int, int, Tensor, dict[str, Any], Any]] = []
+        self._kept: list[tuple[int, int, Tensor | None, dict[str, Any], Any]] = []
         self._merges = {name: merges(metric) for name, metric in metrics.items()} if ranks.size > 1 else {}
         self.interrupted = False
 
-    def add(self, number: int, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Add batch `number`, with its mean loss."""
-        size = len(targets)
+    def add(self, number: int, size: int, loss: Tensor | None, outputs: Any, targets: Any) -> None:
+        """Add batch `number` of `size` samples, with its mean loss, if it has one."""
         # Sums over many batches lose digits in float32; MPS has no float64
-        wide = (loss.double() if loss.device.type != "mps" else loss.float()) * size
+        wide = None if loss is None else (loss.double() if loss.device.type != "mps" else loss.float()) * size
         if self._ranks.size == 1:
             self._add(wide, size)
             for metric in self._metrics.values():
@@ -125,19 +129,20 @@ class _Parts:
         whole = (outputs, targets) if None in self._merges.values() else None
         self._kept.append((number, size, wide, states, whole))
 
-    def _add(self, loss: Tensor, samples: int) -> None:
-        self._total = loss if self._total is None else self._total + loss
+    def _add(self, loss: Tensor | None, samples: int) -> None:
         self._samples += samples
+        if loss is not None:
+            self._total = loss if self._total is None else self._total + loss
 
     def values(self, device: torch.device) -> dict[str, float]:
         """`loss` and the metrics with a scalar value."""
         if self._ranks.size > 1:
             self._exchange(device)
-        if self._total is None:
+        if not self._samples:
             raise ValueError("there is no sample to evaluate")
         values = {name: _number(name, metric.compute()) for name, metric in self._metrics.items()}
         scalars = {name: value for name, value in values.items() if value is not None}
-        return {"loss": float(self._total) / self._samples, **scalars}
+        return ({} if self._total is None else {"loss": float(self._total) / self._samples}) | scalars
 
     def _exchange(self, device: torch.device) -> None:
         found = self._ranks.gather((self.interrupted, list(self._metrics), tensors_moved(self._kept, "cpu")))
@@ -155,12 +160,12 @@ class _Parts:
             self._add(loss, size)
         for name, ways in self._merges.items() if everything else ():
             metric: Any = self._metrics[name]
-            metric.reset()
             metric.distributed_available_fn = lambda: False  # or it would exchange its states once more
-            if ways is None:
+            if ways is None:  # nothing was added to it yet
                 for *_, (outputs, targets) in everything:
                     metric.update(outputs, targets)
                 continue
+            metric.reset()
             for state, merged in ways.items():
                 setattr(metric, state, functools.reduce(merged, (part[3][name][state] for part in everything)))
             # torchmetrics warns of a metric that was never updated; this one was, in parts

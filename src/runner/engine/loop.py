@@ -217,7 +217,7 @@ class Loop:
         state.last_metrics, self._evaluated_at = metrics, state.position.global_step
         value = metrics[name]
         loss_name = loss_for(name)  # missing if a user-defined metric happens to be called ema_...
-        loss = metrics[loss_name if loss_name in metrics else "val/loss"]
+        loss = metrics.get(loss_name, metrics.get("val/loss", 0.0))
         # A value that is not finite is never the best; the loss decides between equal values
         if math.isfinite(value) and (state.best is None or state.best.beaten_by(value, loss)):
             state.best = Best(

@@ -32,6 +32,7 @@ class RunningMean:
     """
 
     def __init__(self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        self.device = device
         self._sum = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
@@ -101,6 +102,7 @@ class TrainState:
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: AveragedModel | None = None
+    terms: dict[str, RunningMean] = field(default_factory=dict)  # further scalars of a task's step, by name
     loss: nn.Module = field(default_factory=nn.Identity)  # most have no tensors of their own
     freezing: Freezing = field(init=False)
 
@@ -115,6 +117,13 @@ class TrainState:
         """Parameters of the model, and those of the loss as `loss.NAME`."""
         yield from self.model.named_parameters()
         yield from self.loss.named_parameters("loss")
+
+    def add_terms(self, terms: Mapping[str, torch.Tensor], samples: int) -> None:
+        """Add scalars of a batch of so many samples to their running means."""
+        for name, value in terms.items():
+            if name not in self.terms:
+                self.terms[name] = RunningMean(value.device)
+            self.terms[name].add(value, samples)
 
     def set_learning_rate(self) -> None:
         """Set each group's learning rate for the next step."""
@@ -136,6 +145,7 @@ class TrainState:
                 "best": asdict(self.best) if self.best else None,
                 "last": dict(self.last_metrics),
                 "train": self.meter.state_dict(),
+                **({"terms": {name: mean.state_dict() for name, mean in self.terms.items()}} if self.terms else {}),
             },
         }
 
@@ -158,6 +168,9 @@ class TrainState:
         self.best = Best(**best) if best else None
         self.last_metrics = dict(state["metrics"]["last"])
         self.meter.load_state_dict(state["metrics"]["train"])
+        for name, saved in state["metrics"].get("terms", {}).items():
+            self.terms[name] = RunningMean(self.meter.device)
+            self.terms[name].load_state_dict(saved)
 
 
 def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:

@@ -28,6 +28,12 @@ class Supervised:
         images, targets = data
         return self.loss(self.model(images), self.targets(targets))
 
+    def evaluated(self, data: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Loss, outputs and targets of such data, see `runner.engine.evaluation.evaluate`."""
+        images, targets = data[0], self.targets(data[1])
+        outputs = self.model(images)
+        return {"loss": self.loss(outputs, targets), "outputs": outputs, "targets": targets}
+
 
 @dataclass(frozen=True)
 class StepConfig:
@@ -78,6 +84,8 @@ def forward(state: TrainState, parts: StepConfig, batch: Batch, samples: int) ->
     """The mean loss of a batch, which is also added to the running mean."""
     loss = loss_of(parts, batch.data)
     state.meter.add(loss, samples)
+    if terms := getattr(parts.objective, "terms", None):
+        state.add_terms(terms, samples)
     if parts.guard is not None:
         parts.guard.watch_loss(loss)
     return loss

@@ -33,6 +33,11 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors([*leaf], place)
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """Everything in nested containers that is no container, in order."""
+    return _pytree.tree_leaves(value)
+
+
 def tensors_moved(value: Any, device: torch.device | str) -> Any:
     """Nested containers with every tensor on a device."""
     return mapped_items(value, Tensor, lambda tensor: tensor.to(device))

@@ -8,7 +8,7 @@ exactly: nothing is broadcast. Logits of 16 bits are converted to float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -281,3 +281,14 @@ def _class_weights(
         raise ValueError(f"class_weights must have one weight for each of {num_classes} classes, got {len(weights)}")
     # With a mean of 1, the loss keeps its scale, and so does the learning rate
     return (weights / weights.mean()).float()
+
+
+class NoLoss(nn.Module):
+    """The loss of a task that computes it in its `training_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def forward(self, *args: Any) -> Tensor:
+        """Raises `ValueError`."""
+        raise ValueError("loss=none computes nothing: the task needs a training_step and an evaluation_step")

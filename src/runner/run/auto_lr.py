@@ -14,7 +14,7 @@ from runner.config.frozen import with_changes
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import FindLr
 from runner.config.targets import names_argument
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest
 from runner.run.batch_size import memory_for_training
 from runner.run.run import Run

@@ -12,8 +12,8 @@ from runner.base.errors import UserError
 from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.targets import targets_in
-from runner.data.build import DataModule
 from runner.data.dataset_fingerprint import class_changes, data_changes
+from runner.data.module import DataModule
 
 _KNOWN = {"runner", "torch", "torchvision", "torchmetrics"}
 _INSTALLED = ("site-packages", "dist-packages")

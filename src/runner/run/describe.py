@@ -74,7 +74,7 @@ def describe(config: Train, run: Run) -> list[Row]:
     counts = [f"{split.samples:,} {name}" for name in ("train", "val", "test") if (split := getattr(data, name))]
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     trainable = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
-    shape = f"{data.channels}x{data.image_size[0]}x{data.image_size[1]}"
+    shape = f"{data.channels}x{data.image_size[0]}x{data.image_size[1]}, " if data.channels else ""
     classes = f"{len(data.classes)} classes, " if data.classes else ""
     settings = ", ".join(f"{key} {value}" for key, value in config.optimizer.items() if key in ("lr", "weight_decay"))
     where = f"{device}, {amount(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else str(device)
@@ -84,7 +84,7 @@ def describe(config: Train, run: Run) -> list[Row]:
             f"{_class(config.model)}, {parameters:,} parameters",
             f"{trainable:,} trainable" * (trainable < parameters),
         ),
-        ("data", f"{_data(config.data)}, {shape}, {classes}{', '.join(counts)}", ""),
+        ("data", f"{_data(config.data)}, {shape}{classes}{', '.join(counts)}", ""),
         *data.choices,
         ("device", where, run.hardware.reason),
         *_ranks(config, plan.batch_size),

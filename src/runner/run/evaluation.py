@@ -11,8 +11,8 @@ import torch
 from runner.checkpoint import file
 from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import loss_of, part_with, weights_of
-from runner.data.build import DataModule
 from runner.data.consistency import not_finite
+from runner.data.module import DataModule
 from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
@@ -53,7 +53,7 @@ class Evaluator:
             found = evaluate(
                 run.model,
                 split.loader,
-                targets_of=run.task.targets,
+                run.steps.evaluated,
                 loss=run.loss,
                 metrics=self._metrics(),
                 autocast=run.precision.autocast,
@@ -61,7 +61,7 @@ class Evaluator:
                 interrupted=self._interrupted,
             )
         # A loss of NaN has two causes, the weights or the data: a sample that is not finite settles which
-        warn_of_nonfinite(found["loss"], run.data, name, self._warn)
+        warn_of_nonfinite(found.get("loss", 0.0), run.data, name, self._warn)
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
     def weights_and_average(self, name: str) -> dict[str, float]:
@@ -155,7 +155,7 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
                 if stopped := any(world().gather(interrupted())) if sharded else interrupted():
                     break
                 with run.precision.autocast():
-                    run.model(batch.images)
+                    run.steps.evaluated(batch.data)
         reshard(run.model)
     finally:
         loader.batch_size = of_evaluations

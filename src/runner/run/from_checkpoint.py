@@ -21,7 +21,8 @@ from runner.config.app import Composition
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Weights
-from runner.data.build import DataModule, SplitData, callables, read_data
+from runner.data.build import read_data
+from runner.data.module import DataModule, SplitData, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tta import TTAModel, views_named
@@ -107,7 +108,10 @@ class ResolvedCheckpoint(Generic[T]):
     def data_facts(self) -> DataFacts:
         """The data that the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
         # The stored config may leave the size to the data, so the shape of the images is stored beside it
-        channels, height, width = self.found.contents["metrics"]["images"]
+        if (shape := self.found.contents["metrics"].get("images")) is None:
+            problem = "was trained on samples that are not pairs of image and target"
+            raise UserError("ckpt_path", f"{self.found.path} {problem}", "the verb eval, or another checkpoint")
+        channels, height, width = shape
         if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
             height = width = self.config.data.image_size
         return DataFacts(self.classes, channels, (height, width))

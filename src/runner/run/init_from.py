@@ -14,7 +14,7 @@ from runner.base.errors import UserError
 from runner.checkpoint.weights import Weights, read_weights, weights_sha256
 from runner.config import stored
 from runner.config.schema.train import Train
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.engine.state import list_problems
 from runner.instrument.nested import kind_of
 from runner.models.heads import Head

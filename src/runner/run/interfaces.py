@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from runner.base.errors import UserError, nearest
@@ -19,7 +19,13 @@ def calls_of(protocol: type) -> Calls:
 
 
 def require_methods(
-    key: str, target: str, found: Any, calls: Calls, *, attributes: Sequence[str] = (), some: str = ""
+    key: str,
+    target: str,
+    found: Any,
+    calls: Calls,
+    *,
+    optional: Collection[str] = (),
+    some: str = "",
 ) -> None:
     """Refuse an object that lacks methods or attributes, or whose methods take other arguments.
 
@@ -28,16 +34,15 @@ def require_methods(
         target: its `_target_`.
         found: what it built.
         calls: the methods.
-        attributes: their names.
+        optional: those of the methods that it may lack.
         some: if not empty, one of the methods that begin so is enough.
 
     Raises:
         UserError: with what is wrong and what is needed.
     """
     given = [name for name in calls if callable(getattr(found, name, None))]
-    missing = [name for name in calls if name not in given]
-    missing += [name for name in attributes if not hasattr(found, name)]
-    listed = ", ".join([*(f"{name}({', '.join(names)})" for name, names in calls.items()), *attributes])
+    missing = [name for name in calls if name not in given and name not in optional]
+    listed = ", ".join(f"{name}({', '.join(names)})" for name, names in calls.items())
     what = f"{target} gives a {type(found).__name__}"
     # A callback needs only some of the methods, but one that has none is a mistake
     if some and not any(name.startswith(some) for name in given):
@@ -48,6 +53,9 @@ def require_methods(
     for name in dir(found) if some else ():
         if name.startswith(some) and name not in calls and (close := nearest(name, calls, 0.8)):
             raise UserError(f"{key}._target_", f"{what} whose {name} is never called", f"some of {listed}", close)
+    for name in dir(found) if optional else ():
+        if name not in calls and callable(getattr(found, name)) and (close := nearest(name, optional, 0.8)):
+            raise UserError(f"{key}._target_", f"{what} whose {name} is never called", listed, close)
     if missing and not some:
         raise UserError(f"{key}._target_", f"{what} without {', '.join(missing)}", f"an object with {listed}")
     # Arguments are checked here, as a call with wrong ones would fail hours later

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from runner.base.errors import UserError
 from runner.config.schema.train import Train
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.engine.plan import EpochPlan, Limits, Timeline
 from runner.engine.position import Position
 

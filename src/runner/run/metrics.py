@@ -157,7 +157,7 @@ def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor)
     Raises:
         UserError: if a metric refuses them.
     """
-    if config.metrics is None:
+    if config.metrics is None or not target.numel():  # samples of another kind have no single target
         return
     with torch.random.fork_rng(devices=[]):  # the run's own generators go on as without this
         metrics = build_metrics(config, task, torch.device("cpu"))

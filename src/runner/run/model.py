@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 from runner.optim.losses import CrossEntropy, Focal
@@ -25,7 +26,7 @@ from runner.run.finetune import explaining, give_head
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
-from runner.tasks.task import Task
+from runner.tasks.task import STEPS, Task
 from runner.tracking.formats import is_number
 
 _SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
@@ -65,8 +66,10 @@ def build_task_model_loss(
         raise data.incompatibilities[0]
     task = build_task(config, data)
     model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
-    _check_targets(task, data)
-    return task, model, build_loss(config, task, data)
+    loss = build_loss(config, task, data)
+    if data.trial is None:
+        _check_targets(task, data)
+    return task, build_modules(task, model, loss), loss
 
 
 def build_task(config: Train, data: KnownData) -> Task:
@@ -80,18 +83,48 @@ def build_task(config: Train, data: KnownData) -> Task:
         )
         raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a custom task")
     # Only data with class names or vectors tell how many outputs there are
-    if facts["num_classes"] is None and config.task.get("num_classes", 0) is None:
+    open_ = config.task.get("num_classes", 0) is None and names_argument(config.task, "num_classes")
+    if facts["num_classes"] is None and open_:
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     # A number in the config that contradicts the data is a mistake, even if it would run
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _filled(config.task, facts), facts=facts)
-    require_methods("task", config.task["_target_"], task, calls_of(Task), attributes=("monitor", "mode"))
+    _complete(task)
+    require_methods("task", config.task["_target_"], task, {**calls_of(Task), **STEPS}, optional=STEPS)
     # Class numbers as regression targets run without an error, and their distances mean nothing
     if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
         problem = f"predicts numbers, and the targets are class numbers with names such as '{named[0]}'"
         raise UserError("task", problem, "task=classification with a loss such as loss=cross_entropy, or other targets")
     return task
+
+
+def _complete(task: Any) -> None:
+    """Give a task the methods and attributes of `Task` that it lacks."""
+    for name, default in vars(Task).items():
+        if not name.startswith("_") and not hasattr(task, name):
+            setattr(task, name, types.MethodType(default, task) if callable(default) else default)
+
+
+def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
+    """What is trained besides the loss: the model, or a container of it and the modules that the task adds.
+
+    Raises:
+        UserError: if what the task adds are no modules.
+    """
+    if not hasattr(task, "modules"):
+        return model
+    modules = dict(task.modules(model, loss))
+    modules.setdefault("model", model)
+    modules.pop("loss", None)
+    if wrong := [name for name, module in modules.items() if not isinstance(module, nn.Module)]:
+        raise UserError("task", f"its modules() gives a '{wrong[0]}' that is no torch.nn.Module", "modules by name")
+    return model if len(modules) == 1 else nn.ModuleDict(modules)
+
+
+def modules_of(model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:
+    """The modules by name, as the methods of a task take them; `model` is what `build_modules` returned."""
+    return {**(model if isinstance(model, nn.ModuleDict) else {"model": model}), "loss": loss}
 
 
 def build_model(
@@ -194,7 +227,9 @@ def with_facts(config: Train, task: Task, data: DataModule) -> Train:
     return with_changes(
         config,
         {
-            "data.normalize": Normalize(mean=list(data.mean), std=list(data.std)),
+            "data.normalize": Normalize(mean=list(data.mean), std=list(data.std))
+            if data.mean
+            else config.data.normalize,
             "task": _filled(config.task, _task_facts(data)),
             "model": _filled(config.model, _model_facts(task, data)),
         },
@@ -231,7 +266,8 @@ def _task_facts(data: KnownData) -> dict[str, Any]:
 
 
 def _model_facts(task: Task, data: KnownData) -> dict[str, Any]:
-    return {"in_channels": data.channels, "image_size": data.image_size, "num_classes": task.outputs(data.classes)}
+    size = data.image_size if data.channels else None
+    return {"in_channels": data.channels or None, "image_size": size, "num_classes": task.outputs(data.classes) or None}
 
 
 def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
@@ -254,6 +290,8 @@ def _plain(value: Any) -> Any:
 
 def example_input(data: DataModule, copies: int = 1) -> Tensor:
     """The first training sample as a model takes it, without augmentation: (copies, C, H, W)."""
+    if data.trial is not None:
+        return torch.empty(0, device=data.trial.indices.device)
     image = data.example[0].expand(copies, *data.example[0].shape[1:])
     if copies == 1:
         return prepared(data.train_for_eval.prepare, image)

@@ -10,21 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.engine.plan import EpochPlan
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.instrument.observer import Observer
 from runner.run.finetune import explaining, try_forward
 from runner.run.model import TAKES_BATCHES, example_input, example_targets, indices_for
+from runner.run.step import TaskSteps, steps_of
 from runner.tasks.task import Task
 
 
 def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
-    """Send one sample through model and loss. Weights, buffers, modes and random generators are left as they are.
+    """Send a few samples through the steps of the task, or one through model and loss.
+
+    Weights, buffers, modes and random generators are left as they are.
 
     Returns:
         Names of the BatchNorm layers that get a single value per channel, which has no variance.
     """
+    steps = steps_of(task, model, loss)
+    if data.trial is not None or isinstance(steps, TaskSteps):
+        _probe_steps(steps, model, loss, data)
+        return []
     # BatchNorm refuses one value per channel in training, so the names of such layers are noted in this pass
     target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
 
@@ -52,6 +59,23 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
     # Last, as it is the only step that runs in training mode
     _probe_gradient(task, model, loss, data, bool(single))
     return single
+
+
+def _probe_steps(steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
+    """Evaluate a few samples, and compute their loss as in training."""
+    batch = data.trial.data if data.trial is not None else (example_input(data, 2), example_targets(data, 2))
+    with evaluating(model, loss), explaining("task", "cannot evaluate a batch: "):
+        steps.evaluated(batch)
+    with _training(model, loss), explaining("task", "cannot train on a batch: "):
+        value = steps(batch)
+        if not isinstance(value, Tensor) or value.ndim > 0:
+            got = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            )
+            raise UserError("task", f"its training_step gives {got} as the loss", "a tensor of shape (), the mean")
+        if not value.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
+            allowed = "a loss without detach(), no_grad() or item() between the weights and itself"
+            raise UserError("task", "its loss has no gradient, so nothing can be trained", allowed)
 
 
 def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan, ranks: int = 1) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from runner.config.schema.train import Train
-from runner.data.build import DataModule
+from runner.data.module import DataModule
 from runner.engine.plan import EpochPlan
 from runner.engine.position import Position
 from runner.engine.state import TrainState
@@ -53,6 +54,11 @@ class Run:
         return self.state.model
 
     @property
+    def steps(self) -> Any:
+        """How the loss and the outputs of a batch are computed: `runner.engine.step.Supervised` or `runner.run.step.TaskSteps`."""
+        return self.parts.objective
+
+    @property
     def device(self) -> torch.device:
         """Where it is trained."""
         return self.hardware.device
@@ -75,7 +81,8 @@ class Run:
 
 def hardware_metrics_of(run: Run) -> HardwareMetrics:
     """The figures about the machine that go into log lines of training, as `log.utilization` asks for them."""
-    wanted = run.config.log.utilization if run.config.dtype == "float32" else False
+    counted = run.config.dtype == "float32" and run.data.trial is None  # peaks are known, and so are operations
+    wanted = run.config.log.utilization if counted else False
     kind = kind_of(run.precision.dtype, run.device)
     return choose_hardware_metrics(wanted, run.device, kind, lambda: training_flops(run), run.warnings)
 

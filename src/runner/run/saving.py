@@ -80,7 +80,7 @@ class Saving:
             "classes": list(run.data.classes),
             "versions": versions(),
             "data": run.data.fingerprint(),
-            "images": list(run.data.image_shape),
+            **({"images": list(run.data.image_shape)} if run.data.trial is None else {}),
             "sources": source_digests(run.config),
         }
         self._background, self._snapshot = AsyncWriter(), Snapshot()
@@ -260,7 +260,8 @@ class Saving:
 def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
     """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config on the first rank."""
     samples = {split: image for split, (image, _) in run.data.examples.items()}
-    facts = {"warn": warn, "watched": Watched(run.model, lambda: example_input(run.data), samples)}
+    watched = Watched(run.model, lambda: example_input(run.data), samples) if run.data.trial is None else None
+    facts = {"warn": warn, "watched": watched}
     chosen = run.config.logger if world().first else {}
     loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
     for name, logger in loggers.items():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from runner.config.schema.train import Train
 from runner.engine.clipping import AdaptiveClip
@@ -15,9 +16,44 @@ from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, Supervised, loss_of, train_step
 from runner.optim.kernels import plain_step
 from runner.run.hardware import Hardware
+from runner.run.model import modules_of
 from runner.runtime.determinism import caller_in_backward, operation, refusal
 from runner.runtime.toggles import Toggled
-from runner.tasks.task import Task
+from runner.tasks.task import STEPS, Task
+
+
+class TaskSteps:
+    """The steps that a task computes itself; where it defines only one of them, the other is that of `Supervised`."""
+
+    def __init__(self, task: Any, model: nn.Module, loss: nn.Module) -> None:
+        self.modules, self._task = modules_of(model, loss), task
+        self._supervised = Supervised(self.modules["model"], loss, task.targets)
+        self.terms: dict[str, Tensor] = {}  # further scalars of the last batch
+
+    def __call__(self, data: Any) -> Tensor:
+        """The mean loss of a batch, as the task computes it."""
+        if not hasattr(self._task, "training_step"):
+            return self._supervised(data)
+        found = self._task.training_step(self.modules, data)
+        if isinstance(found, Mapping):
+            self.terms = {name: value.detach() for name, value in found.items() if name != "loss"}
+            found = found["loss"]
+        loss: Tensor = found
+        return loss
+
+    def evaluated(self, data: Any) -> Mapping[str, Any]:
+        """What the task evaluates of a batch, see `runner.engine.evaluation.evaluate`."""
+        if not hasattr(self._task, "evaluation_step"):
+            return self._supervised.evaluated(data)
+        found: Mapping[str, Any] = self._task.evaluation_step(self.modules, data)
+        return {"outputs": (), "targets": (), **found}
+
+
+def steps_of(task: Any, model: nn.Module, loss: nn.Module) -> Supervised | TaskSteps:
+    """How the loss and the outputs of a batch are computed; `model` is what `build_modules` returned."""
+    if any(hasattr(task, name) for name in STEPS):
+        return TaskSteps(task, model, loss)
+    return Supervised(model, loss, task.targets)
 
 
 def build_parts(
@@ -27,7 +63,7 @@ def build_parts(
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
     return StepConfig(
-        objective=Supervised(state.model, loss, task.targets),
+        objective=steps_of(task, state.model, loss),
         autocast=hardware.precision.autocast,
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,

@@ -1,13 +1,13 @@
 """The interface of tasks, and helpers to write one.
 
-A task gives meaning to targets, outputs and metrics. It is any object with the attributes and methods of `Task`; select a custom
-one with `task._target_`.
+A task gives meaning to batches, outputs and metrics, and may compute the training step itself. It is any object; what it lacks
+of the methods of `Task` is as `Task` has it. Select a custom one with `task._target_`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +17,14 @@ from runner.engine.protocols import Metric
 _SHOWN = 8  # numbers of a target in a message
 
 
-class Task(Protocol):
+class Task:
     """Gives meaning to targets and outputs.
+
+    By default, a batch is a pair of inputs and targets, and the loss is that of the config. A task with a step of its own
+    defines `training_step(modules, batch)`, which returns the mean loss of the batch, or a dict with `loss` and further
+    scalars to log, and `evaluation_step(modules, batch)`, which returns a dict of `outputs` and `targets` for the metrics, and
+    perhaps `loss`. `modules` are the modules by name: `model`, `loss`, and what an optional method `modules(model, loss)`
+    adds; `batch` is what `data.collate`, or an optional static method `collate(samples)` of the task, has made of samples.
 
     An optional method `wrong_target(targets, training)` checks targets (N, ...) of the data set, of the training split or
     another, before they are used. It returns the index of the first invalid one and a clause about it, or None. An optional
@@ -26,20 +32,24 @@ class Task(Protocol):
     outputs probabilities. An optional method `for_metrics(outputs, targets)` converts both for metrics of the config.
     """
 
-    monitor: str
-    mode: Literal["min", "max"]
+    monitor: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
 
     def outputs(self, classes: Sequence[str]) -> int:
-        """Number of outputs of a model."""
+        """Number of outputs of a model; 0 if the task does not say it."""
+        return 0
 
-    def targets(self, targets: Tensor) -> Tensor:
+    def targets(self, targets: Any) -> Any:
         """Convert targets of the data set to those of the loss and the metrics."""
+        return targets
 
     def metric_names(self) -> list[str]:
         """Names of the metrics that `metrics` returns."""
+        return []
 
     def metrics(self, device: torch.device) -> dict[str, Metric]:
-        """Fresh metrics by name; each takes (logits, targets) batch by batch."""
+        """Fresh metrics by name; each takes (outputs, targets) batch by batch."""
+        return {}
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """Fresh metrics with several values, for `eval`.
@@ -47,6 +57,11 @@ class Task(Protocol):
         `per_class` (C,), and `confusion` (C, C) of up to 2048 classes; `label_...` (L,) or `output_...` (K,) with a value of
         each; or nothing.
         """
+        return {}
+
+
+STEPS = {"training_step": ("modules", "batch"), "evaluation_step": ("modules", "batch"), "modules": ("model", "loss")}
+"""Methods that a task may have besides those of `Task`, and what they are called with."""
 
 
 def converting(metric: Any, task: Any) -> Any:

@@ -17,6 +17,7 @@ from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
 from runner.distributed.world import world
 from runner.engine.evaluation import evaluate
+from runner.engine.step import Supervised
 from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal
 from runner.run.evaluation import warn_of_nonfinite
 from runner.run.from_checkpoint import (
@@ -34,6 +35,7 @@ from runner.run.from_checkpoint import (
 from runner.run.metrics import build_metrics
 from runner.run.model import build_task_model_loss, place
 from runner.run.probe import probe
+from runner.run.step import steps_of
 from runner.tracking.formats import digits, number
 from runner.tracking.verb_report import Report
 
@@ -56,7 +58,7 @@ def run(composition: Composition) -> float:
     record = evaluation(resolved, report)
     # Every rank has the metrics, and only the first one writes them
     if not world().first:
-        return float(record["metrics"]["loss"])
+        return float(record["metrics"].get("loss", math.nan))
     classes = list(record.get("per_class", ()))
     folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
     same_data = config.data.name == stored_data(found).get("name")
@@ -67,7 +69,7 @@ def run(composition: Composition) -> float:
     if not report.json(record, written=[str(path) for path in written]):
         _show(record, title, report)
         report.lines(*written)
-    return float(record["metrics"]["loss"])
+    return float(record["metrics"].get("loss", math.nan))
 
 
 def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, Any]:
@@ -86,21 +88,15 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         probe(task, model, loss, splits)
         resolved.load_weights(model, loss)
         limit = config.limit.eval_batches
-        measure = functools.partial(
-            evaluate,
-            source=split.loader,
-            targets_of=task.targets,
-            loss=loss,
-            autocast=precision.autocast,
-            limit=limit,
-        )
+        measure = functools.partial(evaluate, loss=loss, autocast=precision.autocast, limit=limit)
         # Tables such as the confusion matrix are metrics that are not single numbers
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         batches = math.ceil(split.samples / split.loader.batch_size / world().size)
         with report.counting("eval", batches if limit is None else min(batches, limit)) as begin:
             # Asked before each batch; nothing interrupts an evaluation.
-            scalars = measure(model, metrics=metrics | tables, interrupted=lambda: bool(begin()))
-        warn_of_nonfinite(scalars["loss"], splits, config.split, report.warn)
+            evaluated, interrupted = steps_of(task, model, loss).evaluated, lambda: bool(begin())
+            scalars = measure(model, split.loader, evaluated, metrics=metrics | tables, interrupted=interrupted)
+        warn_of_nonfinite(scalars.get("loss", 0.0), splits, config.split, report.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         # Test-time augmentation is a second evaluation, so that both results can be compared
@@ -108,7 +104,8 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         if config.tta:
             image = resolved.blank_input(splits).to(precision.weights)
             views = with_tta(model, task, image, config.tta, config.tta_mean)
-            averaged = measure(views, metrics=build_metrics(config, task, device))
+            evaluated = Supervised(views, loss, task.targets).evaluated
+            averaged = measure(views, split.loader, evaluated, metrics=build_metrics(config, task, device))
             kind = str(activation_of(task))
             # Averaged probabilities are not logits, and most losses expect these
             if config.tta_mean == "probabilities" and not isinstance(loss, _TAKE_LOGITS.get(kind, ())):

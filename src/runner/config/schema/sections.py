@@ -113,6 +113,8 @@ class Data(Section):
     on_error: Literal["raise", "skip"] = "raise"
     max_skipped: Annotated[float, Ge(0), Le(1)] = 0.1
     identity: Literal["check", "full", "ignore"] = "check"
+    images: list[str] | None = None
+    collate: Node | None = None
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)
     dataset: Node

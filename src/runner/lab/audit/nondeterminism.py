@@ -50,7 +50,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
             if found := _first_to_differ(_of_sample(seeded, index), None, seed, epoch, number=index, workers=_WORKERS):
                 return found
         read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
-        images, targets = read.images.to(loader._device), torch.from_numpy(read.targets).to(loader._device)
+        images, targets = read.data[0].to(loader._device), torch.from_numpy(read.data[1]).to(loader._device)
     else:
         assert isinstance(loader, MemoryLoader), "there are two kinds of loaders"
         chosen = torch.tensor(list(indices), device=loader._images.device)
@@ -69,7 +69,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
     if isinstance(mix, Mixing):
 
         def mixed(_: Tensor) -> Any:
-            prepared = images.clone() if prepare is None else prepare(images.clone(), places, epoch)
+            prepared = images.clone() if not isinstance(prepare, Pipeline) else prepare(images.clone(), places, epoch)
             return mix(prepared, targets.clone(), places, epoch)
 
         steps.append(("transform.mix", mix.mix, mixed))

@@ -18,8 +18,8 @@ from runner.config.app import Composition
 from runner.config.frozen import to_plain, with_changes
 from runner.config.resolve import resolve_changes
 from runner.config.schema.verbs import Bench
-from runner.data.build import DataModule
 from runner.data.loaders import Loader
+from runner.data.module import DataModule
 from runner.data.workers import WorkerLoader
 from runner.engine.step import train_step
 from runner.instrument.nested import tensors_in

@@ -15,8 +15,9 @@ from runner.base.errors import UserError
 from runner.checkpoint import find, resume, rng
 from runner.config.schema.verbs import Check
 from runner.config.targets import build
-from runner.data.build import DataModule, read_data
+from runner.data.build import read_data
 from runner.data.loaders import Batch
+from runner.data.module import DataModule
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
 from runner.data.sources.arrays import ImageArrays
 from runner.instrument.no_trace import SavedBuffers
@@ -152,8 +153,8 @@ class CheckContext:
         seeded = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
         read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
         places = torch.tensor(list(indices), device=device)
-        images = data.prepare(read.images.to(device), places, epoch)
-        return Batch((images, torch.from_numpy(read.targets).to(device)), places)
+        images = data.prepare(read.data[0].to(device), places, epoch)
+        return Batch((images, torch.from_numpy(read.data[1]).to(device)), places)
 
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite; the same at each call."""
@@ -222,7 +223,8 @@ class CheckContext:
 
     def targets(self, batch: Batch) -> Tensor:
         """Targets of a batch as the loss takes them."""
-        return self.training.task.targets(batch.targets)
+        targets: Tensor = self.training.task.targets(batch.targets)
+        return targets
 
     def loss(self) -> Tensor:
         """The loss of `batch`, with its graph."""

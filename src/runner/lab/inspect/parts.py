@@ -15,8 +15,8 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.config.schema.verbs import Inspect
-from runner.data.build import SplitData
 from runner.data.loaders import Batch
+from runner.data.module import SplitData
 from runner.engine.metrics import class_numbers
 from runner.instrument.flops import Flops
 from runner.instrument.no_trace import evaluating

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.data.build import DataModule
 from runner.data.loaders import Batch
+from runner.data.module import DataModule
 from runner.instrument.no_trace import evaluating
 from runner.lab.inspect.layers import is_picture, shape_text
 from runner.lab.inspect.statistics import Summary

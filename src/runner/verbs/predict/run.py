@@ -21,8 +21,8 @@ from runner.base.files import write_atomically, writing
 from runner.config.app import Composition
 from runner.config.schema.verbs import Predict
 from runner.data.bad_samples import BadSample
-from runner.data.build import DataModule, callables
 from runner.data.loaders import Batch, Loader
+from runner.data.module import DataModule, callables
 from runner.data.sources.image_files import files_loader
 from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating

@@ -129,7 +129,7 @@ def build_loop(
         values = evaluate(
             training.model,
             held_out,
-            targets_of=training.task.targets,
+            training.steps.evaluated,
             loss=training.loss,
             metrics=metrics(),
             autocast=training.precision.autocast,

@@ -1,0 +1,114 @@
+"""A data set with its splits, ready for training and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.base.errors import UserError
+from runner.config.merge import FACTS
+from runner.config.schema.sections import Data
+from runner.config.targets import build
+from runner.data.bad_samples import BadSampleLog
+from runner.data.consistency import Examples
+from runner.data.loaders import Batch, Loader
+from runner.data.splits import Parts
+from runner.data.transforms.augment import Pipeline
+from runner.data.transforms.mixing import Mixing
+
+
+@dataclass
+class SplitData:
+    """One split: batches as the model takes them, and how they are prepared on the device; mixing comes last, if any."""
+
+    loader: Loader
+    prepare: Pipeline
+    samples: int
+    mix: Mixing | None = None
+
+
+@dataclass
+class DataModule:
+    """A data set, ready for training and evaluation."""
+
+    train: SplitData
+    val: SplitData | None
+    test: SplitData | None
+    train_for_eval: SplitData  # the training split in order, without augmentation
+    classes: tuple[str, ...]  # names; empty for regression
+    class_counts: Tensor | None  # training samples of each class, int64 (C,)
+    channels: int
+    image_size: tuple[int, int]  # height and width
+    mean: list[float]
+    std: list[float]
+    example: tuple[Tensor, Tensor]  # the first training sample, image (1, C, H, W) and target (1, ...), on the device
+    choices: list[tuple[str, str, str]] = field(default_factory=list)  # rows of (label, value, reason) to show
+    warnings: list[str] = field(default_factory=list)
+    bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
+    fingerprint: Callable[[], dict[str, Any]] = dict  # computes a fingerprint of the data, for checkpoints
+    parts: Parts = field(default_factory=dict)
+    # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
+    examples: Examples = field(default_factory=dict)
+    # The targets of the whole data set, (N, ...), of each split where they are known without reading samples.
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    # Why the splits cannot be used together; `check` examines such data, all else refuses them.
+    incompatibilities: list[UserError] = field(default_factory=list)
+    # Splits that were searched for samples that are not finite.
+    searched_for_nonfinite: set[str] = field(default_factory=set)
+    # The first two samples of the training split as a batch, if samples are not pairs of image and target; else None.
+    trial: Batch | None = None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.channels, *self.image_size
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Shape of the target of a sample."""
+        return tuple(self.example[1].shape[1:])
+
+    def eval_split(self, name: str) -> SplitData | None:
+        """A split as it is evaluated: without augmentation, in order."""
+        return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]
+
+    def close(self) -> None:
+        """End worker processes."""
+        for split in (self.train, self.val, self.test, self.train_for_eval):
+            if split is not None:
+                split.loader.close()
+
+
+def read_dataset(data: Data) -> Any:
+    """What the function or class of `data.dataset` gives."""
+    return build("data.dataset", data.dataset, facts={name: getattr(data, name) for name in FACTS["data.dataset"]})
+
+
+def as_splits(made: Any) -> dict[str, Dataset[Any]]:
+    """The data sets by the names of their splits."""
+    datasets = dict(made) if isinstance(made, Mapping) else {"train": made}
+    for name, dataset in datasets.items():
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise UserError(
+                "data.dataset",
+                f"its '{name}' is a {type(dataset).__name__}, which has no length or no items",
+                "a map-style data set giving (image, target), or a mapping of split names to such",
+            )
+    return datasets
+
+
+def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
+    """Build a list of transforms; raises `UserError` if one refuses its arguments or cannot be called."""
+    return [make_callable(f"{key}.{index}", node) for index, node in enumerate(nodes)]
+
+
+def make_callable(key: str, node: dict[str, Any]) -> Any:
+    """Build what must be something that can be called."""
+    made = build(key, node)
+    if not callable(made):
+        raise UserError(key, f"{node['_target_']} gives something that cannot be called")
+    return made

@@ -1,0 +1,138 @@
+"""Data sets whose samples are not pairs of image and target (`data.images` is set): batches are what a function makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from runner.config.schema.train import Train
+from runner.data.bad_samples import BadSampleLog, ReplacementSampler
+from runner.data.dataset_fingerprint import fingerprint_data
+from runner.data.loaders import Batch, BatchPlan, Fields
+from runner.data.module import DataModule, SplitData, as_splits, callables, make_callable, read_dataset
+from runner.data.num_workers import choose_num_workers
+from runner.data.samples import Collate, SeededDataset
+from runner.data.splits import Parts, make_splits
+from runner.data.transforms.augment import Pipeline
+from runner.data.workers import WorkerLoader
+from runner.instrument.nested import mapped_items, tensors_in
+
+_TRIED = 2  # samples
+
+
+@dataclass
+class _Loaders:
+    """Builds the loaders of the splits; `workers` read the samples, 0 for this process."""
+
+    config: Train
+    device: torch.device
+    parts: Parts
+    make_batch: Collate
+    fields: Fields
+    bad_samples: BadSampleLog
+    workers: int = 0
+
+    def reader(self, name: str, training: bool) -> SeededDataset:
+        """Reads samples of a split, as training or evaluations get them."""
+        (dataset, indices), transform = self.parts[name], self.config.transform
+        key, nodes = ("train", transform.sample_train) if training else ("eval", transform.sample_eval)
+        skips = self.config.data.on_error == "skip"
+        replacements = ReplacementSampler(self.config.seed, indices) if skips else None
+        transforms = callables(f"transform.sample_{key}", nodes)
+        return SeededDataset(dataset, self.config.seed, transforms, replacements, name, pairs=False)
+
+    def build(self, name: str, training: bool = False) -> WorkerLoader:
+        """The loader of a split."""
+        (dataset, indices), data = self.parts[name], self.config.data
+        plan = BatchPlan(indices, self.config.evaluate.batch_size, self.config.seed)
+        if training:
+            plan = dataclasses.replace(plan, batch_size=data.samples_a_batch, shuffle=data.shuffle)
+        return WorkerLoader(
+            self.reader(name, training),
+            plan,
+            self.device,
+            workers=self.workers,
+            prefetch=data.prefetch,
+            persistent=data.persistent_workers,
+            pin=self.device.type == "cuda" and data.pin_memory is not False,
+            non_blocking=data.non_blocking,
+            prepare=self.fields,
+            on_skipped=self.bad_samples.noting(name, dataset, len(indices)),
+            timeout_s=data.timeout_s,
+            collate=self.make_batch,
+        )
+
+
+def read_whole_samples(
+    config: Train, device: torch.device, collate: Callable[[list[Any]], Any] | None, *, dtype: torch.dtype
+) -> DataModule:
+    """Read a data set of any samples and prepare its splits.
+
+    Args:
+        config: the config.
+        device: of the batches.
+        collate: that of the task, which `data.collate` replaces.
+        dtype: of images after their normalisation, and with float64 of all floating-point numbers.
+
+    Raises:
+        UserError: if the data cannot be found, read or split, or do not fit the settings.
+    """
+    data = config.data
+    assert data.images is not None, "samples are pairs of image and target"
+    parts = make_splits(as_splits(read_dataset(data)), data.split)
+    if data.collate is not None:
+        collate = make_callable("data.collate", data.collate)
+    mean, std = data.normalize.mean or [0.0], data.normalize.std or [1.0]
+    prepare = Pipeline([], mean, std, config.seed, device, channels_last=config.channels_last, dtype=dtype)
+    bad_samples = BadSampleLog(data.max_skipped)
+    fields = Fields(data.images, prepare, dtype)
+    loaders = _Loaders(config, device, parts, Collate(collate or default_collate), fields, bad_samples=bad_samples)
+
+    # The first samples tell how large batches are, and are tried before training
+    tried = parts["train"][1][: min(_TRIED, data.samples_a_batch)]
+    read = loaders.make_batch(loaders.reader("train", False).__getitems__([(0, index) for index in tried.tolist()]))
+    example = mapped_items(read.data, np.ndarray, torch.from_numpy)
+    sample_bytes = sum(tensor.nbytes for tensor in tensors_in(example)) // len(tried)
+    choice = choose_num_workers(
+        data.num_workers,
+        loaders.reader("train", True),
+        parts["train"][1],
+        data.samples_a_batch,
+        bytes_ahead=data.prefetch * data.samples_a_batch * sample_bytes,
+        sample_bytes=sample_bytes,
+    )
+    loaders.workers = choice.workers
+
+    def split(name: str, training: bool = False) -> SplitData:
+        loader = loaders.build(name, training)
+        return SplitData(loader, prepare, loader.samples)
+
+    sources, full = {name: dataset for name, (dataset, _) in parts.items()}, data.identity == "full"
+    moved = mapped_items(example, Tensor, lambda tensor: tensor.to(device))
+    return DataModule(
+        train=split("train", training=True),
+        val=split("val") if "val" in parts else None,
+        test=split("test") if "test" in parts else None,
+        train_for_eval=split("train"),
+        classes=tuple(str(name) for name in getattr(parts["train"][0], "classes", None) or ()),
+        class_counts=None,
+        channels=0,
+        image_size=(0, 0),
+        mean=[],
+        std=[],
+        example=(torch.empty(0, device=device), torch.empty(0, device=device)),
+        choices=[("workers", str(choice.workers), choice.reason)] if choice.reason else [],
+        warnings=choice.warnings,
+        bad_samples=bad_samples,
+        fingerprint=functools.cache(functools.partial(fingerprint_data, parts, sources, full, pairs=False)),
+        parts=parts,
+        trial=Batch(fields.of(moved), tried.to(device)),
+    )

@@ -1,0 +1,248 @@
+"""Samples that are no pairs of image and target, and tasks that compute their own steps, through the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+MODULE = '''
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+
+class Digits(torch.utils.data.Dataset):
+    """Digits as vectors (64,), without targets."""
+
+    def __init__(self, samples=96):
+        self.vectors = torch.from_numpy(load_digits().data[:samples] / 16).float()
+
+    def __len__(self):
+        return len(self.vectors)
+
+    def __getitem__(self, index):
+        return self.vectors[index]
+
+
+class Scenes(Digits):
+    """Images of bytes (1, 8, 8) with some boxes each."""
+
+    def __getitem__(self, index):
+        image = (self.vectors[index] * 255).to(torch.uint8).view(1, 8, 8)
+        return {"image": image, "boxes": torch.full((1 + index % 3, 4), float(index)), "name": f"scene {index}"}
+
+
+def scenes(samples):
+    return {"image": torch.stack([each["image"] for each in samples]), "boxes": [each["boxes"] for each in samples],
+            "name": [each["name"] for each in samples]}
+
+
+class VAE(nn.Module):
+    def __init__(self, latent=4):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(64, 2 * latent), nn.Linear(latent, 64)
+
+    def forward(self, vectors):
+        mean, log_variance = self.encoder(vectors).chunk(2, 1)
+        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp() if self.training else mean
+        return self.decoder(drawn), mean, log_variance
+
+
+class Reconstruction:
+    def training_step(self, modules, batch):
+        logits, mean, log_variance = modules["model"](batch)
+        error = F.binary_cross_entropy_with_logits(logits, batch, reduction="none").sum(1).mean()
+        divergence = (-0.5 * (1 + log_variance - mean.square() - log_variance.exp())).sum(1).mean()
+        return {"loss": error + divergence, "divergence": divergence}
+
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)["loss"]}
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Flatten(), nn.Linear(64, 8))
+
+    def forward(self, images):
+        return self.features(images)
+
+
+class CountBoxes:
+    """How many boxes there are: a head of its own on the features of the model."""
+
+    monitor, mode = "val/wrong", "min"
+    collate = staticmethod(scenes)
+
+    def modules(self, model, loss):
+        return {"model": model, "head": nn.Linear(8, 3)}
+
+    def evaluation_step(self, modules, batch):
+        assert 0 <= batch["image"].min() and batch["image"].max() <= 1 and batch["image"].is_floating_point()
+        assert all(name.startswith("scene") for name in batch["name"]) and len(batch["boxes"]) == len(batch["image"])
+        targets = torch.tensor([len(boxes) - 1 for boxes in batch["boxes"]])
+        logits = modules["head"](modules["model"](batch["image"]))
+        return {"loss": modules["loss"](logits, targets), "outputs": logits, "targets": targets}
+
+    def training_step(self, modules, batch):
+        return self.evaluation_step(modules, batch)["loss"]
+
+    def outputs(self, classes):
+        return 3
+
+    def metric_names(self):
+        return ["wrong"]
+
+    def metrics(self, device):
+        return {"wrong": Wrong()}
+
+
+class Wrong:
+    def __init__(self):
+        self.wrong = 0
+
+    def update(self, outputs, targets):
+        self.wrong += int((outputs.argmax(1) != targets).sum())
+
+    def compute(self):
+        return torch.tensor(float(self.wrong))
+
+
+class Vectors(CountBoxes):
+    def training_step(self, modules, batch):
+        return modules["head"](modules["model"](batch["image"])).sum(1)
+
+
+class Detached(CountBoxes):
+    def training_step(self, modules, batch):
+        return super().training_step(modules, batch).detach()
+
+
+class Pairs(Digits):
+    def __getitem__(self, index):
+        return self.vectors[index], index % 3
+
+
+class Slip:
+    def trainig_step(self, modules, batch):
+        return batch.sum()
+'''
+COMMON = (
+    "transform=none",
+    "~model.dropout",
+    "~model.width",
+    "epochs=2",
+    "data.batch_size=16",
+    "data.num_workers=0",
+    "scheduler=constant",
+)
+COLLATE = "data.collate._target_=own_steps.scenes"
+VECTORS = (
+    *COMMON, "data.images=[]", "data.dataset._target_=own_steps.Digits", "model._target_=own_steps.VAE",
+    "task._target_=own_steps.Reconstruction", "loss=none", "log.every_steps=1",
+)  # fmt: skip
+BOXES = (
+    *COMMON, "data.images=[image]", "data.normalize.mean=[0.0]", "data.normalize.std=[1.0]",
+    "data.dataset._target_=own_steps.Scenes", "model._target_=own_steps.Pooled",
+    "task._target_=own_steps.CountBoxes",
+)  # fmt: skip
+PAIRS = (
+    "transform=none", "epochs=1", "data.images=[]", "data.dataset._target_=own_steps.Pairs", "task.num_classes=3",
+    "model=mlp", "model.hidden=[8]", "model.in_channels=1", "model.image_size=[8,8]",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def module(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workdir / "own_steps.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(workdir)
+    monkeypatch.setenv("RUNNER_TRUST", "own_steps")
+
+
+def test_a_task_with_a_step_of_its_own_trains_logs_its_terms_and_is_tested(train: Callable[..., Any]) -> None:
+    result = train(*VECTORS, "epochs=10", "optimizer.lr=0.01")
+    steps = [record for record in result.metrics if record["split"] == "train"]
+    assert all(0 <= record["divergence"] < record["loss"] for record in steps)
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"], "nothing was learned"
+    assert result.summary["best"]["metric"] == "val/loss"
+    assert set(result.summary["test"]) == {"loss"}
+
+
+@pytest.mark.parametrize("words", [VECTORS, BOXES], ids=["vectors", "boxes"])
+def test_workers_resumes_and_micro_batches_give_the_same_weights(
+    train: Callable[..., Any], words: tuple[str, ...]
+) -> None:
+    whole = train(*words)
+    expected = whole.summary["weights_sha256"]
+    assert train(*words, "data.num_workers=2").summary["weights_sha256"] == expected
+    assert train(*words, "on_oom=split").summary["weights_sha256"] == expected
+    part = train(*words, "max_steps=3", "name=part")
+    resumed = train(f"ckpt_path={part.directory}", "max_steps=null")
+    assert resumed.summary["weights_sha256"] == expected
+    assert resumed.summary["test"] == whole.summary["test"]
+
+
+def test_modules_that_a_task_adds_are_trained_averaged_and_saved(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    result = train(*BOXES, "ema=0.9", "epochs=1")
+    saved = load_file(next((result.directory / "checkpoints").glob("step_*.safetensors")))
+    assert {"model.features.1.weight", "head.weight"} <= saved.keys()
+    assert not saved["head.weight"].equal(saved["averaged/weights/head.weight"])
+    evaluated = run("eval", f"ckpt_path={result.directory}", "split=test", "json=true")
+    assert evaluated.status == 0, evaluated.err
+    assert json.loads(evaluated.out)["metrics"] == result.summary["test"]
+
+
+def test_two_ranks_train_the_weights_of_one_process_to_rounding(train: Callable[..., Any]) -> None:
+    words = (*BOXES, "epochs=1", "dtype=float64", "data.batch_size=15")
+    one, two = (
+        train(*words, f"devices={devices}").directory / "checkpoints" / "last.safetensors" for devices in (1, 2)
+    )
+    weights, others = load_file(one), load_file(two)
+    for name in ("model.features.1.weight", "head.weight"):
+        torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-10)
+
+
+def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) -> None:
+    assert set(train(*PAIRS).summary["test"]) == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        ((*VECTORS, "transform=standard"), "transform.train", "(image, target)"),
+        ((*VECTORS, "data.images=null", COLLATE, "data.collate._partial_=true"), "data.collate", "(image, target)"),
+        ((*VECTORS, "data.batch_size=auto"), "data.batch_size", "(image, target)"),
+        ((*BOXES, "data.images=[picture]"), "data.images", "'picture'"),
+        ((*BOXES, "data.images=[name]"), "data.images", "'name'"),
+        ((*VECTORS, COLLATE, "data.collate._partial_=true"), "data.collate", "cannot make a batch"),
+        ((*BOXES, "task._target_=own_steps.Vectors"), "task", "(2,)"),
+        ((*BOXES, "task._target_=own_steps.Detached"), "task", "no gradient"),
+        ((*VECTORS, "task._target_=own_steps.Slip"), "task._target_", "trainig_step"),
+        ((*PAIRS, "loss=none"), "task", "training_step"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(
+    run: Callable[..., Any], words: tuple[str, ...], key: str, reason: str
+) -> None:
+    result = run("train", "threads=1", "logger=none", *words)
+    assert result.status == 2, result.err + result.out
+    assert f"{key}:" in result.err
+    assert reason in result.err
+
+
+def test_verbs_that_take_images_alone_say_so(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+    directory = train(*VECTORS, "epochs=1").directory
+    for verb in ("predict", "export", "inspect", "check", "profile", "bench", "audit"):
+        words = () if verb in ("check", "bench", "audit", "profile") else (f"ckpt_path={directory}",)
+        result = run(verb, *(words or VECTORS))
+        assert result.status == 2, verb + result.err
+        assert "data.images" in result.err or "pairs of image and target" in result.err
