@@ -183,7 +183,7 @@ BUDGET = {
     "config": 4_050,
     "data": 6_400,
     "distributed": 1_100,
-    "engine": 2_850,
+    "engine": 2_870,
     "instrument": 680,
     "lab": 9_100,
     "launch": 1_050,

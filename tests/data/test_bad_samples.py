@@ -73,7 +73,9 @@ def read(made: WorkerLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
 
 def same(first: list[Batch], second: list[Batch]) -> bool:
     return len(first) == len(second) and all(
-        torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True)
+        torch.equal(a, b)
+        for one, two in zip(first, second, strict=True)
+        for a, b in zip((*one.data, one.indices), (*two.data, two.indices), strict=True)
     )
 
 
@@ -82,7 +84,7 @@ def test_a_replacement_is_another_sample_of_the_split_and_the_rest_are_unchanged
     replacements = ReplacementSampler(3, PART)
     for batch, expected in zip(batches, whole, strict=True):
         assert torch.equal(batch.indices, expected.indices), "a batch names the samples that are its own"
-        for image, target, index in zip(*batch, strict=True):
+        for image, target, index in zip(*batch.data, batch.indices, strict=True):
             index = int(index)
             source = next(i for i in (index, *replacements.candidates(0, index)) if i not in BROKEN)
             assert int(target) == source

@@ -42,13 +42,16 @@ class Gpu:
         self.inside = False
 
 
-class Item:
-    """A tensor of a batch, as far as streams are concerned."""
+class Item(Tensor):
+    """A tensor of a batch that notes what is asked of it about streams."""
+
+    def __new__(cls, gpu: Gpu, number: int) -> Item:
+        return Tensor._make_subclass(cls, torch.zeros(1))
 
     def __init__(self, gpu: Gpu, number: int) -> None:
         self.gpu, self.number = gpu, number
 
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream: Any) -> None:  # type: ignore[override]
         assert stream is self.gpu.main
         self.gpu.log.append(f"keep {self.number}")
 

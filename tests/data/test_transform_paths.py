@@ -102,10 +102,10 @@ def batches(splits: DataModule) -> list[tuple[Tensor, ...]]:
     loader = splits.train.loader
     count = -(-loader.samples // loader.batch_size)
     try:
-        found = [tuple(batch) for epoch in (0, 3) for batch in loader.batches(epoch, 0, count)]
+        found = [(*batch.data, batch.indices) for epoch in (0, 3) for batch in loader.batches(epoch, 0, count)]
         # Where a run is resumed inside an epoch, the rest of it is as it was.
         for batch, whole in zip(loader.batches(3, 2, count), found[count + 2 :], strict=True):
-            assert all(map(torch.equal, batch, whole))
+            assert all(map(torch.equal, (*batch.data, batch.indices), whole))
         return found
     finally:
         splits.close()

@@ -94,7 +94,13 @@ def _average(training: Run) -> None:
 
 
 def _evaluate(training: Run) -> None:
-    evaluate(training.model, training.data.train_for_eval.loader, training.task.targets, training.loss, metrics={})
+    evaluate(
+        training.model,
+        training.data.train_for_eval.loader,
+        training.steps.evaluated,
+        loss=training.loss,
+        metrics={},
+    )
 
 
 def _watch(training: Run) -> None:

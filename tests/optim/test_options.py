@@ -57,6 +57,9 @@ def test_an_option_file_builds_what_it_names(path: Path) -> None:
         assert build(**options)(torch.randn(2, 3, 32, 32)).shape == (2, 4)
     elif path.parent.name == "scheduler":
         assert 0 < build(**options).factor(0) <= 1
+    elif path.stem == "none":
+        with pytest.raises(ValueError, match="training_step"):
+            build(**options)(torch.randn(2, 4), torch.tensor([0, 1]))
     else:
         assert build(**options)(torch.randn(3, 4), torch.arange(3)).isfinite()
 

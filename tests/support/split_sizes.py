@@ -17,6 +17,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.distributed.sharding import shard
 from runner.distributed.world import World, joined
 from runner.engine.evaluation import evaluate
+from runner.engine.step import Supervised
 from runner.tasks.classification import Classification
 from runner.tasks.regression import Regression
 
@@ -81,7 +82,12 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
             for metric in metrics[name].values():
                 metric.reset()
             try:
-                values: Any = evaluate(models[name], source, task.targets, losses[name], metrics=metrics[name])
+                values: Any = evaluate(
+                    models[name],
+                    source,
+                    Supervised(models[name], losses[name], task.targets).evaluated,
+                    metrics=metrics[name],
+                )
             except ValueError as error:
                 values = str(error)
             found[name] = {"ids": source.ids, "values": values}

@@ -28,6 +28,10 @@ class Supervised:
         images, targets = data
         return self.loss(self.model(images), self.targets(targets))
 
+    def feed(self, data: tuple[Tensor, Tensor]) -> None:
+        """Send the images through the model."""
+        self.model(data[0])
+
     def evaluated(self, data: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Loss, outputs and targets of such data, see `runner.engine.evaluation.evaluate`."""
         images, targets = data[0], self.targets(data[1])

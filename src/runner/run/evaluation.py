@@ -155,7 +155,7 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
                 if stopped := any(world().gather(interrupted())) if sharded else interrupted():
                     break
                 with run.precision.autocast():
-                    run.steps.evaluated(batch.data)
+                    run.steps.feed(batch.data)
         reshard(run.model)
     finally:
         loader.batch_size = of_evaluations

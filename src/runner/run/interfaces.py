@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from runner.base.errors import UserError, nearest
@@ -54,8 +55,8 @@ def require_methods(
         if name.startswith(some) and name not in calls and (close := nearest(name, calls, 0.8)):
             raise UserError(f"{key}._target_", f"{what} whose {name} is never called", f"some of {listed}", close)
     for name in dir(found) if optional else ():
-        if name not in calls and callable(getattr(found, name)) and (close := nearest(name, optional, 0.8)):
-            raise UserError(f"{key}._target_", f"{what} whose {name} is never called", listed, close)
+        if name[0] != "_" and name not in calls and (spelt := get_close_matches(name, optional, 1, 0.8)):
+            raise UserError(f"{key}._target_", f"{what} whose {name} is never called", listed, spelt[0])
     if missing and not some:
         raise UserError(f"{key}._target_", f"{what} without {', '.join(missing)}", f"an object with {listed}")
     # Arguments are checked here, as a call with wrong ones would fail hours later

@@ -100,7 +100,9 @@ def build_task(config: Train, data: KnownData) -> Task:
 
 
 def _complete(task: Any) -> None:
-    """Give a task the methods and attributes of `Task` that it lacks."""
+    """Give a task the methods and attributes of `Task` that it lacks, unless it has none of them."""
+    if not any(hasattr(task, name) for name in (*calls_of(Task), "training_step", "evaluation_step")):
+        return
     for name, default in vars(Task).items():
         if not name.startswith("_") and not hasattr(task, name):
             setattr(task, name, types.MethodType(default, task) if callable(default) else default)

@@ -41,6 +41,10 @@ class TaskSteps:
         loss: Tensor = found
         return loss
 
+    def feed(self, data: Any) -> None:
+        """Send a batch through the modules."""
+        self.evaluated(data)
+
     def evaluated(self, data: Any) -> Mapping[str, Any]:
         """What the task evaluates of a batch, see `runner.engine.evaluation.evaluate`."""
         if not hasattr(self._task, "evaluation_step"):

@@ -38,9 +38,11 @@ def first_batches(context: CheckContext) -> TrainingBatches:
     split, most = context.splits.train, context.most_samples
     need(split.mix is None, "the samples of a batch are blended (transform.mix)")
     count = max(1, min(most // split.loader.batch_size, math.ceil(split.samples / split.loader.batch_size)))
-    batches = [[part[:most].cpu() for part in batch] for batch in split.loader.batches(0, 0, count)]
-    images, targets, indices = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    numbers = torch.cat([torch.full((len(batch[0]),), number) for number, batch in enumerate(batches)])
+    batches = [batch.first(most) for batch in split.loader.batches(0, 0, count)]
+    images, targets, indices = (
+        torch.cat([getattr(batch, field).cpu() for batch in batches]) for field in ("images", "targets", "indices")
+    )
+    numbers = torch.cat([torch.full((len(batch.indices),), number) for number, batch in enumerate(batches)])
     plain = context.read("train", indices.tolist())
     need(images.isfinite().all(), "there are images that are not finite")
     return TrainingBatches(images.float(), plain.images.float().cpu(), targets, plain.targets.cpu(), numbers)
