@@ -138,7 +138,7 @@ def epochs(splits: DataModule) -> Callable[[], Iterable[Any]]:
     """Gives one epoch after the other."""
     count = -(-splits.train.samples // BATCH)
     number = iter(range(10**9))
-    return lambda: splits.train.loader.batches(next(number), 0, count)
+    return lambda: (batch.data for batch in splits.train.loader.batches(next(number), 0, count))
 
 
 def compare(root: Path, kind: str, arguments: argparse.Namespace, workers: int) -> str:
