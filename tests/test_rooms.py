@@ -183,7 +183,7 @@ BUDGET = {
     "config": 4_050,
     "data": 6_400,
     "distributed": 1_100,
-    "engine": 2_870,
+    "engine": 2_890,
     "instrument": 680,
     "lab": 9_100,
     "launch": 1_050,
@@ -192,7 +192,7 @@ BUDGET = {
     "run": 4_200,
     "runtime": 2_000,
     "sweeps": 2_300,
-    "tasks": 320,
+    "tasks": 330,
     "tracking": 2_500,
     "verbs": 2_500,
 }

@@ -1,4 +1,4 @@
-"""Samples that are no pairs of image and target, and tasks that compute their own steps, through the program."""
+"""Samples that are not pairs of image and target, and tasks that compute their own steps, through the program."""
 
 from __future__ import annotations
 
@@ -115,6 +115,18 @@ class Wrong:
         return torch.tensor(float(self.wrong))
 
 
+class MeanOverBoxes(CountBoxes):
+    """The mean over all boxes, of which samples have different numbers."""
+
+    def weight(self, batch):
+        return sum(len(boxes) for boxes in batch["boxes"])
+
+    def evaluation_step(self, modules, batch):
+        counts = torch.tensor([len(boxes) for boxes in batch["boxes"]])
+        losses = modules["head"](modules["model"](batch["image"])).square().sum(1)
+        return {"loss": (losses * counts).sum() / counts.sum(), "targets": counts - 1, "outputs": losses[:, None]}
+
+
 class Vectors(CountBoxes):
     def training_step(self, modules, batch):
         return modules["head"](modules["model"](batch["image"])).sum(1)
@@ -201,14 +213,23 @@ def test_modules_that_a_task_adds_are_trained_averaged_and_saved(
     assert json.loads(evaluated.out)["metrics"] == result.summary["test"]
 
 
-def test_two_ranks_train_the_weights_of_one_process_to_rounding(train: Callable[..., Any]) -> None:
-    words = (*BOXES, "epochs=1", "dtype=float64", "data.batch_size=15")
-    one, two = (
-        train(*words, f"devices={devices}").directory / "checkpoints" / "last.safetensors" for devices in (1, 2)
+@pytest.mark.parametrize("task", ["CountBoxes", "MeanOverBoxes"])
+def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding(
+    train: Callable[..., Any], task: str
+) -> None:
+    words = (*BOXES, "epochs=1", "dtype=float64", f"task._target_=own_steps.{task}", "max_steps=4")
+    divided = (
+        ("devices=2", "data.batch_size=15"),
+        ("accumulate=3", "data.batch_size=5"),
+        ("devices=2", "accumulate=3", "data.batch_size=5"),
     )
-    weights, others = load_file(one), load_file(two)
-    for name in ("model.features.1.weight", "head.weight"):
-        torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-10)
+    one, *others = (train(*words, *each) for each in (("data.batch_size=15",), *divided))
+    weights = load_file(one.directory / "checkpoints" / "last.safetensors")
+    for other in others:
+        found = load_file(other.directory / "checkpoints" / "last.safetensors")
+        for name in ("model.features.1.weight", "head.weight"):
+            torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
+        assert other.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], abs=1e-10)
 
 
 def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) -> None:

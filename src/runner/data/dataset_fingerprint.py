@@ -89,7 +89,7 @@ def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices, pai
 
 
 def _values(sample: Any) -> Iterator[Tensor]:
-    """Everything in a sample as tensors; what is no number, text or image counts by its type."""
+    """Everything in a sample as tensors; anything but numbers, text and images counts by its type."""
     for value in leaves_of(sample):
         if isinstance(value, Tensor):
             yield value

@@ -91,7 +91,7 @@ class Fields:
                 changed = self._normalised(data[key])
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 names = ", ".join(map(str, data)) if isinstance(data, Mapping) else f"0 to {len(data) - 1}"
-                raise UserError("data.images", f"'{name}' is no field of images of a batch", names) from error
+                raise UserError("data.images", f"'{name}' names no field of images of a batch", names) from error
             if isinstance(data, Mapping):
                 data = {**data, key: changed}
             else:

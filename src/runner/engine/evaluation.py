@@ -42,7 +42,7 @@ def evaluate(
         model: the model.
         source: the split.
         evaluation: the data of a batch -> `outputs` and `targets` for the metrics, and perhaps `loss`, the scalar mean over
-            the samples.
+            the samples, or over what `weight` counts.
         loss: a module that the evaluation calls beside the model.
         metrics: fresh metrics by name, on the model's device; afterwards they contain the whole split.
         autocast: context manager for the forward pass.
@@ -78,7 +78,7 @@ def evaluate(
             # The repeated batch of such a rank counts for nothing
             if number < own_batches:
                 place = ranks.rank + number * ranks.size
-                parts.add(place, len(batch.indices), found.get("loss"), outputs, found["targets"])
+                parts.add(place, found.get("weight", len(batch.indices)), found.get("loss"), outputs, found["targets"])
         reshard(model)
         # Only here do the ranks exchange what they found
         return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
@@ -101,13 +101,13 @@ class _Parts:
     def __init__(self, metrics: Mapping[str, Metric], ranks: World) -> None:
         self._metrics, self._ranks = metrics, ranks
         self._total: Tensor | None = None
-        self._samples = 0
-        self._kept: list[tuple[int, int, Tensor | None, dict[str, Any], Any]] = []
+        self._samples: Any = 0
+        self._kept: list[tuple[int, Any, Tensor | None, dict[str, Any], Any]] = []
         self._merges = {name: merges(metric) for name, metric in metrics.items()} if ranks.size > 1 else {}
         self.interrupted = False
 
-    def add(self, number: int, size: int, loss: Tensor | None, outputs: Any, targets: Any) -> None:
-        """Add batch `number` of `size` samples, with its mean loss, if it has one."""
+    def add(self, number: int, size: Any, loss: Tensor | None, outputs: Any, targets: Any) -> None:
+        """Add batch `number` of `size` samples, or what else the mean is over, with its mean loss, if it has one."""
         # Sums over many batches lose digits in float32; MPS has no float64
         wide = None if loss is None else (loss.double() if loss.device.type != "mps" else loss.float()) * size
         if self._ranks.size == 1:
@@ -129,7 +129,7 @@ class _Parts:
         whole = (outputs, targets) if None in self._merges.values() else None
         self._kept.append((number, size, wide, states, whole))
 
-    def _add(self, loss: Tensor | None, samples: int) -> None:
+    def _add(self, loss: Tensor | None, samples: Any) -> None:
         self._samples += samples
         if loss is not None:
             self._total = loss if self._total is None else self._total + loss
@@ -142,7 +142,7 @@ class _Parts:
             raise ValueError("there is no sample to evaluate")
         values = {name: _number(name, metric.compute()) for name, metric in self._metrics.items()}
         scalars = {name: value for name, value in values.items() if value is not None}
-        return ({} if self._total is None else {"loss": float(self._total) / self._samples}) | scalars
+        return ({} if self._total is None else {"loss": float(self._total) / float(self._samples)}) | scalars
 
     def _exchange(self, device: torch.device) -> None:
         found = self._ranks.gather((self.interrupted, list(self._metrics), tensors_moved(self._kept, "cpu")))

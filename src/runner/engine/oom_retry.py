@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, backward, loss_of, update_weights
+from runner.engine.step import StepConfig, backward, loss_of, share_of, update_weights
 from runner.instrument.nested import parts_of_rows
 from runner.instrument.no_trace import SavedBuffers, SavedRNG
 
@@ -80,7 +80,7 @@ class OOMRetryStep:
         fits = False
         while not fits:
             state.position.pieces *= 2
-            self._losses = []
+            self._losses, state.window_weight = [], None
             for _, parameter in state.named_parameters():
                 parameter.grad = None
             if torch.cuda.is_available():
@@ -133,6 +133,6 @@ def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, sa
     for data, indices in zip(parts_of_rows(batch.data, rows, count), batch.indices.tensor_split(count), strict=True):
         loss = loss_of(parts, data)
         share = len(indices) / samples
-        backward(state, loss, weight * share)
+        backward(state, loss, share_of(state, parts, data, weight * share))
         losses.append(loss.detach() if count == 1 else loss.detach() * share)
     return functools.reduce(torch.add, losses)

@@ -32,7 +32,7 @@ class RunningMean:
     """
 
     def __init__(self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        self.device = device
+        self.device, self.dtype = device, dtype
         self._sum = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
@@ -102,8 +102,9 @@ class TrainState:
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: AveragedModel | None = None
+    window_weight: torch.Tensor | None = None  # of the batches of an accumulation window, if a task counts it
     terms: dict[str, RunningMean] = field(default_factory=dict)  # further scalars of a task's step, by name
-    loss: nn.Module = field(default_factory=nn.Identity)  # most have no tensors of their own
+    loss: nn.Module = field(default_factory=nn.Identity)  # most have no tensors
     freezing: Freezing = field(init=False)
 
     def __post_init__(self) -> None:

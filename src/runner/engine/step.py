@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip, clip_gradients
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.protocols import Batch
@@ -44,6 +46,7 @@ class StepConfig:
     """The parts of the computation of a step."""
 
     objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over the samples
+    weight: Callable[[Any], Any] | None = None  # what the mean of the data of a batch is over; None for its samples
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around it
     clip_norm: float | None = None  # largest 2-norm of all gradients together; None for no limit
     clip_value: float | None = None  # largest absolute value of a gradient element; None for no limit
@@ -78,9 +81,9 @@ def train_step(
     # Inside a window, gradients only add up: ranks exchange them once, at its end
     if not update:
         with parts.no_sync():
-            backward(state, forward(state, parts, batch, samples), weight)
+            backward(state, forward(state, parts, batch, samples), share_of(state, parts, batch.data, weight))
         return
-    backward(state, forward(state, parts, batch, samples), weight)
+    backward(state, forward(state, parts, batch, samples), share_of(state, parts, batch.data, weight))
     update_weights(state, parts)
 
 
@@ -101,10 +104,21 @@ def loss_of(parts: StepConfig, data: Any) -> Tensor:
         return (parts.equivalent or parts.objective)(data)
 
 
-def backward(state: TrainState, loss: Tensor, weight: float) -> None:
+def share_of(state: TrainState, parts: StepConfig, data: Any, share: float) -> float | Tensor:
+    """What a loss counts in the sum of a step: its share, or its weight, by whose sum `update_weights` divides the gradients."""
+    if parts.weight is None:
+        return share
+    weight = torch.as_tensor(parts.weight(data), dtype=state.meter.dtype, device=state.meter.device)
+    if share == 0:  # a rank without a sample of this batch has taken another one
+        weight = torch.zeros_like(weight)
+    state.window_weight = weight if state.window_weight is None else state.window_weight + weight
+    return weight
+
+
+def backward(state: TrainState, loss: Tensor, weight: float | Tensor) -> None:
     """Accumulate a batch's share of the gradients."""
     # The usual weight is 1, and a multiplication less is a kernel less.
-    if weight != 1.0:
+    if isinstance(weight, Tensor) or weight != 1.0:
         loss = loss * weight
     if state.scaler is not None:
         loss = state.scaler.scale(loss)
@@ -117,6 +131,11 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
     # Where backward has not averaged the gradients over the ranks, as in retries, it happens here
     if parts.average_gradients is not None:
         parts.average_gradients()
+    # The weights of all batches and ranks are known only now; the ranks have averaged, and not added
+    if state.window_weight is not None:
+        total = world().total(state.window_weight) / world().size
+        torch._foreach_div_([weight.grad for _, weight in state.named_parameters() if weight.grad is not None], total)
+        state.window_weight = None
     if parts.on_gradients is not None:
         parts.on_gradients()
     # The guard looks at the gradients before clipping, which would spread a NaN over all of them.

@@ -34,7 +34,7 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Everything in nested containers that is no container, in order."""
+    """The leaves of nested containers, in order."""
     return _pytree.tree_leaves(value)
 
 

@@ -112,7 +112,7 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     """What is trained besides the loss: the model, or a container of it and the modules that the task adds.
 
     Raises:
-        UserError: if what the task adds are no modules.
+        UserError: if the task adds anything but modules.
     """
     if not hasattr(task, "modules"):
         return model
@@ -120,7 +120,7 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     modules.setdefault("model", model)
     modules.pop("loss", None)
     if wrong := [name for name, module in modules.items() if not isinstance(module, nn.Module)]:
-        raise UserError("task", f"its modules() gives a '{wrong[0]}' that is no torch.nn.Module", "modules by name")
+        raise UserError("task", f"its modules() gives a '{wrong[0]}' that is not a torch.nn.Module", "modules by name")
     return model if len(modules) == 1 else nn.ModuleDict(modules)
 
 

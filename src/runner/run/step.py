@@ -50,7 +50,8 @@ class TaskSteps:
         if not hasattr(self._task, "evaluation_step"):
             return self._supervised.evaluated(data)
         found: Mapping[str, Any] = self._task.evaluation_step(self.modules, data)
-        return {"outputs": (), "targets": (), **found}
+        counted = {"weight": self._task.weight(data)} if hasattr(self._task, "weight") else {}
+        return {"outputs": (), "targets": (), **counted, **found}
 
 
 def steps_of(task: Any, model: nn.Module, loss: nn.Module) -> Supervised | TaskSteps:
@@ -72,6 +73,7 @@ def build_parts(
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,
         clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
+        weight=getattr(task, "weight", None),
         equivalent=toggled.objective_of(task.targets),
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),

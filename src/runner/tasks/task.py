@@ -23,8 +23,10 @@ class Task:
     By default, a batch is a pair of inputs and targets, and the loss is that of the config. A task with a step of its own
     defines `training_step(modules, batch)`, which returns the mean loss of the batch, or a dict with `loss` and further
     scalars to log, and `evaluation_step(modules, batch)`, which returns a dict of `outputs` and `targets` for the metrics, and
-    perhaps `loss`. `modules` are the modules by name: `model`, `loss`, and what an optional method `modules(model, loss)`
-    adds; `batch` is what `data.collate`, or an optional static method `collate(samples)` of the task, has made of samples.
+    perhaps `loss`. An optional method `weight(batch)` says what the mean is over, such as the number of valid pixels; without
+    it, it is over the samples. `modules` are the modules by name: `model`, `loss`, and what an optional method
+    `modules(model, loss)` adds; `batch` is what `data.collate`, or an optional static method `collate(samples)` of the task,
+    has made of samples.
 
     An optional method `wrong_target(targets, training)` checks targets (N, ...) of the data set, of the training split or
     another, before they are used. It returns the index of the first invalid one and a clause about it, or None. An optional
@@ -60,7 +62,12 @@ class Task:
         return {}
 
 
-STEPS = {"training_step": ("modules", "batch"), "evaluation_step": ("modules", "batch"), "modules": ("model", "loss")}
+STEPS = {
+    "training_step": ("modules", "batch"),
+    "evaluation_step": ("modules", "batch"),
+    "weight": ("batch",),
+    "modules": ("model", "loss"),
+}
 """Methods that a task may have besides those of `Task`, and what they are called with."""
 
 
