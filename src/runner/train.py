@@ -31,7 +31,7 @@ from runner.run.hardware import choose_hardware
 from runner.run.init_from import InitialWeights, set_initial_weights
 from runner.run.length import plan_length
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
-from runner.run.model import build_task_model_loss, example_input, place, with_facts
+from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
 from runner.run.probe import check_batches_of_one, probe
 from runner.run.rank_memory import RankMemory
@@ -91,12 +91,12 @@ def build_run(
 
     # Initial weights, which a checkpoint brings along, and what is frozen
     image = example_input(data)
-    initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
+    initial = set_initial_weights(config, model_of(model), data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
     check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 
     # Activation checkpointing and compilation
-    toggled = toggle(config, model, loss, precision, image)
+    toggled = toggle(config, model_of(model), loss, precision, image)
 
     # From here on, a rank may have a part of each weight
     freezing.follow_parameters(shard_model(config, model, hardware, warnings))

@@ -127,6 +127,26 @@ class MeanOverBoxes(CountBoxes):
         return {"loss": (losses * counts).sum() / counts.sum(), "targets": counts - 1, "outputs": losses[:, None]}
 
 
+class Contrast:
+    """Pulls two noisy views of an image together, with a projection that is trained and not used afterwards."""
+
+    def outputs(self, classes):
+        return 10
+
+    def modules(self, model, loss):
+        return {"projection": nn.Linear(10, 4)}
+
+    def training_step(self, modules, batch):
+        images, _ = batch
+        one, other = (
+            F.normalize(modules["projection"](modules["model"](images + 0.1 * torch.randn_like(images)))) for _ in range(2)
+        )
+        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(images)))
+
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+
+
 class Vectors(CountBoxes):
     def training_step(self, modules, batch):
         return modules["head"](modules["model"](batch["image"])).sum(1)
@@ -230,6 +250,23 @@ def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding
         for name in ("model.features.1.weight", "head.weight"):
             torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
         assert other.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], abs=1e-10)
+
+
+def test_a_model_that_was_trained_with_a_projection_is_used_without_it(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    model = ("model=mlp", "model.hidden=[16]", "transform=none")
+    words = (*model, "task._target_=own_steps.Contrast", "loss=none")
+    trained = train(*words, "epochs=3")
+    assert trained.summary["last"]["loss"] < 4
+    predicted = run("predict", f"ckpt_path={trained.directory}", "input=test", "output=rows.csv")
+    assert predicted.status == 0, predicted.err
+    probed = train(*model, "epochs=1", f"init_from={trained.directory}")
+    assert probed.summary["init_from"]["tensors"] == 4
+    result = run("train", "logger=none", *words, "compile=step")
+    assert result.status == 2
+    assert "compile: is step" in result.err
+    assert "computes its steps itself" in run("check", *words).out
 
 
 def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) -> None:

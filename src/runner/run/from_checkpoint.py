@@ -28,7 +28,7 @@ from runner.engine.state import load_weights
 from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim, timestamp
 from runner.run.hardware import choose_hardware
-from runner.run.model import KnownData, build_model, build_task, num_classes_of, prepared
+from runner.run.model import KnownData, build_model, build_modules, build_task, num_classes_of, prepared
 from runner.runtime.precision import Precision
 from runner.tasks.task import Task
 from runner.tracking.verb_report import Report
@@ -146,7 +146,7 @@ class ResolvedCheckpoint(Generic[T]):
         # No weights are fetched: those of the checkpoint replace them
         task = build_task(self.config, data)
         model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
-        self.load_weights(model)
+        self.load_weights(build_modules(task, model, nn.Identity()))
         model.to(device)
         if self.config.channels_last:
             model.to(memory_format=torch.channels_last)

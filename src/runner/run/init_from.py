@@ -141,7 +141,12 @@ def _other_model(given: Weights, own: dict[str, Any]) -> str:
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
-    """Remove prefixes that all names have and the model's do not, such as `module.` and `_orig_mod.`."""
+    """Remove prefixes that all names have and the model's do not, such as `module.` and `_orig_mod.`.
+
+    Of a run whose task has trained further modules, the tensors of the model are taken.
+    """
+    if not any(name in own for name in tensors) and any(name.startswith("model.") for name in tensors):
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     # DDP and torch.compile put a prefix before every name; it is removed only if no name fits as it is
     while tensors and not any(name in own for name in tensors):
         first = {name.partition(".")[0] for name in tensors}

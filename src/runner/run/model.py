@@ -108,6 +108,10 @@ def _complete(task: Any) -> None:
             setattr(task, name, types.MethodType(default, task) if callable(default) else default)
 
 
+class Modules(nn.ModuleDict):
+    """A model and the modules that a task adds, which are trained together."""
+
+
 def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     """What is trained besides the loss: the model, or a container of it and the modules that the task adds.
 
@@ -121,12 +125,17 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     modules.pop("loss", None)
     if wrong := [name for name, module in modules.items() if not isinstance(module, nn.Module)]:
         raise UserError("task", f"its modules() gives a '{wrong[0]}' that is not a torch.nn.Module", "modules by name")
-    return model if len(modules) == 1 else nn.ModuleDict(modules)
+    return model if len(modules) == 1 else Modules(modules)
 
 
 def modules_of(model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:
     """The modules by name, as the methods of a task take them; `model` is what `build_modules` returned."""
-    return {**(model if isinstance(model, nn.ModuleDict) else {"model": model}), "loss": loss}
+    return {**(model if isinstance(model, Modules) else {"model": model}), "loss": loss}
+
+
+def model_of(model: nn.Module) -> nn.Module:
+    """The model of the config, of what `build_modules` returned."""
+    return model["model"] if isinstance(model, Modules) else model
 
 
 def build_model(
@@ -185,8 +194,8 @@ def _of_bounded_size() -> Iterator[None]:
 def _check_targets(task: Task, splits: DataModule) -> None:
     """Check all targets that are known without reading samples; others are checked in each batch, before it is used."""
     # One that a task inherits says nothing of targets of its own kind.
-    kind = next(kind for kind in type(task).__mro__ if {"wrong_target", "targets"} & vars(kind).keys())
-    if "wrong_target" not in vars(kind):
+    kinds = (kind for kind in type(task).__mro__ if {"wrong_target", "targets"} & vars(kind).keys())
+    if "wrong_target" not in vars(next(kinds, object)):
         return
     wrong: Callable[[Tensor, bool], tuple[int, str] | None] = task.wrong_target  # type: ignore[attr-defined]
     allowed = getattr(task, "expected", "finite numbers")

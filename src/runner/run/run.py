@@ -13,7 +13,7 @@ from runner.data.module import DataModule
 from runner.engine.plan import EpochPlan
 from runner.engine.position import Position
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction
+from runner.engine.step import StepConfig, StepFunction, Supervised
 from runner.instrument.flops import Flops, count_flops
 from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels
@@ -81,7 +81,8 @@ class Run:
 
 def hardware_metrics_of(run: Run) -> HardwareMetrics:
     """The figures about the machine that go into log lines of training, as `log.utilization` asks for them."""
-    counted = run.config.dtype == "float32" and run.data.trial is None  # peaks are known, and so are operations
+    # Peaks are known in float32, and operations where a loss is computed from the outputs of the model
+    counted = run.config.dtype == "float32" and run.data.trial is None and isinstance(run.steps, Supervised)
     wanted = run.config.log.utilization if counted else False
     kind = kind_of(run.precision.dtype, run.device)
     return choose_hardware_metrics(wanted, run.device, kind, lambda: training_flops(run), run.warnings)

@@ -25,7 +25,7 @@ from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
 from runner.run.data_check import compare_data, source_digests
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.model import example_input
+from runner.run.model import example_input, model_of
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
 from runner.tracking.environment import versions
@@ -260,7 +260,8 @@ class Saving:
 def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
     """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config on the first rank."""
     samples = {split: image for split, (image, _) in run.data.examples.items()}
-    watched = Watched(run.model, lambda: example_input(run.data), samples) if run.data.trial is None else None
+    takes_images = run.data.trial is None and model_of(run.model) is run.model
+    watched = Watched(run.model, lambda: example_input(run.data), samples) if takes_images else None
     facts = {"warn": warn, "watched": watched}
     chosen = run.config.logger if world().first else {}
     loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}

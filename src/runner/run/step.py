@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from runner.base.errors import UserError
 from runner.config.schema.train import Train
+from runner.config.schema.verbs import FindLr
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.oom_retry import OOMRetryStep
@@ -67,8 +69,11 @@ def build_parts(
     """What a step consists of."""
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
+    steps = steps_of(task, state.model, loss)
+    if isinstance(steps, TaskSteps):
+        _check_supported(config)
     return StepConfig(
-        objective=steps_of(task, state.model, loss),
+        objective=steps,
         autocast=hardware.precision.autocast,
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,
@@ -78,6 +83,15 @@ def build_parts(
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
     )
+
+
+def _check_supported(config: Train) -> None:
+    """Raise `UserError` if a verb or a setting computes the loss from the outputs of the model, which the task does itself."""
+    if config.compile == "step":
+        raise UserError("compile", "is step, and the task computes its steps itself", "true, which compiles the model")
+    if type(config) not in (Train, FindLr):
+        problem = "computes its steps itself, and this verb computes the loss from the outputs of the model"
+        raise UserError("task", problem, "train, eval, find-lr or predict")
 
 
 def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list[str]:
