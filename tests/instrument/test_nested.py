@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.instrument.nested import first_tensor, named_tensors, tensors_in
+from runner.instrument.nested import first_tensor, named_tensors, parts_of_rows, tensors_in
 
 A, B, C = (torch.full((1,), float(number)) for number in range(3))
 
@@ -56,3 +56,18 @@ def test_each_tensor_has_its_dotted_place() -> None:
     value = {"state": {0: {"exp_avg": A}}, "list": [B, Output(x=C)]}
     assert [name for name, _ in named_tensors(value)] == ["state.0.exp_avg", "list.0", "list.1.x"]
     assert [name for name, _ in named_tensors(A, "weight")] == ["weight"]
+
+
+def test_the_rows_of_a_batch_are_divided_wherever_they_are_in_it() -> None:
+    batch = {
+        "vectors": torch.arange(10).view(5, 2),
+        "pair": (torch.arange(5), [f"name {number}" for number in range(5)]),
+        "scale": torch.tensor(3.0),
+        "levels": [torch.arange(5), torch.zeros(5, 1)],
+    }
+    first, second = parts_of_rows(batch, 5, 2)
+    assert first["vectors"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert second["pair"][0].tolist() == [3, 4]
+    assert second["pair"][1] == ["name 3", "name 4"]
+    assert [len(level) for level in second["levels"]] == [2, 2]
+    assert float(second["scale"]) == 3

@@ -162,6 +162,26 @@ class Pairs(Digits):
         return self.vectors[index], index % 3
 
 
+class TermOfShape(CountBoxes):
+    def training_step(self, modules, batch):
+        return {"loss": super().training_step(modules, batch), "term": torch.zeros(2)}
+
+
+class NoLoss(CountBoxes):
+    monitor = "val/loss"
+
+    def evaluation_step(self, modules, batch):
+        return {"outputs": modules["head"](modules["model"](batch["image"])), "targets": torch.zeros(len(batch["image"]))}
+
+    def training_step(self, modules, batch):
+        return super().evaluation_step(modules, batch)["loss"]
+
+
+class OtherModel(CountBoxes):
+    def modules(self, model, loss):
+        return {"model": nn.Sequential(model)}
+
+
 class Slip:
     def trainig_step(self, modules, batch):
         return batch.sum()
@@ -214,7 +234,10 @@ def test_workers_resumes_and_micro_batches_give_the_same_weights(
     whole = train(*words)
     expected = whole.summary["weights_sha256"]
     assert train(*words, "data.num_workers=2").summary["weights_sha256"] == expected
-    assert train(*words, "on_oom=split").summary["weights_sha256"] == expected
+    split = train(*words, "on_oom=split")
+    assert split.summary["weights_sha256"] == expected
+    terms = [[record.get("divergence") for record in each.metrics] for each in (whole, split)]
+    assert terms[0] == terms[1]
     part = train(*words, "max_steps=3", "name=part")
     resumed = train(f"ckpt_path={part.directory}", "max_steps=null")
     assert resumed.summary["weights_sha256"] == expected
@@ -261,6 +284,9 @@ def test_a_model_that_was_trained_with_a_projection_is_used_without_it(
     assert trained.summary["last"]["loss"] < 4
     predicted = run("predict", f"ckpt_path={trained.directory}", "input=test", "output=rows.csv")
     assert predicted.status == 0, predicted.err
+    averaged = run("eval", f"ckpt_path={trained.directory}", "tta=hflip")
+    assert averaged.status == 2
+    assert "tta: averages" in averaged.err
     probed = train(*model, "epochs=1", f"init_from={trained.directory}")
     assert probed.summary["init_from"]["tensors"] == 4
     result = run("train", "logger=none", *words, "compile=step")
@@ -284,6 +310,10 @@ def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) ->
         ((*VECTORS, COLLATE, "data.collate._partial_=true"), "data.collate", "cannot make a batch"),
         ((*BOXES, "task._target_=own_steps.Vectors"), "task", "(2,)"),
         ((*BOXES, "task._target_=own_steps.Detached"), "task", "no gradient"),
+        ((*BOXES, "task._target_=own_steps.TermOfShape"), "task", "'term' of shape (2,)"),
+        ((*BOXES, "task._target_=own_steps.NoLoss"), "task", "gives no loss"),
+        ((*BOXES, "task._target_=own_steps.OtherModel"), "task", "another model"),
+        ((*VECTORS, "data.images=[image]"), "data.images", "one tensor"),
         ((*VECTORS, "task._target_=own_steps.Slip"), "task._target_", "trainig_step"),
         ((*PAIRS, "loss=none"), "task", "training_step"),
     ],

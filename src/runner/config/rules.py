@@ -203,24 +203,25 @@ def _of_samples(config: Train) -> Broken:
         return
     if type(config) not in (Train, Eval, FindLr):
         yield "data.images", f"is {data.images}, and this verb takes (image, target) alone", "train, eval or find-lr"
-    only, freeze = "is for samples (image, target), and data.images says that these are others", config.freeze
+    only, freeze = "needs samples that are pairs (image, target), and data.images declares another kind", config.freeze
     for name in ("train", "eval", "mix"):
         if getattr(config.transform, name):
             allowed = "transform=none, and transforms of whole samples in transform.sample_train"
             yield f"transform.{name}", only, allowed
-    wrong = {
-        "data.batch_size": data.batch_size == "auto",
-        "data.cache": data.cache is not None,
-        "data.sampler": data.sampler is not None,
-        "data.placement": data.placement in ("device", "ram"),
-        "activation_checkpointing": config.activation_checkpointing is not False,
-        "init": config.init is not None,
-        "freeze": freeze is not None and "all-but-head" in str(freeze),
-        "compile": config.compile == "step",
-        "dry_run": config.dry_run,
-    }
-    for key in (key for key, given in wrong.items() if given):
-        yield key, only, "the default"
+    checkpointing, all_but_head = config.activation_checkpointing is not False, "all-but-head" in str(freeze)
+    for key, given, allowed in (
+        ("data.batch_size", data.batch_size == "auto", "a number"),
+        ("data.cache", data.cache is not None, "null"),
+        ("data.sampler", data.sampler is not None, "null"),
+        ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
+        ("activation_checkpointing", checkpointing, "false"),
+        ("init", config.init is not None, "null"),
+        ("freeze", all_but_head, "name patterns, or null"),
+        ("compile", config.compile == "step", "true or false"),
+        ("dry_run", config.dry_run, "false"),
+    ):
+        if given:
+            yield key, only, allowed
 
 
 def _of_evaluations(config: Train) -> Broken:

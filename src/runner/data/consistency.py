@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError
 from runner.data.loaders import Batch
 from runner.data.splits import Parts, groups_of, targets_of
+from runner.instrument.nested import fields_of
 
 Examples = Mapping[str, tuple[Tensor, Tensor]]
 """For each split the image and the target of its first sample."""
@@ -104,11 +105,15 @@ def shared_groups(parts: Parts, group: str) -> list[str]:
 
 
 def not_finite(batches: Iterable[Batch], name: str) -> str:
-    """A sentence on the first sample of a split with a pixel or target that is not finite; empty if there is none."""
+    """A sentence on the first sample of a split with a number that is not finite; empty if there is none."""
+    known = {"images": "pixels that are", "targets": "a target that is"}
     for batch in batches:
-        for what, values in (("pixels that are", batch.images), ("a target that is", batch.targets)):
+        for field, values in fields_of(batch.data).items():
+            if not values.is_floating_point() or values.shape[:1] != batch.indices.shape:
+                continue
             wrong = (~values.isfinite()).reshape(len(values), -1).any(1)
             if bool(wrong.any()):
                 index = int(batch.indices[wrong.nonzero()[0, 0]])
+                what = known.get(field, f"a value in '{field}' that is")
                 return f"sample {index} of '{name}' has {what} not finite: correct it, or remove it"
     return ""

@@ -85,9 +85,12 @@ class Fields:
 
     def of(self, data: Any) -> Any:
         """The data with normalised images; raises `UserError` if a field is not there or holds no images."""
+        if self._names and isinstance(data, Tensor):
+            problem = f"names {', '.join(self._names)}, and a batch is one tensor, which has no fields"
+            raise UserError("data.images", problem, "[], or samples that are tuples or dicts")
         for name in self._names:
             try:
-                key = name if isinstance(data, Mapping) else int(name)
+                key = name if isinstance(data, Mapping) else abs(int(name))
                 changed = self._normalised(data[key])
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 names = ", ".join(map(str, data)) if isinstance(data, Mapping) else f"0 to {len(data) - 1}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,7 +146,8 @@ def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
     if not isinstance(item, tuple | list) or len(item) != 2:
         what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
         problem = f"{_name(index, split)} is not a pair (image, target), but {what}"
-        raise UserError("data.dataset", problem, "a data set whose samples are pairs (image, target)")
+        allowed = "a data set whose samples are pairs (image, target), or data.images=[] for samples of any kind"
+        raise UserError("data.dataset", problem, allowed)
     return item[0], item[1]
 
 
@@ -215,14 +216,34 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
     return Read((default_collate(images), torch.stack(targets).numpy()), tuple(getattr(items, "skipped", ())))
 
 
+def stacked(samples: list[Any]) -> Any:
+    """torch's `default_collate` with tuples where it makes lists, so that a list in a batch has an item for each sample."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: stacked([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, list | tuple):
+        fields = [stacked(list(column)) for column in zip(*samples, strict=True)]
+        return first._make(fields) if hasattr(first, "_make") else tuple(fields)
+    return default_collate(samples)
+
+
+def _plain(data: Any) -> Any:
+    """The data of a batch with every mapping as a dict, which torch knows how to walk through."""
+    if isinstance(data, Mapping):
+        return {key: _plain(value) for key, value in data.items()}
+    if isinstance(data, tuple):
+        return data._make(map(_plain, data)) if hasattr(data, "_make") else tuple(map(_plain, data))
+    return data
+
+
 @dataclass(frozen=True)
 class Collate:
-    """Makes the data of a batch of whole samples with a function of the user, or torch's `default_collate`.
+    """Makes the data of a batch of whole samples with a function of the user, or `stacked`.
 
     A list that the function returns becomes a tuple, so that a list inside of it is one item a sample.
     """
 
-    function: Callable[[list[Any]], Any] = default_collate
+    function: Callable[[list[Any]], Any] = stacked
 
     def __call__(self, items: list[Any]) -> Read:
         """Raises `UserError` with what the function says."""
@@ -233,7 +254,8 @@ class Collate:
         except Exception as error:
             allowed = "a function that takes the samples of a batch as a list"
             raise UserError("data.collate", f"cannot make a batch of samples: {_located(error)}", allowed) from error
-        return Read(tuple(data) if type(data) is list else data, tuple(getattr(items, "skipped", ())))
+        data = _plain(tuple(data) if type(data) is list else data)
+        return Read(data, tuple(getattr(items, "skipped", ())))
 
 
 def as_target(target: Any) -> Tensor:

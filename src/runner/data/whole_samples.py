@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from runner.config.schema.train import Train
 from runner.data.bad_samples import BadSampleLog, ReplacementSampler
@@ -19,10 +18,10 @@ from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields
 from runner.data.module import DataModule, SplitData, as_splits, callables, make_callable, read_dataset
 from runner.data.num_workers import choose_num_workers
-from runner.data.samples import Collate, SeededDataset
+from runner.data.samples import Collate, SeededDataset, stacked
 from runner.data.splits import Parts, make_splits
 from runner.data.transforms.augment import Pipeline
-from runner.data.workers import WorkerLoader
+from runner.data.workers import WorkerLoader, as_numbers
 from runner.instrument.nested import mapped_items, tensors_in
 
 _TRIED = 2  # samples
@@ -94,12 +93,12 @@ def read_whole_samples(
     prepare = Pipeline([], mean, std, config.seed, device, channels_last=config.channels_last, dtype=dtype)
     bad_samples = BadSampleLog(data.max_skipped)
     fields = Fields(data.images, prepare, dtype)
-    loaders = _Loaders(config, device, parts, Collate(collate or default_collate), fields, bad_samples=bad_samples)
+    loaders = _Loaders(config, device, parts, Collate(collate or stacked), fields, bad_samples=bad_samples)
 
     # The first samples tell how large batches are, and are tried before training
     tried = parts["train"][1][: min(_TRIED, data.samples_a_batch)]
     read = loaders.make_batch(loaders.reader("train", False).__getitems__([(0, index) for index in tried.tolist()]))
-    example = mapped_items(read.data, np.ndarray, torch.from_numpy)
+    example = mapped_items(read.data, np.ndarray, as_numbers)
     sample_bytes = sum(tensor.nbytes for tensor in tensors_in(example)) // len(tried)
     choice = choose_num_workers(
         data.num_workers,

@@ -135,7 +135,7 @@ class WorkerLoader(Loader):
             drawn = pending.popleft()
             if read.skipped:
                 self._on_skipped(read.skipped)
-            data = mapped_items(read.data, np.ndarray, torch.from_numpy)
+            data = mapped_items(read.data, np.ndarray, as_numbers)
             if self.check is not None:
                 self.check(data[1], sample_of(drawn))
             yield mapped_items(data, Tensor, self._moved), self._moved(drawn)
@@ -200,6 +200,11 @@ class WorkerLoader(Loader):
         """End the worker processes."""
         worker_failures.shut_down(self._iterator)
         self._iterator = self._loader._iterator = None
+
+
+def as_numbers(array: np.ndarray) -> Any:
+    """An array of numbers as a tensor; others stay as they are."""
+    return torch.from_numpy(array) if array.dtype.kind in "biufc" else array
 
 
 def loader_in_ranges(loader: Loader, mark: Mark, at_once: int) -> Loader:

@@ -17,7 +17,7 @@ from runner.engine.errors import Diverged
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig
-from runner.instrument.nested import first_tensor, named_tensors, tensors_in
+from runner.instrument.nested import fields_of, first_tensor, tensors_in
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
 from runner.instrument.observer import Observer, module_label, observe_gradients
@@ -94,12 +94,6 @@ def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     loss.backward()  # type: ignore[no-untyped-call]
     wrong = [name for name, parameter in state.named_parameters() if not is_finite(parameter.grad)]
     return f"outputs and loss are finite ({value:.4g}), the gradients of {join_names(wrong)} are not" if wrong else ""
-
-
-def fields_of(data: Any) -> dict[str, Tensor]:
-    """The tensors in the data of a batch by name: `images` and `targets`, or the place of each."""
-    named = dict(named_tensors(data))
-    return {"images": named["0"], "targets": named["1"]} if named.keys() == {"0", "1"} else named
 
 
 class FiniteWatch:

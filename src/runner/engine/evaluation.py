@@ -74,11 +74,15 @@ def evaluate(
             with autocast():
                 found = evaluation(batch.data)
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
-            outputs = mapped_items(found["outputs"], Tensor, _as_float32)
+            if metrics and "outputs" not in found:
+                raise BadMetric(f"the evaluation gives no outputs for {', '.join(metrics)}", "outputs and targets")
+            outputs = mapped_items(found.get("outputs"), Tensor, _as_float32)
             # The repeated batch of such a rank counts for nothing
             if number < own_batches:
                 place = ranks.rank + number * ranks.size
-                parts.add(place, found.get("weight", len(batch.indices)), found.get("loss"), outputs, found["targets"])
+                parts.add(
+                    place, found.get("weight", len(batch.indices)), found.get("loss"), outputs, found.get("targets")
+                )
         reshard(model)
         # Only here do the ranks exchange what they found
         return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))

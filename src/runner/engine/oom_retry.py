@@ -47,7 +47,7 @@ class OOMRetryStep:
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
         self._window: list[tuple[Batch, float, int]] = []
-        self._losses: list[Tensor] = []
+        self._losses: list[tuple[Tensor, dict[str, Tensor]]] = []  # of each batch, and its terms
         self._before: list[SavedBuffers | SavedRNG] = []  # buffers and generators when the window began
 
     def __call__(
@@ -68,8 +68,9 @@ class OOMRetryStep:
         if not update:
             return
         # Losses are added once the window is done, or a retry would count them twice
-        for loss, (_, _, count) in zip(self._losses, self._window, strict=True):
+        for (loss, terms), (_, _, count) in zip(self._losses, self._window, strict=True):
             state.meter.add(loss, count)
+            state.add_terms(terms, count)
             if parts.guard is not None:
                 parts.guard.watch_loss(loss)
         self._window, self._losses, self._before = [], [], []
@@ -94,7 +95,9 @@ class OOMRetryStep:
         size = math.ceil(self._batch_size / state.position.pieces)
         try:
             for batch, weight, samples in self._window[first:]:
-                self._losses.append(_train(state, parts, batch, weight, samples, count=math.ceil(samples / size)))
+                self._losses.append(
+                    _train(state, parts, batch, weight, samples, count=max(1, math.ceil(samples / size)))
+                )
         except Exception as error:
             if not is_out_of_memory(error) or size == 1:
                 raise
@@ -126,13 +129,18 @@ class ReportMicroBatches:
             )
 
 
-def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, *, count: int) -> Tensor:
-    """Accumulate the gradients of a batch in `count` micro-batches; returns its mean loss."""
+def _train(
+    state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, *, count: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Accumulate the gradients of a batch in `count` micro-batches; returns its mean loss and its terms."""
+    terms: dict[str, Tensor] = {}
     losses: list[Tensor] = []
     rows = len(batch.indices)
     for data, indices in zip(parts_of_rows(batch.data, rows, count), batch.indices.tensor_split(count), strict=True):
         loss = loss_of(parts, data)
-        share = len(indices) / samples
+        share = len(indices) / samples if samples else 0.0
+        for name, value in getattr(parts.objective, "terms", {}).items():
+            terms[name] = terms.get(name, 0) + value * share
         backward(state, loss, share_of(state, parts, data, weight * share))
         losses.append(loss.detach() if count == 1 else loss.detach() * share)
-    return functools.reduce(torch.add, losses)
+    return functools.reduce(torch.add, losses), terms

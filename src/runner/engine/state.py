@@ -32,7 +32,7 @@ class RunningMean:
     """
 
     def __init__(self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.finite_only = device, dtype, finite_only
         self._sum = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
@@ -46,6 +46,11 @@ class RunningMean:
             loss = torch.where(finite, loss, torch.zeros_like(loss))
         self._sum.add_(loss, alpha=samples)
         self._samples += samples
+
+    def read_any(self) -> float | None:
+        """The mean since `reset`, or None over no samples; waits for the device."""
+        total, samples = self._totals()
+        return float(total) / samples if samples else None
 
     def read(self) -> float:
         """The mean since `reset`, 0 over no samples; waits for the device."""
@@ -103,6 +108,7 @@ class TrainState:
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: AveragedModel | None = None
     window_weight: torch.Tensor | None = None  # of the batches of an accumulation window, if a task counts it
+    has_terms: bool = False  # whether the task may give any
     terms: dict[str, RunningMean] = field(default_factory=dict)  # further scalars of a task's step, by name
     loss: nn.Module = field(default_factory=nn.Identity)  # most have no tensors
     freezing: Freezing = field(init=False)
@@ -122,9 +128,17 @@ class TrainState:
     def add_terms(self, terms: Mapping[str, torch.Tensor], samples: int) -> None:
         """Add scalars of a batch of so many samples to their running means."""
         for name, value in terms.items():
-            if name not in self.terms:
-                self.terms[name] = RunningMean(value.device)
-            self.terms[name].add(value, samples)
+            self._term(name).add(value, samples)
+
+    def _term(self, name: str) -> RunningMean:
+        if name not in self.terms:
+            self.terms[name] = RunningMean(self.meter.device, self.meter.finite_only, self.meter.dtype)
+        return self.terms[name]
+
+    def same_terms(self) -> dict[str, RunningMean]:
+        """The terms by name, in one order and with the same names on every rank; all ranks have to call this."""
+        names = {name for names in world().gather(list(self.terms)) for name in names} if self.has_terms else ()
+        return {name: self._term(name) for name in sorted(names)}
 
     def set_learning_rate(self) -> None:
         """Set each group's learning rate for the next step."""
@@ -134,7 +148,7 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers under the names that a checkpoint has; `loss` only if it has tensors."""
-        loss = self.loss.state_dict()
+        loss, terms = self.loss.state_dict(), self.same_terms()
         return ({"loss": loss} if loss else {}) | {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -146,7 +160,7 @@ class TrainState:
                 "best": asdict(self.best) if self.best else None,
                 "last": dict(self.last_metrics),
                 "train": self.meter.state_dict(),
-                **({"terms": {name: mean.state_dict() for name, mean in self.terms.items()}} if self.terms else {}),
+                **({"terms": {name: mean.state_dict() for name, mean in terms.items()}} if terms else {}),
             },
         }
 
@@ -169,9 +183,9 @@ class TrainState:
         self.best = Best(**best) if best else None
         self.last_metrics = dict(state["metrics"]["last"])
         self.meter.load_state_dict(state["metrics"]["train"])
+        self.terms = {}
         for name, saved in state["metrics"].get("terms", {}).items():
-            self.terms[name] = RunningMean(self.meter.device)
-            self.terms[name].load_state_dict(saved)
+            self._term(name).load_state_dict(saved)
 
 
 def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:

@@ -58,6 +58,8 @@ def parts_of_rows(value: Any, rows: int, count: int) -> list[Any]:
         return list(value.tensor_split(count))
     if isinstance(value, list) and len(value) == rows:
         return [[value[place] for place in part] for part in torch.arange(rows).tensor_split(count)]
+    if isinstance(value, list):
+        return [list(part) for part in parts_of_rows(tuple(value), rows, count)]
     if isinstance(value, Mapping):
         fields = {name: parts_of_rows(item, rows, count) for name, item in value.items()}
         return [{name: parts[number] for name, parts in fields.items()} for number in range(count)]
@@ -65,6 +67,12 @@ def parts_of_rows(value: Any, rows: int, count: int) -> list[Any]:
         kind: Any = getattr(value, "_make", tuple)
         return [kind(part) for part in zip(*(parts_of_rows(item, rows, count) for item in value), strict=True)]
     return [value] * count
+
+
+def fields_of(data: Any) -> dict[str, Tensor]:
+    """The tensors in the data of a batch by name: `images` and `targets`, or the place of each."""
+    named = {name or "samples": tensor for name, tensor in named_tensors(data)}
+    return {"images": named["0"], "targets": named["1"]} if named.keys() == {"0", "1"} else named
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -125,6 +125,6 @@ def _fits(run: Run, size: int) -> bool:
 
 def _forward(run: Run, size: int) -> tuple[Tensor, Tensor]:
     """Images of a batch, and its loss with a graph."""
-    images, targets = example_input(run.data, size), run.task.targets(example_targets(run.data, size))
+    images, targets = example_input(run.data, size), example_targets(run.data, size)
     with run.precision.autocast():
-        return images, run.loss(run.model(images), targets)
+        return images, run.parts.objective((images, targets))

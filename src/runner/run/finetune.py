@@ -126,6 +126,9 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     """The weights and modules that a pattern matches, with everything inside matched modules."""
     own = [name for name, _ in model.named_modules() if name]
     own += [name for name, _ in model.named_parameters()]
+    if entry.pattern == ALL_BUT_HEAD and isinstance(model, nn.ModuleDict):
+        problem = "is all-but-head, and the task adds modules to the model"
+        raise UserError("freeze", problem, "name patterns, such as [model.features]")
     if entry.pattern == ALL_BUT_HEAD:
         head = head_of(model, image, "freeze")
         # Not what is around the head, and only modules with weights: a dropout beside the head goes on.

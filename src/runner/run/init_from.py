@@ -76,7 +76,9 @@ def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image
     schemes = initialize(config, model, image, data.class_counts)
     if config.init_from is None:
         return InitialWeights(schemes)
-    return replace(start_from(config, model, find_head(model, image), data.classes), schemes=schemes)
+    return replace(
+        start_from(config, model, find_head(model, image) if image.numel() else None, data.classes), schemes=schemes
+    )
 
 
 def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequence[str]) -> InitialWeights:

@@ -55,7 +55,8 @@ def require_methods(
         if name.startswith(some) and name not in calls and (close := nearest(name, calls, 0.8)):
             raise UserError(f"{key}._target_", f"{what} whose {name} is never called", f"some of {listed}", close)
     for name in dir(found) if optional else ():
-        if name[0] != "_" and name not in calls and (spelt := get_close_matches(name, optional, 1, 0.8)):
+        method = name[0] != "_" and name not in calls and callable(getattr(type(found), name, None))
+        if method and (spelt := get_close_matches(name, set(optional) - set(given), 1, 0.8)):
             raise UserError(f"{key}._target_", f"{what} whose {name} is never called", listed, spelt[0])
     if missing and not some:
         raise UserError(f"{key}._target_", f"{what} without {', '.join(missing)}", f"an object with {listed}")

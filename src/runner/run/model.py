@@ -6,14 +6,14 @@ import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, first_line
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
@@ -105,7 +105,8 @@ def _complete(task: Any) -> None:
         return
     for name, default in vars(Task).items():
         if not name.startswith("_") and not hasattr(task, name):
-            setattr(task, name, types.MethodType(default, task) if callable(default) else default)
+            # Also into a frozen dataclass
+            object.__setattr__(task, name, types.MethodType(default, task) if callable(default) else default)
 
 
 class Modules(nn.ModuleDict):
@@ -118,14 +119,21 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     Raises:
         UserError: if the task adds anything but modules.
     """
-    if not hasattr(task, "modules"):
+    if not callable(getattr(task, "modules", None)):
         return model
-    modules = dict(task.modules(model, loss))
-    modules.setdefault("model", model)
-    modules.pop("loss", None)
-    if wrong := [name for name, module in modules.items() if not isinstance(module, nn.Module)]:
-        raise UserError("task", f"its modules() gives a '{wrong[0]}' that is not a torch.nn.Module", "modules by name")
-    return model if len(modules) == 1 else Modules(modules)
+    given = task.modules(model, loss)  # type: ignore[attr-defined]
+    known = {"model": model, "loss": loss}
+    if not isinstance(given, Mapping) or any(given.get(name, known[name]) is not known[name] for name in known):
+        problem = "its modules(model, loss) gives another model or loss, or no mapping"
+        raise UserError("task", problem, "what it adds to them, as modules by name")
+    # The model comes first: layers are numbered in this order
+    added = {name: module for name, module in given.items() if name not in known}
+    try:
+        return Modules({"model": model, **added}) if added else model
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            "task", f"its modules(model, loss) cannot be used: {first_line(error)}", "modules by name"
+        ) from error
 
 
 def modules_of(model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:

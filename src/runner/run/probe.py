@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.data.module import DataModule
 from runner.engine.plan import EpochPlan
+from runner.instrument.nested import parts_of_rows
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.instrument.observer import Observer
 from runner.run.finetune import explaining, try_forward
@@ -30,18 +31,9 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
     """
     steps = steps_of(task, model, loss)
     if data.trial is not None or isinstance(steps, TaskSteps):
-        _probe_steps(steps, model, loss, data)
-        return []
-    # BatchNorm refuses one value per channel in training, so the names of such layers are noted in this pass
+        return _probe_steps(task, steps, model, loss, data)
     target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
-
-    def note(name: str, module: nn.Module, inputs: list[Any]) -> None:
-        if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1 and inputs[0].numel() == inputs[0].shape[1]:
-            single.append(name)
-
-    kind = nn.modules.batchnorm._BatchNorm
-    norms = [name for name, module in model.named_modules() if isinstance(module, kind)]
-    with Observer(model, before=note, names=norms):
+    with _noting_single(model, single):
         logits = try_forward(model, example_input(data))
     # Layers of a fixed input size fail at the first evaluation otherwise, after an epoch of training
     _probe_other_sizes(model, data)
@@ -61,21 +53,40 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
     return single
 
 
-def _probe_steps(steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
-    """Evaluate a few samples, and compute their loss as in training."""
+def _probe_steps(task: Task, steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
+    """Evaluate a few samples, and compute their loss as in training; returns BatchNorm layers as `probe` does."""
     batch = data.trial.data if data.trial is not None else (example_input(data, 2), example_targets(data, 2))
+    rows = len(data.trial.indices) if data.trial is not None else 2
     with evaluating(model, loss), explaining("task", "cannot evaluate a batch: "):
-        steps.evaluated(batch)
+        found = steps.evaluated(batch)
+    wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
+    if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
+        of = "the monitored metric val/loss" if lacks[0] == "loss" else "its metrics"
+        raise UserError("task", f"its evaluation_step gives no {lacks[0]}, which {of} needs", f"{lacks[0]} in the dict")
     with _training(model, loss), explaining("task", "cannot train on a batch: "):
         value = steps(batch)
-        if not isinstance(value, Tensor) or value.ndim > 0:
-            got = (
-                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            )
-            raise UserError("task", f"its training_step gives {got} as the loss", "a tensor of shape (), the mean")
         if not value.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
             allowed = "a loss without detach(), no_grad() or item() between the weights and itself"
             raise UserError("task", "its loss has no gradient, so nothing can be trained", allowed)
+    # One sample by itself, as the last batch of an epoch may have: some steps take only larger ones
+    single: list[str] = []
+    with evaluating(model, loss), contextlib.suppress(Exception), _noting_single(model, single):
+        steps.evaluated(parts_of_rows(batch, rows, rows)[0])
+    return single
+
+
+@contextlib.contextmanager
+def _noting_single(model: nn.Module, single: list[str]) -> Iterator[None]:
+    """Note the names of BatchNorm layers that get one value per channel, which has no variance, so that training refuses it."""
+
+    def note(name: str, module: nn.Module, inputs: list[Any]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1 and inputs[0].numel() == inputs[0].shape[1]:
+            single.append(name)
+
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [name for name, module in model.named_modules() if isinstance(module, kind)]
+    with Observer(model, before=note, names=norms):
+        yield
 
 
 def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan, ranks: int = 1) -> None:

@@ -30,6 +30,7 @@ from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, started_by_launcher, world
 from runner.instrument.no_trace import evaluating
 from runner.run.hardware import Hardware
+from runner.run.model import Modules
 from runner.run.run import Run
 from runner.run.setup import Setup
 from runner.runtime.blocks import Block, named_blocks, repeated_blocks
@@ -253,6 +254,8 @@ def shard_model(
     settings, ranks = config.fsdp, world()
     # Each rank keeps its part of its own weights, so they have to agree before they are divided
     _require_same({_WEIGHTS: weights_sha256(model.state_dict())}, ranks)
+    if isinstance(model, Modules):
+        raise UserError("strategy", "is fsdp, and the task adds modules to the model", "strategy=ddp")
     # Settings that torch refuses later, in its own words
     if ranks.size % settings.replicas:
         allowed = f"a divisor of {ranks.size}, the number of processes"

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
@@ -23,25 +24,32 @@ from runner.runtime.determinism import caller_in_backward, operation, refusal
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import STEPS, Task
 
+_RESERVED = ("loss", "lr", "samples_per_s", "data_wait", "global_step", "epoch", "split")  # other columns of the log
+
 
 class TaskSteps:
     """The steps that a task computes itself; where it defines only one of them, the other is that of `Supervised`."""
 
     def __init__(self, task: Any, model: nn.Module, loss: nn.Module) -> None:
-        self.modules, self._task = modules_of(model, loss), task
+        self.modules, self._task, self.name = modules_of(model, loss), task, type(task).__name__
         self._supervised = Supervised(self.modules["model"], loss, task.targets)
         self.terms: dict[str, Tensor] = {}  # further scalars of the last batch
 
     def __call__(self, data: Any) -> Tensor:
         """The mean loss of a batch, as the task computes it."""
-        if not hasattr(self._task, "training_step"):
+        self.terms = {}
+        if not _has(self._task, "training_step"):
             return self._supervised(data)
         found = self._task.training_step(self.modules, data)
         if isinstance(found, Mapping):
-            self.terms = {name: value.detach() for name, value in found.items() if name != "loss"}
-            found = found["loss"]
-        loss: Tensor = found
-        return loss
+            terms = {name: torch.as_tensor(value).detach() for name, value in found.items() if name != "loss"}
+            for name, value in terms.items():
+                if value.ndim or name in _RESERVED:
+                    problem = f"its training_step gives '{name}' of shape {tuple(value.shape)}"
+                    raise UserError("task", problem, f"scalars of other names than {', '.join(_RESERVED)}")
+            self.terms = terms
+            found = found.get("loss")
+        return _scalar(found, "training_step")
 
     def feed(self, data: Any) -> None:
         """Send a batch through the modules."""
@@ -49,16 +57,34 @@ class TaskSteps:
 
     def evaluated(self, data: Any) -> Mapping[str, Any]:
         """What the task evaluates of a batch, see `runner.engine.evaluation.evaluate`."""
-        if not hasattr(self._task, "evaluation_step"):
+        if not _has(self._task, "evaluation_step"):
             return self._supervised.evaluated(data)
-        found: Mapping[str, Any] = self._task.evaluation_step(self.modules, data)
-        counted = {"weight": self._task.weight(data)} if hasattr(self._task, "weight") else {}
-        return {"outputs": (), "targets": (), **counted, **found}
+        found: Any = self._task.evaluation_step(self.modules, data)
+        if not isinstance(found, Mapping) or not found.keys() <= {"loss", "outputs", "targets"}:
+            given = ", ".join(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+            problem = f"its evaluation_step gives {given or 'nothing'}"
+            raise UserError("task", problem, "a dict of loss, outputs and targets, or of some of them")
+        if "loss" in found:
+            _scalar(found["loss"], "evaluation_step")
+        counted = {"weight": self._task.weight(data)} if _has(self._task, "weight") else {}
+        return {**counted, **found}
+
+
+def _has(task: Any, name: str) -> bool:
+    return callable(getattr(task, name, None))
+
+
+def _scalar(loss: Any, step: str) -> Tensor:
+    """The loss that a step of a task gives, which must be a tensor without dimensions."""
+    if not isinstance(loss, Tensor) or loss.ndim > 0:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise UserError("task", f"its {step} gives {got} as the loss", "a tensor of shape (), the mean of the batch")
+    return loss
 
 
 def steps_of(task: Any, model: nn.Module, loss: nn.Module) -> Supervised | TaskSteps:
     """How the loss and the outputs of a batch are computed; `model` is what `build_modules` returned."""
-    if any(hasattr(task, name) for name in STEPS):
+    if any(_has(task, name) for name in STEPS):
         return TaskSteps(task, model, loss)
     return Supervised(model, loss, task.targets)
 
@@ -72,13 +98,14 @@ def build_parts(
     steps = steps_of(task, state.model, loss)
     if isinstance(steps, TaskSteps):
         _check_supported(config)
+        state.has_terms = True
     return StepConfig(
         objective=steps,
         autocast=hardware.precision.autocast,
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,
         clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
-        weight=getattr(task, "weight", None),
+        weight=task.weight if _has(task, "weight") else None,  # type: ignore[attr-defined]
         equivalent=toggled.objective_of(task.targets),
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),

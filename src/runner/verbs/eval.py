@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.base.errors import UserError
 from runner.base.files import write_json
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
@@ -35,7 +36,7 @@ from runner.run.from_checkpoint import (
 from runner.run.metrics import build_metrics
 from runner.run.model import build_task_model_loss, place
 from runner.run.probe import probe
-from runner.run.step import steps_of
+from runner.run.step import TaskSteps, steps_of
 from runner.tracking.formats import digits, number
 from runner.tracking.verb_report import Report
 
@@ -102,6 +103,10 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         # Test-time augmentation is a second evaluation, so that both results can be compared
         averaged = None
         if config.tta:
+            if isinstance(steps := steps_of(task, model, loss), TaskSteps):
+                raise UserError(
+                    "tta", f"averages the outputs of the model, and {steps.name} evaluates batches itself", "null"
+                )
             image = resolved.blank_input(splits).to(precision.weights)
             views = with_tta(model, task, image, config.tta, config.tta_mean)
             evaluated = Supervised(views, loss, task.targets).evaluated
