@@ -179,7 +179,7 @@ def test_sweeps_and_launchers_use_no_internals_of_hydra_no_patches_and_no_import
 BUDGET = {
     ".": 900,
     "base": 900,
-    "checkpoint": 1_550,
+    "checkpoint": 1_560,
     "config": 4_060,
     "data": 6_420,
     "distributed": 1_100,

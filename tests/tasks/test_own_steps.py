@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from runner.checkpoint.file import read, write
+
 MODULE = '''
 import torch
 from sklearn.datasets import load_digits
@@ -275,6 +277,16 @@ def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding
         assert other.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], abs=1e-10)
 
 
+def test_a_checkpoint_with_damaged_terms_is_a_sentence(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+    path = train(*VECTORS, "epochs=1", "log.every_steps=3").directory / "checkpoints" / "last.safetensors"
+    contents = read(path)
+    contents["metrics"]["terms"] = {"divergence": {"sum": torch.zeros(2), "samples": 3}}
+    write(path, contents)
+    result = run("train", f"ckpt_path={path}", "epochs=2")
+    assert result.status == 2, result.err
+    assert "metrics.terms is not running means by name" in result.err
+
+
 def test_a_model_that_was_trained_with_a_projection_is_used_without_it(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
@@ -307,6 +319,7 @@ def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) ->
         ((*VECTORS, "data.batch_size=auto"), "data.batch_size", "(image, target)"),
         ((*BOXES, "data.images=[picture]"), "data.images", "'picture'"),
         ((*BOXES, "data.images=[name]"), "data.images", "'name'"),
+        ((*PAIRS, "data.images=['-1']"), "data.images", "'-1'"),
         ((*VECTORS, COLLATE, "data.collate._partial_=true"), "data.collate", "cannot make a batch"),
         ((*BOXES, "task._target_=own_steps.Vectors"), "task", "(2,)"),
         ((*BOXES, "task._target_=own_steps.Detached"), "task", "no gradient"),

@@ -78,6 +78,13 @@ def _are_turns(value: Any) -> bool:
     )
 
 
+def _is_mean(value: Any) -> bool:
+    """A running mean, see `runner.engine.state.RunningMean`."""
+    if not isinstance(value, dict) or not isinstance(value.get("sum"), Tensor):
+        return False
+    return not value["sum"].ndim and _is_count(value.get("samples"))
+
+
 _MAPPING, _NUMBERS = (_by_name(lambda _: True), "a mapping by name"), (_by_name(_is(int, float)), "numbers by name")
 _COUNT, _TEXT, _NUMBER = (_is_count, "a whole number of at least 0"), (_is(str), "text"), (_is(int, float), "a number")
 # What a value at a place has to be, in this order; where the place ends with a question mark, it need not be there.
@@ -98,6 +105,7 @@ _RULES: dict[str, tuple[Check, str]] = {
     "metrics.data": (_by_name(_is_fingerprint), "samples and content of splits"),
     "metrics.sources": (_by_name(_is(str)), "digests by name"),
     "metrics.images?": (_is_image_shape, "channels, height and width"),
+    "metrics.terms?": (_by_name(_is_mean), "running means by name"),
     "metrics.last?": _NUMBERS,
     "metrics.best?": (_or_none(_is(dict)), "a mapping"),
     **dict.fromkeys(("metrics.best.metric", "metrics.best.mode"), _TEXT),

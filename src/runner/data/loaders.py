@@ -90,7 +90,7 @@ class Fields:
             raise UserError("data.images", problem, "[], or samples that are tuples or dicts")
         for name in self._names:
             try:
-                key = name if isinstance(data, Mapping) else abs(int(name))
+                key = name if isinstance(data, Mapping) else range(len(data)).index(int(name))
                 changed = self._normalised(data[key])
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 names = ", ".join(map(str, data)) if isinstance(data, Mapping) else f"0 to {len(data) - 1}"

@@ -70,7 +70,8 @@ def _probe_steps(task: Task, steps: TaskSteps | Any, model: nn.Module, loss: nn.
             raise UserError("task", "its loss has no gradient, so nothing can be trained", allowed)
     # One sample by itself, as the last batch of an epoch may have: some steps take only larger ones
     single: list[str] = []
-    with evaluating(model, loss), contextlib.suppress(Exception), _noting_single(model, single):
+    too_small = contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError)
+    with evaluating(model, loss), too_small, _noting_single(model, single):
         steps.evaluated(parts_of_rows(batch, rows, rows)[0])
     return single
 
