@@ -22,6 +22,7 @@ from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
+from runner.engine.window import needs_window
 from runner.run.auto_lr import auto_lr
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress
@@ -102,17 +103,17 @@ def build_run(
     freezing.follow_parameters(shard_model(config, model, hardware, warnings))
 
     # Optimizer, schedule, average of the weights: what training changes, and a checkpoint stores
-    state, kernels = build_state(config, model, loss, freezing, hardware=hardware, length=length, monitor=monitor)
+    state, kernels = build_state(config, task, model, loss, freezing, hardware=hardware, length=length, monitor=monitor)
     toggled.compile_step_of(state.optimizer)
 
     # Step
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
-    step = build_step(config, length.plan.batch_size)
+    step = build_step(config, length.plan.batch_size, state)
     warnings += slow_guard(parts, state, hardware)
     if world().size > 1:
-        find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
+        unused, late = config.dist.find_unused_parameters, config.on_oom == "split" or needs_window(state.optimizer)
         warnings += uneven_loss(loss, task, data)
-        parts, step = parallelize(parts, step, state, world(), find_unused=find_unused, retries=retries)
+        parts, step = parallelize(parts, step, state, world(), find_unused=unused, retries=late)
     return Run(
         config=config,
         hardware=hardware,

@@ -49,9 +49,15 @@ def test_an_option_file_builds_what_it_names(path: Path) -> None:
     if path.parent.name == "optimizer":
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
         optimizer = build(model.parameters(), **options)
-        model(torch.ones(2, 4)).sum().backward()
         before = model[0].weight.clone()
-        optimizer.step()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
         assert not torch.equal(before, model[0].weight)
     elif path.parent.name == "model":
         assert build(**options)(torch.randn(2, 3, 32, 32)).shape == (2, 4)

@@ -58,6 +58,9 @@ CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}
 
 def declared(key: str) -> Change:
     """The declaration for a dotted key or its component; unknown keys of older versions are reported."""
+    section, _, name = key.partition(".")
+    if section == "optimizer" and f"{section}.{name.partition('.')[2]}" in CHANGES:  # of one of several
+        key = f"{section}.{name.partition('.')[2]}"
     while key and key not in CHANGES:
         key = key.rpartition(".")[0]
     return CHANGES.get(key, Change.REPORTED)

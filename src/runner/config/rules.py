@@ -15,7 +15,7 @@ from runner.base.errors import Problem
 from runner.config import keys
 from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.freezing import MOMENT, entries
-from runner.config.schema.sections import TEST_SHARE
+from runner.config.schema.sections import TEST_SHARE, components_of
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Eval, Export, FindLr, Inspect
 
@@ -39,6 +39,10 @@ def _of_length(config: Train) -> Broken:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
     if config.lr == "auto" and type(config) is not Train:
         yield "lr", "is auto, which is for train: it searches, and trains with what it finds", "a number, or null"
+    optimizers = components_of("optimizer", config.optimizer)
+    if "optimizer" not in optimizers and (config.lr is not None or type(config) is FindLr):
+        message = "sets or finds the rate of one optimizer, and there are several"
+        yield "lr", message, f"null, and {', '.join(f'{key}.lr' for key in optimizers)}"
     if config.dry_run and type(config) is not Train:
         yield "dry_run", "is true, which is for train: it predicts what a run would cost", "false, or the verb train"
     if config.max_time is not None:
@@ -93,9 +97,10 @@ def _of_speed(config: Train) -> Broken:
             yield "on_oom", message, f"on_oom=raise, or {others}"
     if isinstance(config, Audit | Bench) and config.data.batch_size == "auto":
         yield "data.batch_size", "is auto, which may find another number for each side", "a number"
-    if config.optimizer.get("fused") and config.optimizer.get("foreach"):
-        message = "is true, and so is optimizer.foreach, but they are two different kernels"
-        yield "optimizer.fused", message, "one of them, or null for both"
+    for key, node in components_of("optimizer", config.optimizer).items():
+        if node.get("fused") and node.get("foreach"):
+            message = f"is true, and so is {key}.foreach, but they are two different kernels"
+            yield f"{key}.fused", message, "one of them, or null for both"
     if isinstance(blocks, str | list) and not blocks:
         yield "activation_checkpointing", "names no module", "false, true, a number, or names of modules"
     watched = next((key for key in ("shapes", "finite") if getattr(config.watch, key)), None)
@@ -231,8 +236,9 @@ def _of_evaluations(config: Train) -> Broken:
     for name, node in config.callbacks.items():
         if str(node.get("_target_", "")).endswith("EarlyStopping"):
             yield f"callbacks.{name}", f"waits for evaluations, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1"
-    if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
-        yield "scheduler", f"follows a metric, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1, or another schedule"
+    for key, node in components_of("scheduler", config.scheduler).items():
+        if str(node.get("_target_", "")).endswith("Plateau"):
+            yield key, f"follows a metric, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1, or another schedule"
 
 
 def _of_ranks(config: Train) -> Broken:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.base.secrets import is_masked
 from runner.config import keys
-from runner.config.schema.sections import EXTRAS
+from runner.config.schema.sections import extras_class
 from runner.config.signatures import read_signature
 from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed
@@ -74,7 +74,7 @@ def called(target: str, name: Any) -> str:
 
 
 class Component:
-    """A mapping with `_target_` taken apart: target, its parameters, positional and named arguments, and `EXTRAS`."""
+    """A mapping with `_target_` taken apart: target, its parameters, positional and named arguments, and extras."""
 
     def __init__(self, key: str, node: Mapping[str, Any], target: Any = None) -> None:
         """Resolve the target, unless something with its signature is given.
@@ -90,7 +90,8 @@ class Component:
         except (ValueError, TypeError):
             self.parameters = None
         # Keys that this program reads itself are not passed on
-        self.known_extras = [name for name in keys.hints(EXTRAS[key]) if not self.takes(name)] if key in EXTRAS else []
+        extras = extras_class(key)
+        self.known_extras = [name for name in keys.hints(extras) if not self.takes(name)] if extras else []
         self.extras = {name: node[name] for name in self.known_extras if name in node}
         self.positional: Any = node.get("_args_", [])
         self.arguments = {
@@ -138,8 +139,8 @@ def bind(
     if not callable(component.target):
         return [*problems, Problem(f"{key}._target_", f"{path} is not callable", "a class or a function")]
     # Keys that this program reads itself have types, too
-    if component.known_extras:
-        extras = typed(EXTRAS[key], component.extras)[1]
+    if component.known_extras and (kind := extras_class(key)):
+        extras = typed(kind, component.extras)[1]
         problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in extras]
     others = [name for name in node if name.startswith("_") and name not in _CONTROL]
     problems += [Problem(f"{key}.{name}", "is not supported", ", ".join(_CONTROL)) for name in others]
@@ -225,8 +226,10 @@ def optimizers_taking(argument: str) -> list[str]:
 
 
 def extras_of(key: str, node: Mapping[str, Any]) -> Any:
-    """The keys of a validated component that the program reads itself: an object of its class in `EXTRAS`, defaults filled in."""
-    found, problems = typed(EXTRAS[key], Component(key, node).extras)
+    """The keys of a validated component that the program reads itself: an object of `extras_class`, defaults filled in."""
+    kind = extras_class(key)
+    assert kind is not None, key
+    found, problems = typed(kind, Component(key, node).extras)
     assert not problems, problems
     return found
 

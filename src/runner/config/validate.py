@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from runner.base.errors import Problem, nearest
 from runner.config import keys
+from runner.config.schema.sections import components_of
 from runner.config.synonyms import key_meant, value_meant
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ def nodes(section: type, values: dict[str, Any], prefix: str = "") -> Iterator[t
         if value is None:
             continue
         if any(map(keys.is_node, keys.members(annotation))):
-            yield key, value
+            yield from components_of(key, value).items() if isinstance(value, dict) else [(key, value)]
         elif dataclasses.is_dataclass(annotation) and isinstance(value, dict):
             yield from nodes(annotation, value, f"{key}.")  # type: ignore[arg-type]
         elif keys.component_inside(annotation) and isinstance(value, dict | list):

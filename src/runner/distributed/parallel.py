@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class ParallelStep:
 
     DistributedDataParallel averages the gradients of the ranks while the backward pass still computes. Each rank weights its
     mean loss by its share of the samples, so batches that the ranks do not divide are exact too. With `retries`, a step may
-    compute the same rows several times (`on_oom=split`), so the gradients are averaged once, after the last of them.
+    compute the same rows several times (`on_oom=split`, several optimizers), so the gradients are averaged once, before each
+    update.
 
     A model that is sharded averages its gradients itself, so it is called as it is. Buffers of a loss are those of rank 0.
 
@@ -90,9 +91,9 @@ class ParallelStep:
             return _unsynchronized(self._model)
         return contextlib.nullcontext() if self._parallel is None else self._parallel.no_sync()
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of a step with retries."""
-        for parameter in self._learner.parameters():
+        for parameter in parameters:
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._world.total(gradient) / self._world.size

@@ -101,9 +101,11 @@ class LearningRateMonitor:
     """Adds the learning rate of each parameter group to the logged training metrics."""
 
     def on_log(self, loop: Loop, metrics: dict[str, float]) -> None:
-        """Learning rates of the latest step: `lr`, or `lr_0`, `lr_1`, ... for several groups."""
-        rates = [float(group["lr"]) for group in loop.state.optimizer.param_groups]
-        metrics |= {"lr": rates[0]} if len(rates) == 1 else {f"lr_{index}": rate for index, rate in enumerate(rates)}
+        """Learning rates of the latest step: `lr`, or `lr_0`, `lr_1`, ... for several groups, or `lr_NAME` of optimizers."""
+        groups = loop.state.optimizer.param_groups
+        names = [f"lr_{group.get('optimizer', place)}" for place, group in enumerate(groups)]
+        names = ["lr"] if len(groups) == 1 else names
+        metrics |= {name: float(group["lr"]) for name, group in zip(names, groups, strict=True)}
 
 
 class UnfreezeCallback:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from runner.distributed.sharding import is_divided, local
 from runner.distributed.world import world
+from runner.engine.optimizers import Optimizers
 
 Policy = Literal["raise", "skip", "rollback"]
 
@@ -33,6 +34,7 @@ class NonFiniteGuard:
         self.policy = policy
         self.scaled = scaled
         self._optimizer = optimizer
+        self._optimizers = [*optimizer.named.values()] if isinstance(optimizer, Optimizers) else [optimizer]
         self._lasting = policy != "skip" and not scaled  # whether the flag stays up once it is up
         kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -40,7 +42,7 @@ class NonFiniteGuard:
         self._parameters = list(kinds.values())  # a kernel takes gradients of one kind
         device = self._parameters[0][0].device
         self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
-        self._by_kernel = not scaled and _obeys_flag(optimizer)
+        self._by_kernel = not scaled and all(map(_obeys_flag, self._optimizers))
         self._divided = any(is_divided(parameter) for kind in self._parameters for parameter in kind)
         undoes = not (scaled or self._by_kernel or self._divided)
         undoes = undoes and _reading_waits(device) and _can_be_undone(optimizer)
@@ -64,7 +66,7 @@ class NonFiniteGuard:
     def waits(self) -> bool:
         """True if every step waits for the device."""
         if self.scaled:  # torch's GradScaler asks, unless the optimizer's kernel does
-            return not getattr(self._optimizer, "_step_supports_amp_scaling", False)
+            return not all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
         return not self._by_kernel and self._before is None
 
     @property
@@ -102,7 +104,8 @@ class NonFiniteGuard:
             self._before = {key: tensor.clone() for key, tensor in self._changed_by_a_step()}
         elif not self._by_kernel:
             return not bool(self._found)
-        self._optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        for each in self._optimizers:
+            each.found_inf = self._found  # type: ignore[attr-defined]
         return True
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import nn
 from runner.distributed.sharding import divided_like, loaded
 from runner.distributed.world import world
 from runner.engine.freezing import Freezing
+from runner.engine.optimizers import Schedules
 from runner.engine.position import Best, Position
 from runner.engine.protocols import Schedule
 from runner.engine.weight_average import AveragedModel
@@ -142,8 +143,11 @@ class TrainState:
 
     def set_learning_rate(self) -> None:
         """Set each group's learning rate for the next step."""
-        factor = self.schedule.factor(self.position.global_step)
+        schedule, step = self.schedule, self.position.global_step
+        factor = schedule.factor(step)
         for group in self.optimizer.param_groups:
+            if isinstance(schedule, Schedules):
+                factor = schedule.named[group["optimizer"]].factor(step)
             group["lr"] = group["initial_lr"] * factor
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip, clip_gradients
@@ -56,8 +56,14 @@ class StepConfig:
     optimizer_step: Callable[[], object] | None = None  # a faster equivalent of `optimizer.step`; None for that itself
     # around batches that do not end an accumulation window: their gradients are not yet averaged over the ranks
     no_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    average_gradients: Callable[[], None] | None = None  # over the ranks, where backward has not done it
+    # over the ranks, where backward has not done it
+    average_gradients: Callable[[Sequence[nn.Parameter]], None] | None = None
     on_gradients: Callable[[], None] | None = None  # called before each update, while there are gradients
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.clip_norm is not None or self.clip_value is not None or self.clip_adaptive is not None
 
 
 StepFunction = Callable[..., None]
@@ -115,52 +121,88 @@ def share_of(state: TrainState, parts: StepConfig, data: Any, share: float) -> f
     return weight
 
 
-def backward(state: TrainState, loss: Tensor, weight: float | Tensor) -> None:
-    """Accumulate a batch's share of the gradients."""
+def backward(state: TrainState, loss: Tensor, weight: float | Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+    """Accumulate a batch's share of the gradients, of all weights or of `inputs`."""
     # The usual weight is 1, and a multiplication less is a kernel less.
     if isinstance(weight, Tensor) or weight != 1.0:
         loss = loss * weight
     if state.scaler is not None:
         loss = state.scaler.scale(loss)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
 
 
 def update_weights(state: TrainState, parts: StepConfig) -> None:
     """Unscale and clip the gradients, take an optimizer step unless the guard forbids it, and drop the gradients."""
-    optimizer, scaler, guard = state.optimizer, state.scaler, parts.guard
+    end_step(state, parts, apply_gradients(state, parts, state.optimizer))
+
+
+def combine_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """Make an optimizer's gradients those of all batches and ranks of an accumulation window.
+
+    Returns:
+        What they were divided by, if the task counts a weight.
+    """
+    if parts.average_gradients is None and state.window_weight is None:
+        return None
+    parameters, total = [parameter for group in optimizer.param_groups for parameter in group["params"]], None
     # Where backward has not averaged the gradients over the ranks, as in retries, it happens here
     if parts.average_gradients is not None:
-        parts.average_gradients()
+        parts.average_gradients(parameters)
     # The weights of all batches and ranks are known only now; the ranks have averaged, and not added
     if state.window_weight is not None:
         total = world().total(state.window_weight) / world().size
-        torch._foreach_div_([weight.grad for _, weight in state.named_parameters() if weight.grad is not None], total)
+        torch._foreach_div_([weight.grad for weight in parameters if weight.grad is not None], total)
         state.window_weight = None
+    return total
+
+
+def apply_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim.Optimizer) -> bool:
+    """Take a step with an optimizer, which may be one of several; returns False if the guard forbids it."""
+    scaler, guard = state.scaler, parts.guard
+    combine_gradients(state, parts, optimizer)
     if parts.on_gradients is not None:
         parts.on_gradients()
     # The guard looks at the gradients before clipping, which would spread a NaN over all of them.
-    if guard is None or guard.allows_step():
+    allowed = guard is None or guard.allows_step()
+    if allowed:
         # Clipping needs the gradients as they are, so the loss scale is removed first
-        if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            trained = [parameter for _, parameter in state.named_parameters()]
-            clip_gradients(trained, parts.clip_norm, parts.clip_value, parts.clip_adaptive)
+        if scaler is not None and parts.clips:
+            scaler.unscale_(optimizer)
+        clip(state, parts)
         if scaler is not None:
             scaler.step(optimizer)
-            scaler.update()
-        elif parts.optimizer_step is not None:
+        elif parts.optimizer_step is not None and optimizer is state.optimizer:
             parts.optimizer_step()
         else:
             optimizer.step()
         if guard is not None:
             guard.undo()
+    drop_gradients(optimizer)
+    return allowed
+
+
+def clip(state: TrainState, parts: StepConfig) -> None:
+    """Clip the gradients that there are, as the config says."""
+    if parts.clips:
+        trained = [parameter for _, parameter in state.named_parameters()]
+        clip_gradients(trained, parts.clip_norm, parts.clip_value, parts.clip_adaptive)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Equals `zero_grad(set_to_none=True)` without its bookkeeping."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def end_step(state: TrainState, parts: StepConfig, allowed: bool) -> None:
+    """Adapt the loss scale, average the weights, and note the outcome of the step, once all of its updates are done."""
+    guard = parts.guard
+    if allowed:
+        if state.scaler is not None:
+            state.scaler.update()
         # After the update, as it is the updated weights that are averaged
         if state.averaged is not None:
             state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
     if guard is not None:
         guard.stepped()
-    # Equals zero_grad(set_to_none=True) without its bookkeeping.
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None

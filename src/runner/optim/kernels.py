@@ -28,7 +28,9 @@ class Kernels:
     reason: str  # a clause
 
 
-def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False) -> Kernels:
+def choose_kernels(
+    node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False, key: str = "optimizer"
+) -> Kernels:
     """Choose `optimizer.fused` and `optimizer.foreach` if they are null.
 
     Fused kernels if the class has them for this device and these parameters, else foreach on GPUs: on the CPU foreach is no
@@ -38,18 +40,19 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
         node: section `optimizer` of the config.
         parameters: trained parameters.
         sparse: whether the model has layers with sparse gradients.
+        key: of the section, or of one of several optimizers.
 
     Raises:
         UserError: if a setting is not supported, or the optimizer cannot take a step at all.
     """
-    component = Component("optimizer", node)
+    component = Component(key, node)
     target, name = component.target, str(getattr(component.target, "__name__", component.target))
     has = [kind for kind in KINDS if component.takes(kind)]
     # A request that the optimizer does not know would be dropped silently
     for kind in KINDS:
         if node.get(kind) and kind not in has:
             allowed = f"null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
-            raise UserError(f"optimizer.{kind}", f"{name} has no such kernels", allowed)
+            raise UserError(f"{key}.{kind}", f"{name} has no such kernels", allowed)
     # Other classes choose for themselves
     if not (target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))):
         return Kernels({}, "", "")
@@ -70,14 +73,14 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     def automatic() -> tuple[str, str]:
         device, reason = parameters[0].device.type, f"{name} has no fused kernel"
         if "fused" in has:
-            reason = "optimizer.fused=false" if node.get("fused") is False else obstacle("fused")
+            reason = f"{key}.fused=false" if node.get("fused") is False else obstacle("fused")
             if not reason:
                 whose = "its AdamW" if target is Muon else name
                 return "fused", f"auto: {whose} has one kernel for the whole update on {device}"
         if "foreach" not in has:
             return "", f"auto: {reason}"
         if node.get("foreach") is False:
-            return "", f"{reason}, and optimizer.foreach=false"
+            return "", f"{reason}, and {key}.foreach=false"
         if device == "cpu":
             return "", f"auto: {reason}, and foreach is no faster on the CPU"
         against = obstacle("foreach")
@@ -86,14 +89,14 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     chosen = next((kind for kind in has if node.get(kind)), "")
     # What the user asks for is used or refused, and never replaced
     if chosen:
-        reason = f"optimizer.{chosen}=true"
+        reason = f"{key}.{chosen}=true"
         if problem := obstacle(chosen):
-            raise UserError(f"optimizer.{chosen}", f"true is not supported: {problem}", "null or false")
+            raise UserError(f"{key}.{chosen}", f"true is not supported: {problem}", "null or false")
     else:
         chosen, reason = automatic()
     # What a class cannot do at all is found here, before the first epoch.
     if not chosen and not sparse and (problem := obstacle("")):
-        raise UserError("optimizer", f"{name} cannot take a step: {problem}", "other arguments, or another optimizer")
+        raise UserError(key, f"{name} cannot take a step: {problem}", "other arguments, or another optimizer")
     if not has:
         return Kernels({}, "", "")
     return Kernels({kind: kind == chosen for kind in has}, chosen or "one tensor after the other", reason)
@@ -118,7 +121,7 @@ def _failure(component: Component, kind: str, like: Tensor, device: torch.device
         # Arguments that are wrong with any kernel are reported when the optimizer itself is built
         return ""
     try:
-        optimizer(kind).step()
+        optimizer(kind).step(lambda: 0.0)
     except Exception as error:
         return first_line(error)
     return ""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runner.config.changes import changes_result
-from runner.config.schema.sections import Data
+from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
 from runner.distributed.world import world
@@ -76,7 +76,6 @@ def describe(config: Train, run: Run) -> list[Row]:
     trainable = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
     shape = f"{data.channels}x{data.image_size[0]}x{data.image_size[1]}, " if data.channels else ""
     classes = f"{len(data.classes)} classes, " if data.classes else ""
-    settings = ", ".join(f"{key} {value}" for key, value in config.optimizer.items() if key in ("lr", "weight_decay"))
     where = f"{device}, {amount(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else str(device)
     return [
         (
@@ -93,7 +92,7 @@ def describe(config: Train, run: Run) -> list[Row]:
         *run.initial.rows(),
         *[("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts],
         *run.toggled.rows(plan.batch_size),
-        ("optimizer", f"{type(optimizer).__name__}, {settings}", f"schedule {_class(config.scheduler)}"),
+        *_optimizers(config),
         *_groups(optimizer),
         *([("update", run.kernels.name, run.kernels.reason)] if run.kernels.name else []),
         *_averaging(run.state.averaged),
@@ -105,6 +104,16 @@ def describe(config: Train, run: Run) -> list[Row]:
         *_monitored(config.checkpoint.monitor, run.monitor),
         *(_repeating(config, device) if config.deterministic else []),
     ]
+
+
+def _optimizers(config: Train) -> list[Row]:
+    """Each optimizer with its settings and its schedule."""
+    schedules, rows = components_of("scheduler", config.scheduler), list[Row]()
+    for key, node in components_of("optimizer", config.optimizer).items():
+        schedule = schedules.get(key.replace("optimizer", "scheduler", 1)) or next(iter(schedules.values()))
+        settings = [f"{name} {node[name]}" for name in ("lr", "weight_decay") if name in node]
+        rows.append((key.rpartition(".")[2], ", ".join([_class(node), *settings]), f"schedule {_class(schedule)}"))
+    return rows
 
 
 def _ranks(config: Train, batch_size: int) -> list[Row]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from runner.base.errors import UserError
-from runner.config.schema.sections import OptimizerExtras
+from runner.config.schema.sections import OptimizerExtras, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.engine.freezing import Freezing
+from runner.engine.optimizers import Optimizers, Schedules
 from runner.engine.position import Position
 from runner.engine.protocols import Schedule
 from runner.engine.state import RunningMean, TrainState
@@ -21,12 +24,15 @@ from runner.optim.schedules import Annealed, Clock
 from runner.run.hardware import Hardware
 from runner.run.length import RunLength
 from runner.run.metrics import Monitor
+from runner.run.model import modules_of
 from runner.run.weight_average import build_averaged, swa_start
 from runner.runtime.blocks import repeated_blocks
+from runner.tasks.task import Task
 
 
 def build_state(
     config: Train,
+    task: Task,
     model: nn.Module,
     loss: nn.Module,
     freezing: Freezing,
@@ -41,7 +47,7 @@ def build_state(
         UserError: see `build_optimizer`.
     """
     # A loss with tensors is trained and saved like the model
-    optimizer, kernels = build_optimizer(config, model, loss)
+    optimizer, kernels = build_optimizer(config, model, loss, _owned(config, task, model, loss))
     dtype, policy = hardware.precision.weights, config.on_nonfinite
     state = TrainState(
         model=model,
@@ -58,12 +64,17 @@ def build_state(
 
 
 def build_optimizer(
-    config: Train, model: nn.Module, loss: nn.Module | None = None
+    config: Train,
+    model: nn.Module,
+    loss: nn.Module | None = None,
+    owned: Mapping[str, Sequence[nn.Parameter]] | None = None,
 ) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
+    With `owned`, the parameters by the name of their optimizer, there are several optimizers.
+
     Raises:
-        UserError: if there is nothing to train, or the optimizer refuses its arguments.
+        UserError: if there is nothing to train, or an optimizer refuses its arguments.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -71,28 +82,78 @@ def build_optimizer(
     # A loss with weights of its own, such as class centres, is trained as well
     if loss is not None:  # first, as Muon takes the last matrix as the head
         parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    if owned is None:
+        return _built("optimizer", config, parameters, model, loss)
+    built = {}
+    for name, own in owned.items():
+        its = set(own)
+        built[name] = _built(f"optimizer.{name}", config, [each for each in parameters if each in its], model, loss)
+    first, *others = (kernels for _, kernels in built.values())
+    common = first if all(each == first for each in others) else Kernels({}, "", "")
+    return Optimizers({name: optimizer for name, (optimizer, _) in built.items()}), common
+
+
+def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[str, list[nn.Parameter]] | None:
+    """The trainable parameters by the name of their optimizer, as the task divides them; None for a single optimizer.
+
+    Raises:
+        UserError: if the task and the section `optimizer` name different ones, or a parameter has none or two.
+    """
+    names = [key.partition(".")[2] for key in components_of("optimizer", config.optimizer)]
+    if not hasattr(task, "optimizer_steps") and names == [""]:
+        return None
+    divided = task.optimizers(modules_of(model, loss)) if hasattr(task, "optimizers") else {}
+    if not hasattr(task, "optimizer_steps") or sorted(divided) != sorted(names):
+        problem = f"are {', '.join(names)}" if names != [""] else "is one"
+        allowed = f"optimizer.{', optimizer.'.join(divided)}" if divided else "optimizers(modules) and optimizer_steps"
+        raise UserError("optimizer", f"{problem}, and those of the task are {', '.join(divided) or 'none'}", allowed)
+    owned = {name: _parameters(divided[name]) for name in names}
+    named = {
+        name: each for part, prefix in ((model, ""), (loss, "loss")) for name, each in part.named_parameters(prefix)
+    }
+    count = Counter(each for own in owned.values() for each in own)
+    if wrong := [name for name, each in named.items() if each.requires_grad and count[each] != 1]:
+        problem = f"its optimizers give {wrong[0]} to {count[named[wrong[0]]]} of {', '.join(names)}"
+        raise UserError("task", problem, "each parameter that is not frozen to one of them")
+    return owned
+
+
+def _parameters(owned: Any) -> list[nn.Parameter]:
+    """The parameters of a module, or of a list of modules and parameters."""
+    if isinstance(owned, nn.Module):
+        return list(owned.parameters())
+    return [each for part in owned for each in (part.parameters() if isinstance(part, nn.Module) else [part])]
+
+
+def _built(
+    key: str, config: Train, parameters: list[nn.Parameter], model: nn.Module, loss: nn.Module | None
+) -> tuple[torch.optim.Optimizer, Kernels]:
+    """The optimizer at a dotted key, over these parameters of model and loss."""
+    node = components_of("optimizer", config.optimizer)[key]
     # Fused kernels refuse sparse gradients
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    kernels = choose_kernels(config.optimizer, parameters, sparse)
-    extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
-    facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
-    groups = divide(config, extras, model, loss)
+    kernels = choose_kernels(node, parameters, sparse, key)
+    extras: OptimizerExtras = extras_of(key, node)
+    facts = dict.fromkeys(node.keys() & set(KINDS)) | kernels.arguments
+    groups = divide(key, node, extras, model, loss)
+    if groups and key != "optimizer":
+        own = set(parameters)
+        groups = [group | {"params": [each for each in group["params"] if each in own]} for group in groups]
+        groups = [group for group in groups if group["params"]]
     try:
         # Facts are arguments that the optimizer takes only if it names them
-        optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
+        optimizer = build(key, node, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
-        raise UserError("optimizer", f"{config.optimizer['_target_']} refuses its arguments: {error}") from error
+        raise UserError(key, f"{node['_target_']} refuses its arguments: {error}") from error
     # Any class may be named in the config, so what it built is checked
     if not isinstance(optimizer, torch.optim.Optimizer):
-        problem = f"{config.optimizer['_target_']} gives a {type(optimizer).__name__}"
-        raise UserError("optimizer._target_", problem, "a torch.optim.Optimizer")
+        problem = f"{node['_target_']} gives a {type(optimizer).__name__}"
+        raise UserError(f"{key}._target_", problem, "a torch.optim.Optimizer")
     # Without lr_mult in its groups, the loop below would give every group the same rate
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
-        problem = (
-            f"{config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate"
-        )
-        allowed = "null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer"
-        raise UserError("optimizer", problem, allowed)
+        problem = f"{node['_target_']} drops keys of its parameter groups, so no group can have its own rate"
+        allowed = f"null for {key}.no_decay, {key}.lr_mult and {key}.layer_decay, or another optimizer"
+        raise UserError(key, problem, allowed)
     # Rates are scaled here once, and the schedule multiplies the result
     scale, base = 1.0, extras.lr_base_batch_size
     if base is not None:  # the linear scaling rule of Goyal et al., 2017
@@ -105,14 +166,30 @@ def build_optimizer(
 
 
 def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedule:
-    """Build the schedule; one with a clock keeps its place if a resumed run has more or fewer steps per epoch.
-
-    Where SWA begins, it goes over to SWA's rate.
+    """Build the schedule, or one for each of several optimizers.
 
     Raises:
-        UserError: if it refuses its arguments, or is not a schedule.
+        UserError: if one refuses its arguments, is not a schedule, or is that of no optimizer.
     """
-    node, clock, timeline, total_steps = config.scheduler, Clock(), length.timeline, length.total_steps
+    nodes = components_of("scheduler", config.scheduler)
+    optimizers = components_of("optimizer", config.optimizer)
+    if "scheduler" in nodes:
+        return _schedule("scheduler", config, next(iter(optimizers.values())), length, monitor)
+    rates = {key.replace("optimizer", "scheduler", 1): node for key, node in optimizers.items()}
+    if nodes.keys() != rates.keys():
+        problem = f"names {', '.join(nodes)}, and there are {', '.join(optimizers)}"
+        raise UserError("scheduler", problem, f"one schedule for all, or {', '.join(rates)}")
+    schedules = {key: _schedule(key, config, node, length, monitor) for key, node in rates.items()}
+    return Schedules({key.partition(".")[2]: schedule for key, schedule in schedules.items()})
+
+
+def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLength, monitor: Monitor) -> Schedule:
+    """The schedule at a dotted key; one with a clock keeps its place if a resumed run has more or fewer steps per epoch.
+
+    Where SWA begins, it goes over to SWA's rate.
+    """
+    node = components_of("scheduler", config.scheduler)[key]
+    clock, timeline, total_steps = Clock(), length.timeline, length.total_steps
     # The clock counts scaled epochs, so that a schedule keeps its place if an epoch has another length now
     if timeline.turns and names_argument(node, "clock"):
         follows = length.limits.epochs_decide(timeline) and node.get("total_steps") is None
@@ -120,26 +197,28 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
         clock = Clock(run, timeline.scaled if node.get("steps_per_epoch") is None else clock.epochs)
         total_steps = round(clock.run(total_steps))
     facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": monitor.mode, "clock": clock}
-    schedule: Schedule = build("scheduler", node, facts=facts | {"lr": float(config.optimizer.get("lr") or 1.0)})
+    schedule: Schedule = build(key, node, facts=facts | {"lr": float(optimizer.get("lr") or 1.0)})
     # A class of the user may lack a method that is called only at the end of the first epoch
     wanted = [name for name in vars(Schedule) if not name.startswith("_")]
     if missing := [name for name in wanted if not callable(getattr(schedule, name, None))]:
         problem = f"{node['_target_']} gives a {type(schedule).__name__} without {', '.join(missing)}"
         allowed = f"a subclass of runner.optim.schedules.Schedule with shape(step), or a class with {', '.join(wanted)}"
-        raise UserError("scheduler._target_", problem, allowed)
+        raise UserError(f"{key}._target_", problem, allowed)
     if config.swa is None or config.averaging.lr_factor is None:
         return schedule
     start, steps = swa_start(config.swa, length), config.averaging.anneal_epochs * timeline.steps
     return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 
-def divide(config: Train, extras: OptimizerExtras, model: nn.Module, loss: nn.Module | None) -> list[dict[str, Any]]:
-    """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike."""
+def divide(
+    key: str, node: Mapping[str, Any], extras: OptimizerExtras, model: nn.Module, loss: nn.Module | None
+) -> list[dict[str, Any]]:
+    """The parameter groups that the keys of an optimizer ask for; none if all parameters are treated alike."""
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []
-    if extras.no_decay and not names_argument(config.optimizer, "weight_decay"):
-        problem = f"{config.optimizer['_target_']} has no weight_decay to exempt weights from"
-        raise UserError("optimizer.no_decay", problem, "null, or an optimizer with the argument weight_decay")
+    if extras.no_decay and not names_argument(node, "weight_decay"):
+        problem = f"{node['_target_']} has no weight_decay to exempt weights from"
+        raise UserError(f"{key}.no_decay", problem, "null, or an optimizer with the argument weight_decay")
     blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
     return parameter_groups(
         model, extras.no_decay, extras.lr_mult, layer_decay=extras.layer_decay, blocks=blocks, loss=loss

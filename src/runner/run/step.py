@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
+from runner.config import keys
+from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import FindLr
+from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.oom_retry import OOMRetryStep
+from runner.engine.optimizers import Optimizers
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, Supervised, loss_of, train_step
+from runner.engine.window import WindowStep, needs_window
 from runner.optim.kernels import plain_step
 from runner.run.hardware import Hardware
 from runner.run.model import modules_of
@@ -38,18 +43,35 @@ class TaskSteps:
     def __call__(self, data: Any) -> Tensor:
         """The mean loss of a batch, as the task computes it."""
         self.terms = {}
+        if _has(self._task, "optimizer_steps"):
+            return sum((loss for _, _, loss, _ in self.alternate([data])), torch.zeros(()))
         if not _has(self._task, "training_step"):
             return self._supervised(data)
-        found = self._task.training_step(self.modules, data)
-        if isinstance(found, Mapping):
-            terms = {name: torch.as_tensor(value).detach() for name, value in found.items() if name != "loss"}
-            for name, value in terms.items():
-                if value.ndim or name in _RESERVED:
-                    problem = f"its training_step gives '{name}' of shape {tuple(value.shape)}"
-                    raise UserError("task", problem, f"scalars of other names than {', '.join(_RESERVED)}")
-            self.terms = terms
-            found = found.get("loss")
-        return _scalar(found, "training_step")
+        loss, self.terms = _loss_and_terms(self._task.training_step(self.modules, data), "training_step")
+        return loss
+
+    def alternate(self, window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor, dict[str, Tensor]]]:
+        """Number of a batch of the window, name of an optimizer, its loss, and scalars to log: those of each batch in turn."""
+        names = self._task.optimizers(self.modules)
+        running = [self._task.optimizer_steps(self.modules, data) for data in window]
+        while True:
+            first = ""
+            for place, losses in enumerate(running):
+                found = next(losses, ("", None))
+                if not isinstance(found, tuple) or len(found) != 2 or found[0] not in ("", *names):
+                    got = f"'{found[0]}'" if isinstance(found, tuple) and found else f"a {type(found).__name__}"
+                    allowed = f"one of {', '.join(names)}, and its loss: yield name, loss"
+                    raise UserError("task", f"its optimizer_steps yields {got}", allowed)
+                name = found[0]
+                if place and name != first:
+                    problem = f"its optimizer_steps yields '{name}' for one batch of a window and '{first}' for another"
+                    raise UserError("task", problem, "the same optimizers for every batch, or accumulate=1")
+                first = name
+                if name:
+                    loss, terms = _loss_and_terms(found[1], "optimizer_steps")
+                    yield place, name, loss, {name: loss.detach(), **terms}
+            if not first:
+                return
 
     def feed(self, data: Any) -> None:
         """Send a batch through the modules."""
@@ -68,6 +90,18 @@ class TaskSteps:
             _scalar(found["loss"], "evaluation_step")
         counted = {"weight": self._task.weight(data)} if _has(self._task, "weight") else {}
         return {**counted, **found}
+
+
+def _loss_and_terms(found: Any, step: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss that a step gives, and the further scalars if it is a dict."""
+    if not isinstance(found, Mapping):
+        return _scalar(found, step), {}
+    terms = {name: torch.as_tensor(value).detach() for name, value in found.items() if name != "loss"}
+    for name, value in terms.items():
+        if value.ndim or name in _RESERVED:
+            problem = f"its {step} gives '{name}' of shape {tuple(value.shape)}"
+            raise UserError("task", problem, f"scalars of other names than {', '.join(_RESERVED)}")
+    return _scalar(found.get("loss"), step), terms
 
 
 def _has(task: Any, name: str) -> bool:
@@ -121,6 +155,22 @@ def _check_supported(config: Train) -> None:
         raise UserError("task", problem, "train, eval, find-lr or predict")
 
 
+def _check_window(config: Train, state: TrainState) -> None:
+    """Raise `UserError` if a setting does not go with `WindowStep`."""
+    several = isinstance(state.optimizer, Optimizers)
+    why = "there are several optimizers" if several else f"{type(state.optimizer).__name__} computes the loss itself"
+    for key, given, allowed in (
+        ("on_oom", config.on_oom == "split", "raise"),
+        ("compile", config.compile == "step", "true or false"),
+        ("strategy", config.strategy == "fsdp" and world().size > 1, "ddp"),
+        ("sync_batchnorm", config.sync_batchnorm and world().size > 1, "false"),
+        ("amp", not several and state.scaler is not None, "bf16 or false"),
+        ("on_nonfinite", not several and config.on_nonfinite == "skip", "raise or rollback"),
+    ):
+        if given:
+            raise UserError(key, f"is {str(keys.at(to_plain(config), key)).lower()}, and {why}", allowed)
+
+
 def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list[str]:
     """A warning if the guard makes every step wait for the device."""
     if parts.guard is None or not parts.guard.waits or hardware.device.type == "cpu":
@@ -129,8 +179,15 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
     return [f"every step waits for the {hardware.device.type} device: {lack}"]
 
 
-def build_step(config: Train, batch_size: int) -> StepFunction:
-    """What trains on a batch: `train_step`, or one that retries with micro-batches or names nondeterministic operations."""
+def build_step(config: Train, batch_size: int, state: TrainState) -> StepFunction:
+    """What trains on a batch: `train_step`, or one that retries with micro-batches or names nondeterministic operations.
+
+    Raises:
+        UserError: if the optimizer needs whole windows, and a setting cannot be combined with that.
+    """
+    if needs_window(state.optimizer):
+        _check_window(config, state)
+        return WindowStep()
     step: StepFunction = OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
     # Only deterministic=true refuses operations, so no other run pays for naming them
     if config.deterministic is not True:

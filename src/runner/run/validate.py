@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runner.base.errors import UserError
+from runner.config.schema.sections import components_of
 from runner.run.metrics import stops_early
 from runner.run.run import Run
 from runner.run.weight_average import swa_start
@@ -25,8 +26,8 @@ def validate_limits(run: Run) -> list[str]:
     # Early stopping and Plateau would wait forever without evaluations
     if run.data.val is None:
         waiting = [f"callbacks.{name}" for name, node in config.callbacks.items() if stops_early(node)]
-        if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
-            waiting.append("scheduler")
+        schedules = components_of("scheduler", config.scheduler)
+        waiting += [key for key, node in schedules.items() if str(node["_target_"]).endswith("Plateau")]
         for key in waiting:
             allowed = f"data.split.val=0.1, a data set with a validation split, or no {key}"
             raise UserError(key, "waits for evaluations, but there is no validation split", allowed)

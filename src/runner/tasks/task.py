@@ -64,6 +64,8 @@ class Task:
 
 STEPS = {
     "training_step": ("modules", "batch"),
+    "optimizer_steps": ("modules", "batch"),
+    "optimizers": ("modules",),
     "evaluation_step": ("modules", "batch"),
     "weight": ("batch",),
     "modules": ("model", "loss"),

@@ -62,6 +62,20 @@ class ModelExtras(Section):
 
 # Keys of a component that the program itself reads, unless the component has an argument of that name.
 EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
+SEVERAL = ("optimizer", "scheduler")
+"""Sections that may have several components, each under a name of its own, instead of one."""
+
+
+def extras_class(key: str) -> type | None:
+    """The class of the keys that a component at a dotted key has in addition to the arguments of its target, if any."""
+    section, _, name = key.partition(".")
+    return EXTRAS.get(section if section in SEVERAL and "." not in name else key)
+
+
+def components_of(section: str, node: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The components of one of `SEVERAL` by dotted key: that of the section itself, or those under its names."""
+    several = section in SEVERAL and "_target_" not in node and all(isinstance(each, dict) for each in node.values())
+    return {f"{section}.{name}": each for name, each in node.items()} if several and node else {section: node}
 
 
 @dataclass(frozen=True, kw_only=True)
