@@ -10,6 +10,7 @@ from typing import Any
 from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
 from runner.config.merge import may_write_cache
+from runner.config.rules import never_evaluates
 from runner.config.schema.train import Train
 from runner.data.build import read_data
 from runner.data.module import DataModule
@@ -86,7 +87,7 @@ def build_run(
     place(model, loss, device, config.channels_last, precision.weights)
     warnings = synchronize_norms(config, model)
     with shapes_on_failure(model, config.watch.shapes, aligned):
-        single_values = probe(task, model, loss, data)
+        single_values = probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
     monitor = choose_monitor(config, task)
 

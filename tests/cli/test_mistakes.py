@@ -159,7 +159,7 @@ show model=mpl | no option 'mpl' | did you mean 'mlp'? | small_cnn
 train sede=1 | sede: is not a key | did you mean 'seed'? | allowed: a key of the schema | from: the override sede=1
 train --cfg job sede=1 | sede: is not a key | did you mean 'seed'?
 train optimiser=adam | optimiser: is not a key | did you mean 'optimizer'?
-train optimizer=adma | optimizer: has no option 'adma' | 'adam'? | allowed: adam, adamw, muon | the override optimizer=adma
+train optimizer=adma | optimizer: has no option 'adma' | 'adam'? | allowed: adam, adamw, lbfgs, muon | the override optimizer=adma
 train --multirun model=mlp,cmlp | model: has no option 'cmlp' | 'mlp'?
 train model=null | model: | allowed: a mapping with _target_
 train seed | seed: is not an override | allowed: key=value, group=option

@@ -53,6 +53,10 @@ class Networks:
         return {"loss": F.softplus(-modules["discriminator"](vectors)).mean()}
 
 
+class Unevaluated:
+    modules, optimizers, optimizer_steps = Networks.modules, Networks.optimizers, Networks.optimizer_steps
+
+
 class Shared(Networks):
     def optimizers(self, modules):
         return {"generator": [modules["model"], modules["discriminator"].bias], "discriminator": modules["discriminator"]}
@@ -219,6 +223,11 @@ def test_skipped_steps_leave_no_trace_in_any_network(train: Callable[..., Any]) 
     assert skipped.summary["weights_sha256"] == good.summary["weights_sha256"]
 
 
+def test_a_run_that_is_never_evaluated_needs_no_evaluation_step(train: Callable[..., Any]) -> None:
+    never = ("evaluate.every_epochs=null", "evaluate.test=false")
+    assert train(*SEVERAL, "task._target_=networks.Unevaluated", *never).summary["status"] == "finished"
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
@@ -229,6 +238,7 @@ def test_skipped_steps_leave_no_trace_in_any_network(train: Callable[..., Any]) 
         ((*SEVERAL, "task._target_=networks.NoName"), "task", "yields a Tensor"),
         ((*SEVERAL, "task._target_=networks.UnknownName"), "task", "'critic'"),
         ((*SEVERAL, "task._target_=networks.Uneven", "accumulate=7"), "task", "for one batch of a window"),
+        ((*SEVERAL, "task._target_=networks.Unevaluated"), "task", "evaluation_step(modules, batch), or evaluate."),
         ((*SEVERAL, "lr=0.1"), "lr", "there are several"),
         ((*SEVERAL, "on_oom=split"), "on_oom", "several optimizers"),
         ((*SEVERAL, "optimizer.generator.rate=1"), "optimizer.generator.rate", "not an argument"),

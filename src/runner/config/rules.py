@@ -134,7 +134,7 @@ def _of_averaging(config: Train) -> Broken:
     """Averages of the weights."""
     if config.ema is not None and config.swa is not None:
         yield "swa", "is set, and so is ema, but only one average is supported", "swa=null, or ema=null"
-    if config.swa is not None and _never_evaluates(config):
+    if config.swa is not None and never_evaluates(config):
         message = f"computes BatchNorm's statistics at evaluations, but {_NO_EVALUATIONS}"
         yield "swa", message, "evaluate.every_epochs=1, or swa=null"
     for name in config.metrics or {}:
@@ -194,7 +194,8 @@ def _has_val_folder(config: Train) -> bool:
     return is_folder and isinstance(name, str) and Path(root, name).expanduser().is_dir()
 
 
-def _never_evaluates(config: Train) -> bool:
+def never_evaluates(config: Train) -> bool:
+    """Tell whether a run is never evaluated while it trains."""
     return config.evaluate.every_epochs is None and config.evaluate.every_steps is None
 
 
@@ -231,7 +232,7 @@ def _of_samples(config: Train) -> Broken:
 
 def _of_evaluations(config: Train) -> Broken:
     """Parts that wait for evaluations that are never made."""
-    if not _never_evaluates(config):
+    if not never_evaluates(config):
         return
     for name, node in config.callbacks.items():
         if str(node.get("_target_", "")).endswith("EarlyStopping"):

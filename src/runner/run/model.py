@@ -101,7 +101,9 @@ def build_task(config: Train, data: KnownData) -> Task:
 
 def _complete(task: Any) -> None:
     """Give a task the methods and attributes of `Task` that it lacks, unless it has none of them."""
-    if not any(hasattr(task, name) for name in (*calls_of(Task), "training_step", "evaluation_step")):
+    if not any(
+        hasattr(task, name) for name in (*calls_of(Task), "training_step", "evaluation_step", "optimizer_steps")
+    ):
         return
     for name, default in vars(Task).items():
         if not name.startswith("_") and not hasattr(task, name):

@@ -21,17 +21,19 @@ from runner.run.step import TaskSteps, steps_of
 from runner.tasks.task import Task
 
 
-def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
+def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> list[str]:
     """Send a few samples through the steps of the task, or one through model and loss.
 
-    Weights, buffers, modes and random generators are left as they are.
+    Weights, buffers, modes and random generators are left as they are. `evaluates` says whether the run evaluates at all.
 
     Returns:
         Names of the BatchNorm layers that get a single value per channel, which has no variance.
     """
     steps = steps_of(task, model, loss)
     if data.trial is not None or isinstance(steps, TaskSteps):
-        return _probe_steps(task, steps, model, loss, data)
+        if evaluates:
+            _probe_evaluation(task, steps, model, loss, data)
+        return _probe_steps(steps, model, loss, data)
     target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
     with _noting_single(model, single):
         logits = try_forward(model, example_input(data))
@@ -53,16 +55,28 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
     return single
 
 
-def _probe_steps(task: Task, steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
-    """Evaluate a few samples, and compute their loss as in training; returns BatchNorm layers as `probe` does."""
-    batch = data.trial.data if data.trial is not None else (example_input(data, 2), example_targets(data, 2))
-    rows = len(data.trial.indices) if data.trial is not None else 2
-    with evaluating(model, loss), explaining("task", "cannot evaluate a batch: "):
-        found = steps.evaluated(batch)
+def _trial(data: DataModule) -> tuple[Any, int]:
+    """The data of a small batch, and how many samples it has."""
+    if data.trial is not None:
+        return data.trial.data, len(data.trial.indices)
+    return (example_input(data, 2), example_targets(data, 2)), 2
+
+
+def _probe_evaluation(task: Task, steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
+    """Evaluate a few samples."""
+    own = hasattr(task, "evaluation_step")
+    allowed = "" if own else "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
+    with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
+        found = steps.evaluated(_trial(data)[0])
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
         of = "the monitored metric val/loss" if lacks[0] == "loss" else "its metrics"
         raise UserError("task", f"its evaluation_step gives no {lacks[0]}, which {of} needs", f"{lacks[0]} in the dict")
+
+
+def _probe_steps(steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
+    """Compute the loss of a few samples as in training; returns BatchNorm layers as `probe` does."""
+    batch, rows = _trial(data)
     with _training(model, loss), explaining("task", "cannot train on a batch: "):
         value = steps(batch)
         if not value.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
