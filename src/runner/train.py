@@ -93,7 +93,7 @@ def build_run(
 
     # Initial weights, which a checkpoint brings along, and what is frozen
     image = example_input(data)
-    initial = set_initial_weights(config, model_of(model), data, image) if fresh else InitialWeights()
+    initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
     check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 

@@ -40,7 +40,7 @@ def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., InitialW
         path = tmp_path / "weights.pth"
         torch.save(tensors, path)
         settings = dataclasses.replace(config, init_from=str(path), init_mismatch=mismatch)
-        return start_from(settings, model, Head("head", "head"), classes)
+        return start_from(settings, model, Head("head", "head"), classes, name="model", path=str(settings.init_from))
 
     return call
 

@@ -35,6 +35,7 @@ def _named_in(group: str) -> set[str]:
 # Modules that the parts of a section come from, nested ones included. Other modules of the program can write files or
 # build in turn, and being a subclass of Module or Dataset is not enough: some of those compile source text or unpickle
 # what they are given (torch.fx.GraphModule, data pipes, torchvision's LSUN).
+_MODELS = ("runner.models", "torch.nn.modules", "torchvision.models", "torchvision.ops")
 _HOMES: dict[str, tuple[str, ...]] = {
     "data.dataset": (
         *sorted(_named_in("data")),
@@ -43,10 +44,11 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "torchvision.transforms",
     ),
     "transform": (*_TRANSFORMS, "runner.data.transforms.mixing", "torch.nn.modules"),
-    "model": ("runner.models", "torch.nn.modules", "torchvision.models", "torchvision.ops"),
+    "model": _MODELS,
     "loss": ("runner.optim.losses", "torch.nn.modules", "torchvision.ops"),
     "optimizer": ("runner.optim", "torch.optim"),
     "scheduler": ("runner.optim.schedules", "torch.optim.lr_scheduler"),
+    "task.teacher": _MODELS,
     "task": ("runner.tasks",),
     "metrics": ("torchmetrics.classification", "torchmetrics.regression", "torchmetrics.aggregation"),
     "callbacks": ("runner.engine.callbacks",),

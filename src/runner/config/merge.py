@@ -20,21 +20,9 @@ from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.config.targets import targets_in
+from runner.config.targets import FACTS, targets_in
 from runner.config.validate import shown, typed
 
-# Arguments that the program adds where a component's signature names them.
-FACTS: dict[str, tuple[str, ...]] = {
-    "data.dataset": ("root", "download", "mirror", "image_size", "max_pixels", "on_error"),
-    "model": ("in_channels", "image_size", "num_classes"),
-    "loss": ("num_classes", "class_counts", "label_counts"),
-    "task": ("num_classes", "num_outputs"),
-    "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock", "lr"),
-    "metrics": ("num_classes", "num_labels", "threshold", "task"),
-    "callbacks": ("monitor", "mode"),
-    "logger": ("warn", "watched"),
-    "optimizer": ("foreach", "fused"),
-}
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
 

@@ -12,11 +12,11 @@ from runner.base.errors import ConfigError, Problem, UserError
 from runner.config import keys
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain, with_changes
-from runner.config.merge import FACTS, PREPARATION, merge_with_checkpoint, says, two_rates
+from runner.config.merge import PREPARATION, merge_with_checkpoint, says, two_rates
 from runner.config.rules import conflicts
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
-from runner.config.targets import bind, preferred_data
+from runner.config.targets import FACTS, bind, preferred_data
 from runner.config.validate import nodes, shown, typed
 
 T = TypeVar("T", bound=Train)

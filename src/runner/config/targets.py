@@ -63,6 +63,21 @@ def resolve(path: str) -> Any:
     return found
 
 
+# Arguments that the program adds where a component's signature names them.
+FACTS: dict[str, tuple[str, ...]] = {
+    "data.dataset": ("root", "download", "mirror", "image_size", "max_pixels", "on_error"),
+    "model": ("in_channels", "image_size", "num_classes"),
+    "loss": ("num_classes", "class_counts", "label_counts"),
+    "task": ("num_classes", "num_outputs"),
+    "task.teacher": ("in_channels", "image_size", "num_classes"),
+    "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock", "lr"),
+    "metrics": ("num_classes", "num_labels", "threshold", "task"),
+    "callbacks": ("monitor", "mode"),
+    "logger": ("warn", "watched"),
+    "optimizer": ("foreach", "fused"),
+}
+
+
 def called(target: str, name: Any) -> str:
     """The name of a component for people: its class, or how a library calls it, such as `resnet18 (torchvision)`."""
     by_name = {
@@ -126,7 +141,8 @@ def bind(
     for name, value in node.items():
         for at, inner in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(inner, dict) and "_target_" in inner:
-                problems += bind(f"{key}.{name}" if at is None else f"{key}.{name}.{at}", inner, imports=imports)
+                inside = f"{key}.{name}" if at is None else f"{key}.{name}.{at}"
+                problems += bind(inside, inner, FACTS.get(inside, ()), imports=imports)
     path = str(node["_target_"])
     # Without imports, the signature is read from the source; where that is impossible, the check comes later
     read = None if imports else read_signature(path)
@@ -205,7 +221,8 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     # Only plain types can be compared with what a config contains
     alternatives = keys.members(_without_tensors(annotation))
     plain = [member for member in alternatives if member is not None and _is_plain(member)]
-    if not plain or Any in alternatives or any(targets_in({"": value})):
+    is_mapping = isinstance(value, dict) and any(get_origin(member) in (dict, Mapping) for member in alternatives)
+    if not plain or is_mapping or Any in alternatives or any(targets_in({"": value})):
         return []
     either: Any = Union[tuple(plain)]  # noqa: UP007
     # Python would take true and false for 1 and 0.

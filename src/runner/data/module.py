@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
-from runner.config.merge import FACTS
 from runner.config.schema.sections import Data
-from runner.config.targets import build
+from runner.config.targets import FACTS, build
 from runner.data.bad_samples import BadSampleLog
 from runner.data.consistency import Examples
 from runner.data.loaders import Batch, Loader

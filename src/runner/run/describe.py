@@ -34,8 +34,8 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
     for warning in warnings:
         console.warn(warning)
     # The summary stores where the weights came from, so that the source outlives the log
-    if initial.path is not None:
-        record.summary["init_from"] = initial.record()
+    if loaded := initial.record():
+        record.summary["init_from"] = loaded
     if initial.misfits:
         columns = ["tensor", "what", "in the file", "in the model"]
         console.table("skipped tensors of init_from", columns, initial.table())

@@ -144,7 +144,7 @@ class ResolvedCheckpoint(Generic[T]):
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
         """The task, and the model with the selected weights on the device, in evaluation mode."""
         # No weights are fetched: those of the checkpoint replace them
-        task = build_task(self.config, data)
+        task = build_task(self.config, data, fetch_weights=False)
         model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
         self.load_weights(build_modules(task, model, nn.Identity()))
         model.to(device)

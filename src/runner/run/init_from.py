@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from runner.engine.state import list_problems
 from runner.instrument.nested import kind_of
 from runner.models.heads import Head
 from runner.run.finetune import find_head, initialize
+from runner.run.model import modules_of
 
 _SHOWN = 40
 
@@ -44,6 +45,7 @@ class InitialWeights:
     loaded: int = 0  # number of tensors that were loaded
     misfits: Sequence[Misfit] = ()  # tensors that were not loaded
     warnings: Sequence[str] = ()  # files that were skipped while searching
+    others: Mapping[str, InitialWeights] = field(default_factory=dict)  # those of modules that the task adds
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""
@@ -52,7 +54,7 @@ class InitialWeights:
             average = "" if self.kind == "raw" else f" of the average ({self.kind})"
             left = f", {len(self.misfits)} skipped because they do not fit" if self.misfits else ""
             rows.append(("weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"))
-        return rows
+        return rows + [(name, *row[1:]) for name, each in self.others.items() for row in each.rows()]
 
     def table(self) -> list[list[str]]:
         """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one that counts those not shown."""
@@ -61,36 +63,45 @@ class InitialWeights:
         return [*rows, [f"and {more} more", "", "", ""]] if more > 0 else rows
 
     def record(self) -> dict[str, Any]:
-        """What `init_from` loaded, for the summary."""
-        assert self.path is not None
+        """What `init_from` loaded, for the summary; empty if it is null."""
+        found: dict[str, Any] = {name: each.record() for name, each in self.others.items()}
+        if self.path is None:
+            return found
         path = str(self.path.resolve())
-        return {"path": path, "weights_sha256": self.sha256, "kind": self.kind, "tensors": self.loaded}
+        return {"path": path, "weights_sha256": self.sha256, "kind": self.kind, "tensors": self.loaded, **found}
 
 
 def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
-    """Set weights as `init` says, then load those of `init_from`.
+    """Set weights as `init` says, then load those of `init_from`; `model` is what `build_modules` returned.
 
     Raises:
-        UserError: if a scheme does not apply to the model, or the file does not fit it.
+        UserError: if a scheme does not apply to the model, or a file does not fit.
     """
-    schemes = initialize(config, model, image, data.class_counts)
-    if config.init_from is None:
-        return InitialWeights(schemes)
-    return replace(
-        start_from(config, model, find_head(model, image) if image.numel() else None, data.classes), schemes=schemes
-    )
+    modules = {name: module for name, module in modules_of(model, nn.Identity()).items() if name != "loss"}
+    schemes, given = initialize(config, modules["model"], image, data.class_counts), config.init_from
+    files = dict(given) if isinstance(given, dict) else {"model": given} if given is not None else {}
+    if unknown := [name for name in files if name not in modules]:
+        raise UserError("init_from", f"names '{unknown[0]}', and the task has no such module", ", ".join(modules))
+    others: dict[str, InitialWeights] = {}
+    for name, path in files.items():
+        head = find_head(modules[name], image) if name == "model" and image.numel() else None
+        others[name] = start_from(config, modules[name], head, data.classes, name=name, path=path)
+    initial = others.pop("model", InitialWeights())
+    return replace(initial, schemes=schemes, others=others)
 
 
-def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequence[str]) -> InitialWeights:
-    """Load the weights of `init_from` that fit; nothing else of a checkpoint is used.
+def start_from(
+    config: Train, model: nn.Module, head: Head | None, classes: Sequence[str], *, name: str, path: str
+) -> InitialWeights:
+    """Load the weights of a file of `init_from` that fit a module; nothing else of a checkpoint is used.
 
     Raises:
         UserError: if the file cannot be read, more does not fit than `init_mismatch` allows, or a tensor holds another kind
             of values than the model's.
     """
-    assert config.init_from is not None
-    given = read_weights(config.init_from, Path(config.output_root) / config.name)
-    own, policy = model.state_dict(), config.init_mismatch
+    given = read_weights(path, Path(config.output_root) / config.name)
+    # A module that the task adds, such as a teacher, is to be what was trained
+    own, policy = model.state_dict(), config.init_mismatch if name == "model" else "raise"
     tensors = _without_prefix(given.tensors, own)
     # A head of the same shape may still mean other classes, so the names are compared too
     other_classes = bool(given.classes and classes) and given.classes != tuple(classes)
@@ -105,10 +116,10 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
             # Group the names by what is wrong, because one cause usually affects many tensors
             shapes = f" {each.given} for {each.wanted}" if each.lack == "of another shape" else ""
             lacks.setdefault(each.lack, []).append(each.name + shapes)
-        told = _other_model(given, config.model)
-        problem = f"the tensors of {given.path} are not those of this model{told}: {list_problems(lacks)}"
-        others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
-        raise UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")
+        told = _other_model(given, config.model if name == "model" else config.task.get(name) or {})
+        problem = f"the tensors of {given.path} are not those of this {name}{told}: {list_problems(lacks)}"
+        remedies = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
+        raise UserError("init_from", problem, f"{remedies.get(policy, '')}weights of this {name}")
     # Integers instead of floats would be converted silently, and are never what was meant
     for name, tensor in fitting.items():
         wanted = kind_of(own[name])

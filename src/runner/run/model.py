@@ -64,7 +64,7 @@ def build_task_model_loss(
     """Build task, model and loss; for `fetch_weights` see `build_model`."""
     if data.incompatibilities:
         raise data.incompatibilities[0]
-    task = build_task(config, data)
+    task = build_task(config, data, fetch_weights)
     model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
     loss = build_loss(config, task, data)
     if data.trial is None:
@@ -72,8 +72,8 @@ def build_task_model_loss(
     return task, build_modules(task, model, loss), loss
 
 
-def build_task(config: Train, data: KnownData) -> Task:
-    """Build the task, which must fit the data."""
+def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Task:
+    """Build the task, which must fit the data; for `fetch_weights` see `build_model`."""
     facts, shape = _task_facts(data), data.target_shape or ()
     shipped = str(config.task["_target_"]).startswith("runner.")
     # A mask has a target for every pixel, and the shipped tasks would take it for a long vector
@@ -89,7 +89,7 @@ def build_task(config: Train, data: KnownData) -> Task:
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     # A number in the config that contradicts the data is a mistake, even if it would run
     _check_against_data("task", config.task, facts)
-    task: Task = build("task", _filled(config.task, facts), facts=facts)
+    task: Task = build("task", _filled_task(config, data), facts=facts, fetch=fetch_weights)
     _complete(task)
     require_methods("task", config.task["_target_"], task, {**calls_of(Task), **STEPS}, optional=STEPS)
     # Class numbers as regression targets run without an error, and their distances mean nothing
@@ -123,7 +123,8 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     """
     if not callable(getattr(task, "modules", None)):
         return model
-    given = task.modules(model, loss)  # type: ignore[attr-defined]
+    with explaining("task", "its modules(model, loss) fails: "):
+        given = task.modules(model, loss)  # type: ignore[attr-defined]
     known = {"model": model, "loss": loss}
     if not isinstance(given, Mapping) or any(given.get(name, known[name]) is not known[name] for name in known):
         problem = "its modules(model, loss) gives another model or loss, or no mapping"
@@ -251,7 +252,7 @@ def with_facts(config: Train, task: Task, data: DataModule) -> Train:
             "data.normalize": Normalize(mean=list(data.mean), std=list(data.std))
             if data.mean
             else config.data.normalize,
-            "task": _filled(config.task, _task_facts(data)),
+            "task": _filled_task(config, data),
             "model": _filled(config.model, _model_facts(task, data)),
         },
     )
@@ -289,6 +290,16 @@ def _task_facts(data: KnownData) -> dict[str, Any]:
 def _model_facts(task: Task, data: KnownData) -> dict[str, Any]:
     size = data.image_size if data.channels else None
     return {"in_channels": data.channels or None, "image_size": size, "num_classes": task.outputs(data.classes) or None}
+
+
+def _filled_task(config: Train, data: KnownData) -> dict[str, Any]:
+    """The section `task` with facts, and a teacher in it with those of a model."""
+    node = _filled(config.task, _task_facts(data))
+    if not isinstance(teacher := node.get("teacher"), dict):
+        return node
+    size, classes = data.image_size if data.channels else None, len(data.classes) or None
+    facts = {"in_channels": data.channels or None, "image_size": size, "num_classes": classes}
+    return node | {"teacher": _filled(teacher, facts)}
 
 
 def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,14 @@ class ModelExtras(Section):
 
 
 # Keys of a component that the program itself reads, unless the component has an argument of that name.
-EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
+@dataclass(frozen=True, kw_only=True)
+class TeacherExtras(Section):
+    """Keys of `task.teacher`, an option of `model`, in addition to the arguments of its target."""
+
+    head: None = None
+
+
+EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras, "task.teacher": TeacherExtras}
 SEVERAL = ("optimizer", "scheduler")
 """Sections that may have several components, each under a name of its own, instead of one."""
 

@@ -47,7 +47,7 @@ class Train(Section):
     lr: Literal["auto"] | Annotated[float, Gt(0)] | None = None
     resume: Literal["auto"] | None = None
     init: Init | list[Init] | None = None
-    init_from: str | None = None
+    init_from: str | dict[str, str] | None = None
     init_mismatch: Literal["head", "skip", "raise"] = "head"
     freeze: str | list[str] | None = None
     unfreeze_at: Annotated[int, Ge(1)] | str | None = None

@@ -172,7 +172,7 @@ def _splits(resolved: ResolvedCheckpoint[Predict], device: torch.device) -> Data
 
 
 def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
-    task = build_task(resolved.config, splits)
+    task = build_task(resolved.config, splits, fetch_weights=False)
     classes, activation = class_names(resolved, task), activation_of(task)
 
     def first_cells(index: int, target: Any) -> Row:
