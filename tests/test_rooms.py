@@ -189,7 +189,7 @@ BUDGET = {
     "launch": 1_050,
     "models": 1_200,
     "optim": 1_110,
-    "run": 4_460,
+    "run": 4_470,
     "runtime": 2_000,
     "sweeps": 2_300,
     "tasks": 430,

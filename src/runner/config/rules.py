@@ -119,11 +119,6 @@ def _of_weights(config: Train) -> Broken:
         if drawn and config.model.get(key) not in (None, False):
             message = f"has {', '.join(drawn)}, which would overwrite the weights that model.{key} loads"
             yield "init", message, f"model.{key}={'null' if none is None else 'false'}, or init without it"
-    teacher = config.task.get("teacher") if config.ckpt_path is None else None
-    given = isinstance(config.init_from, dict) and "teacher" in config.init_from
-    if isinstance(teacher, dict) and not (given or teacher.get("weights") or teacher.get("pretrained")):
-        allowed = "init_from={teacher: PATH}, or trained weights of the teacher, such as task.teacher.weights=DEFAULT"
-        yield "init_from", "names no weights for task.teacher, which would teach at random", allowed
     if config.init_mismatch != "head" and config.init_from is None:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:

@@ -221,7 +221,7 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     # Only plain types can be compared with what a config contains
     alternatives = keys.members(_without_tensors(annotation))
     plain = [member for member in alternatives if member is not None and _is_plain(member)]
-    is_mapping = isinstance(value, dict) and any(get_origin(member) in (dict, Mapping) for member in alternatives)
+    is_mapping = isinstance(value, dict) and any(get_origin(member) is dict for member in alternatives)
     if not plain or is_mapping or Any in alternatives or any(targets_in({"": value})):
         return []
     either: Any = Union[tuple(plain)]  # noqa: UP007

@@ -82,6 +82,10 @@ def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image
     files = dict(given) if isinstance(given, dict) else {"model": given} if given is not None else {}
     if unknown := [name for name in files if name not in modules]:
         raise UserError("init_from", f"names '{unknown[0]}', and the task has no such module", ", ".join(modules))
+    teacher = config.task.get("teacher")
+    if isinstance(teacher, dict) and not ("teacher" in files or teacher.get("weights") or teacher.get("pretrained")):
+        allowed = "init_from={teacher: PATH}, or trained weights of the teacher, such as task.teacher.weights=DEFAULT"
+        raise UserError("init_from", "names no weights for task.teacher, which would teach at random", allowed)
     others: dict[str, InitialWeights] = {}
     for name, path in files.items():
         head = find_head(modules[name], image) if name == "model" and image.numel() else None

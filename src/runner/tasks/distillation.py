@@ -38,7 +38,7 @@ class Distillation(Classification):
         *,
         temperature: float = 4.0,
         weight: float = 0.9,
-        features: Mapping[str, str] | None = None,
+        features: dict[str, str] | None = None,
         features_weight: float = 1000.0,
     ) -> None:
         super().__init__(num_classes)
