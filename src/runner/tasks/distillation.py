@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 from torch.nn import functional as F
 
 from runner.tasks.classification import Classification
@@ -34,7 +35,7 @@ class Distillation(Classification):
     def __init__(
         self,
         num_classes: int,
-        teacher: nn.Module,
+        teacher: Module,
         *,
         temperature: float = 4.0,
         weight: float = 0.9,
@@ -48,7 +49,7 @@ class Distillation(Classification):
         self._features, self._features_weight = dict(features or {}), features_weight
         self._seen: dict[str, dict[str, Tensor]] = {"model": {}, "teacher": {}}
 
-    def modules(self, model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:
+    def modules(self, model: Module, loss: Module) -> dict[str, Module]:
         """The teacher, which is saved with the student."""
         for module, owner, names in (
             (model, "model", self._features.keys()),
@@ -61,12 +62,12 @@ class Distillation(Classification):
         return {"teacher": self._teacher}
 
     def _keeper(self, owner: str, name: str) -> Any:
-        def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        def keep(module: Module, inputs: Any, output: Tensor) -> None:
             self._seen[owner][name] = output
 
         return keep
 
-    def training_step(self, modules: Mapping[str, nn.Module], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def training_step(self, modules: Mapping[str, Module], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """The loss, and what it consists of."""
         images, targets = batch
         with torch.no_grad():
