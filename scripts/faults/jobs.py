@@ -16,6 +16,12 @@ COMMON = (
 _STRONG = ("transform=strong", "data.shift=0.125", "model.dropout=0.2")
 _WORKERS = (*_STRONG, "data.placement=disk", "epochs=3")
 
+_VECTORS = (
+    f"--config-dir={Path(__file__).with_name('conf')}", "experiment=vectors", "model=mlp", "~model.hidden", "~model.dropout",
+    "epochs=4",
+)  # fmt: skip
+_NETWORK = ("model._target_=torch.nn.Linear", "+model.in_features=8", "+model.out_features=64")
+
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "BatchNorm and dropout": ("model.dropout=0.3", "epochs=4"),
     "augmentation": (*_STRONG, "epochs=4"),
@@ -36,6 +42,19 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "sgd, constant": ("optimizer=sgd", "scheduler=constant", "callbacks=early_stopping", "epochs=4"),
     "average of the weights": (*_STRONG, "ema=0.99", "optimizer.no_decay=auto", "grad_clip.agc=0.02", "epochs=4"),
     "frozen at first": ("freeze=[stages.0]", "unfreeze_at=2ep", "swa=0.5", "evaluate.every_steps=9", "epochs=4"),
+    "own step, 2 workers": (
+        *_VECTORS, "model._target_=faults.tasks.Autoencoder", "task._target_=faults.tasks.Reconstruct",
+        "data.num_workers=2", "ema=0.9",
+    ),
+    "several optimizers": (
+        *_VECTORS, *_NETWORK, "task._target_=faults.tasks.Adversaries", "optimizer=two", "accumulate=2", "data.batch_size=32",
+        "data.num_workers=0",
+    ),
+    "several optimizers, fp16, 2 workers": (
+        *_VECTORS, *_NETWORK, "task._target_=faults.tasks.Adversaries", "optimizer=two", "amp=fp16", "grad_clip.norm=1.0",
+        "data.num_workers=2",
+    ),
+    "l-bfgs": ("model=mlp", "model.hidden=[16]", "optimizer=lbfgs", "optimizer.max_iter=3", "optimizer.lr=0.1", "epochs=4"),
     "all together": (
         *_STRONG, "accumulate=3", "amp=fp16", "data.placement=disk", "data.num_workers=2", "evaluate.every_steps=4",
         "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.transforms.mixing.Mixup}", "epochs=5",
@@ -51,7 +70,7 @@ HARDEST = (
 
 def known(words: tuple[str, ...]) -> bool:
     """Whether this version of the program has all of these keys."""
-    names = [word.lstrip("+~").split("=")[0] for word in words]
+    names = [word.lstrip("+~").split("=")[0] for word in words if not word.startswith("--")]
     groups = {path.name for path in _conf().iterdir() if path.is_dir()}
     return all(name in groups or keys.find(Train, name) is not None for name in names)
 
