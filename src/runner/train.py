@@ -24,6 +24,7 @@ from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
 from runner.engine.window import needs_window
+from runner.instrument.no_trace import preserved_buffers
 from runner.run.auto_lr import auto_lr
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress
@@ -35,7 +36,7 @@ from runner.run.length import plan_length
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
-from runner.run.probe import check_batches_of_one, probe
+from runner.run.probe import FirstSamples, check_batches_of_one, probe
 from runner.run.rank_memory import RankMemory
 from runner.run.ranks import check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, hardware_metrics_of
@@ -92,13 +93,14 @@ def build_run(
     monitor = choose_monitor(config, task)
 
     # Initial weights, which a checkpoint brings along, and what is frozen
-    image = example_input(data)
-    initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
+    image, samples = example_input(data), FirstSamples(task, model, loss, data)
+    initial = set_initial_weights(config, model, data, image, samples.feed) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
     check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 
     # Activation checkpointing and compilation
-    toggled = toggle(config, model_of(model), loss, precision, image)
+    with preserved_buffers(model, loss):  # also of modules that the task adds
+        toggled = toggle(config, model_of(model), loss, precision, samples.send)
 
     # From here on, a rank may have a part of each weight
     freezing.follow_parameters(shard_model(config, model, hardware, warnings))

@@ -109,7 +109,8 @@ def _watch(training: Run) -> None:
 
 def _trial(training: Run) -> None:
     image = next(iter(training.data.train_for_eval.loader.batches(0, 0, 1))).images[:1]
-    trial = Trial(training.model, image, contextlib.nullcontext)
+    send = lambda samples: training.model(image.repeat(samples, 1, 1, 1))  # noqa: E731
+    trial = Trial(training.model, send, contextlib.nullcontext)
     trial.bytes_of_sample()
     trial.backward()
 

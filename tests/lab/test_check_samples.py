@@ -77,7 +77,7 @@ def test_a_sample_of_a_folder_has_every_class(run: Callable[..., Any], known: bo
     assert all(low <= count <= high for count in seen["train"]["classes"].values()), seen
     if known:
         *_, test, last = run(*WORDS, data(), "samples=40", "only=[image-range]").out.strip().splitlines()
-        assert test == "saw 40 of 80 images of test: " + ", ".join(f"kind{number} 8" for number in range(CLASSES))
+        assert test == "saw 40 of 80 samples of test: " + ", ".join(f"kind{number} 8" for number in range(CLASSES))
         assert last.startswith("2 passed in ")
 
 

@@ -87,7 +87,7 @@ def net() -> Net:
 
 
 def apply(model: nn.Module, setting: Setting, autocast: Any = contextlib.nullcontext) -> Any:
-    done = checkpoint_activations(model, setting, IMAGE, autocast)
+    done = checkpoint_activations(model, setting, lambda samples: model(IMAGE.repeat(samples, 1, 1, 1)), autocast)
     assert done is not None
     return done
 
@@ -221,7 +221,7 @@ def test_nothing_is_computed_twice_where_nothing_is_differentiated(monkeypatch: 
 
 def test_off_means_untouched() -> None:
     model = net()
-    assert checkpoint_activations(model, False, IMAGE, contextlib.nullcontext) is None
+    assert checkpoint_activations(model, False, model, contextlib.nullcontext) is None
     assert not any(activation.is_wrapped(module) for module in model.modules())
     assert not activation.is_switched_on()
 

@@ -17,7 +17,7 @@ from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import TEST_SHARE, components_of
 from runner.config.schema.train import Train
-from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Eval, Export, FindLr, Inspect
+from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Predict
 
 Broken = Iterator[tuple[str, ...]]
 
@@ -207,24 +207,19 @@ def _of_samples(config: Train) -> Broken:
             message = "makes batches of samples of any kind, and data.images=null says that they are (image, target)"
             yield "data.collate", message, "data.images=[], or the names of the fields that are images"
         return
-    if type(config) not in (Train, Eval, FindLr):
-        yield "data.images", f"is {data.images}, and this verb takes (image, target) alone", "train, eval or find-lr"
+    if isinstance(config, Predict | Export | Inspect):
+        yield "data.images", f"is {data.images}, and this verb takes (image, target) alone", "train, eval or check"
     only, freeze = "needs samples that are pairs (image, target), and data.images declares another kind", config.freeze
     for name in ("train", "eval", "mix"):
         if getattr(config.transform, name):
             allowed = "transform=none, and transforms of whole samples in transform.sample_train"
             yield f"transform.{name}", only, allowed
-    checkpointing, all_but_head = config.activation_checkpointing is not False, "all-but-head" in str(freeze)
     for key, given, allowed in (
-        ("data.batch_size", data.batch_size == "auto", "a number"),
         ("data.cache", data.cache is not None, "null"),
         ("data.sampler", data.sampler is not None, "null"),
         ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
-        ("activation_checkpointing", checkpointing, "false"),
-        ("init", config.init is not None, "null"),
-        ("freeze", all_but_head, "name patterns, or null"),
+        ("freeze", "all-but-head" in str(freeze), "name patterns, or null"),
         ("compile", config.compile == "step", "true or false"),
-        ("dry_run", config.dry_run, "false"),
     ):
         if given:
             yield key, only, allowed

@@ -18,7 +18,7 @@ from runner.data.cache_file import StoredImages
 from runner.data.sampler import BalancedOrder, ClassBalance, EpochOrder, Indices, sample_of
 from runner.distributed.share import gathered_rows, rows
 from runner.distributed.world import World
-from runner.instrument.nested import mapped_items, tensors_in
+from runner.instrument.nested import mapped_items, rows_of, tensors_in
 
 # Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
     def first(self, count: int) -> Batch:
         """At most `count` samples: the first ones."""
-        return Batch((self.images[:count], self.targets[:count]), self.indices[:count])
+        return Batch(rows_of(self.data, len(self.indices), slice(count)), self.indices[:count])
 
 
 class Prepare(Protocol):

@@ -60,6 +60,8 @@ class DataModule:
     searched_for_nonfinite: set[str] = field(default_factory=set)
     # The first two samples of the training split as a batch, if samples are not pairs of image and target; else None.
     trial: Batch | None = None
+    # Makes a batch of so many copies of these samples; None where there is no `trial`.
+    repeated: Callable[[int], Batch] | None = None
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from runner.config.schema.train import Train
 from runner.data.bad_samples import BadSampleLog, ReplacementSampler
@@ -22,7 +22,7 @@ from runner.data.samples import Collate, SeededDataset, stacked
 from runner.data.splits import Parts, make_splits
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader, as_numbers
-from runner.instrument.nested import mapped_items, tensors_in
+from runner.instrument.nested import mapped_items, tensors_in, tensors_moved
 
 _TRIED = 2  # samples
 
@@ -97,9 +97,16 @@ def read_whole_samples(
 
     # The first samples tell how large batches are, and are tried before training
     tried = parts["train"][1][: min(_TRIED, data.samples_a_batch)]
-    read = loaders.make_batch(loaders.reader("train", False).__getitems__([(0, index) for index in tried.tolist()]))
-    example = mapped_items(read.data, np.ndarray, as_numbers)
-    sample_bytes = sum(tensor.nbytes for tensor in tensors_in(example)) // len(tried)
+    items = loaders.reader("train", False).__getitems__([(0, index) for index in tried.tolist()])
+
+    def repeated(samples: int) -> Batch:
+        places = torch.arange(samples) % len(items)
+        # A collation may change what it is given
+        read = loaders.make_batch([copy.deepcopy(items[place]) for place in places.tolist()])
+        moved = tensors_moved(mapped_items(read.data, np.ndarray, as_numbers), device)
+        return Batch(fields.of(moved), tried[places].to(device))
+
+    sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
     choice = choose_num_workers(
         data.num_workers,
         loaders.reader("train", True),
@@ -115,7 +122,6 @@ def read_whole_samples(
         return SplitData(loader, prepare, loader.samples)
 
     sources, full = {name: dataset for name, (dataset, _) in parts.items()}, data.identity == "full"
-    moved = mapped_items(example, Tensor, lambda tensor: tensor.to(device))
     return DataModule(
         train=split("train", training=True),
         val=split("val") if "val" in parts else None,
@@ -133,5 +139,6 @@ def read_whole_samples(
         bad_samples=bad_samples,
         fingerprint=functools.cache(functools.partial(fingerprint_data, parts, sources, full, pairs=False)),
         parts=parts,
-        trial=Batch(fields.of(moved), tried.to(device)),
+        trial=repeated(len(tried)),
+        repeated=repeated,
     )

@@ -38,23 +38,25 @@ class Flops:
 
 def count_flops(
     model: nn.Module,
-    images: Tensor,
-    loss: Callable[[Tensor], Tensor],
+    samples: int,
+    loss: Callable[[], Tensor],
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    trained: nn.Module | None = None,
 ) -> Flops:
     """Count the operations of a forward and a backward pass, with `torch.utils.flop_counter`.
 
     Both are carried out, uncompiled, in the modes that the modules are in. Weights, gradients, buffers and random
-    generators are left as they were. `images` are (B, C, H, W), as the model is given them; `loss` is logits -> scalar;
-    `autocast` gives the context that forward and loss run in.
+    generators are left as they were. `loss` sends a batch of so many samples through the model, and returns a scalar;
+    `autocast` gives the context that it runs in; `trained` is what holds the model and others that are trained with it.
     """
     from torch.utils.flop_counter import FlopCounterMode  # a tenth of a second that most runs need not spend
 
-    with no_trace(model), uncompiled(), torch.enable_grad():
+    trained = trained or model
+    with no_trace(trained), uncompiled(), torch.enable_grad():
         with FlopCounterMode(display=False) as forward, autocast():
-            value = loss(model(images))
+            value = loss()
         # Operations that checkpointed blocks compute again are counted apart, as they are not work of the model
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         with FlopCounterMode(display=False) as backward, _recomputing(model, backward) as again:
             if trainable and value.requires_grad:
                 torch.autograd.grad(value, trainable, allow_unused=True)
@@ -65,7 +67,7 @@ def count_flops(
         if name == root or name.startswith(root + ".")
     }
     return Flops(
-        samples=len(images),
+        samples=samples,
         forward=forward.get_total_flops(),
         backward=backward.get_total_flops() - sum(again),
         recomputed=sum(again),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -54,19 +55,20 @@ def parts_of_rows(value: Any, rows: int, count: int) -> list[Any]:
     Tensors (rows, ...) and lists of `rows` items have one item a sample; tuples and mappings hold such fields, and what is
     neither is the same in every part.
     """
-    if isinstance(value, Tensor) and value.ndim and len(value) == rows:
-        return list(value.tensor_split(count))
-    if isinstance(value, list) and len(value) == rows:
-        return [[value[place] for place in part] for part in torch.arange(rows).tensor_split(count)]
-    if isinstance(value, list):
-        return [list(part) for part in parts_of_rows(tuple(value), rows, count)]
+    edges = [part * (rows // count) + min(part, rows % count) for part in range(count + 1)]
+    return [rows_of(value, rows, slice(*pair)) for pair in itertools.pairwise(edges)]
+
+
+def rows_of(value: Any, rows: int, taken: slice) -> Any:
+    """Consecutive samples of the data of a batch of `rows` samples, see `parts_of_rows`."""
+    if (isinstance(value, list) or (isinstance(value, Tensor) and value.ndim)) and len(value) == rows:
+        return value[taken]
     if isinstance(value, Mapping):
-        fields = {name: parts_of_rows(item, rows, count) for name, item in value.items()}
-        return [{name: parts[number] for name, parts in fields.items()} for number in range(count)]
-    if isinstance(value, tuple):
-        kind: Any = getattr(value, "_make", tuple)
-        return [kind(part) for part in zip(*(parts_of_rows(item, rows, count) for item in value), strict=True)]
-    return [value] * count
+        return {name: rows_of(item, rows, taken) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        kind: Any = getattr(value, "_make", type(value))
+        return kind([rows_of(item, rows, taken) for item in value])
+    return value
 
 
 def fields_of(data: Any) -> dict[str, Tensor]:

@@ -14,9 +14,11 @@ from torch import Tensor
 from runner.base.errors import UserError, first_line
 from runner.config.frozen import with_changes
 from runner.config.schema.train import Train
+from runner.data.loaders import Batch
 from runner.engine.oom_retry import is_out_of_memory
+from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
-from runner.run.model import example_input, example_targets
+from runner.run.model import example_batch
 from runner.run.run import Run
 from runner.runtime.memory import readable
 
@@ -45,8 +47,8 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple
     """
     if config.data.batch_size != "auto":
         return config, []
-    # Any size does for building: the memory of a sample is measured afterwards
-    run = build(with_changes(config, {"data.batch_size": 1}))
+    # Any size does for building, but BatchNorm takes no single sample: the memory of a sample is measured afterwards
+    run = build(with_changes(config, {"data.batch_size": 2, "data.drop_last": True}))
     with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
         samples = run.data.train.samples
         with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
@@ -102,16 +104,17 @@ def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None
 
 
 def _bytes_of_sample(run: Run) -> int:
+    batch = example_batch(run.data, _MEASURED)
     with SavedTensors(run.model) as saved:
-        images = _forward(run, _MEASURED)[0]
+        _loss(run, batch)
         kept = saved.activations
-    return max(1, int(_FOR_BACKWARD * (kept + images.numel() * images.element_size()) / _MEASURED))
+    return max(1, int(_FOR_BACKWARD * (kept + sum(tensor.nbytes for tensor in tensors_in(batch.data))) / _MEASURED))
 
 
 def _fits(run: Run, size: int) -> bool:
     """Whether forward and backward of a batch go well."""
     try:
-        _forward(run, size)[1].backward()  # type: ignore[no-untyped-call]
+        _loss(run, example_batch(run.data, size)).backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -123,8 +126,7 @@ def _fits(run: Run, size: int) -> bool:
     return True
 
 
-def _forward(run: Run, size: int) -> tuple[Tensor, Tensor]:
-    """Images of a batch, and its loss with a graph."""
-    images, targets = example_input(run.data, size), example_targets(run.data, size)
+def _loss(run: Run, batch: Batch) -> Tensor:
+    """The loss of a batch with its graph."""
     with run.precision.autocast():
-        return images, run.parts.objective((images, targets))
+        return run.parts.objective(batch.data)

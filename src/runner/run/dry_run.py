@@ -12,13 +12,12 @@ import torch
 from runner.base.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.train import Train
-from runner.data.loaders import Batch
 from runner.distributed import layout
 from runner.distributed.layout import Memory, Traffic, Weight
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
 from runner.run.finetune import explaining
-from runner.run.model import example_input, example_targets, indices_for
+from runner.run.model import example_batch
 from runner.run.ranks import gathered_apart
 from runner.run.run import Run
 from runner.run.validate import validate_limits
@@ -133,9 +132,8 @@ def _asked(config: Train) -> tuple[int, str]:
 
 def _activations(run: Run, samples: int) -> int:
     """Bytes that autograd keeps of a batch, in an optimizer step, which also makes the optimizer's state."""
-    images, targets = example_input(run.data, samples), example_targets(run.data, samples)
-    batch, last = Batch((images, targets), indices_for(images)), run.config.accumulate - 1
-    with SavedTensors(run.model, [images, targets]) as saved:
+    batch, last = example_batch(run.data, samples), run.config.accumulate - 1
+    with SavedTensors(run.model, tensors_in(batch.data)) as saved:
         for number in range(last + 1):
             run.step(run.state, run.parts, batch, 1 / (last + 1), samples, update=number == last)
     return saved.activations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -74,8 +74,10 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
         raise UserError(key, f"no head was found: {error}", allowed) from error
 
 
-def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None) -> Sequence[str]:
-    """Set initial weights as `init` says; returns the names of the schemes.
+def initialize(
+    config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None, feed: Callable[[], object]
+) -> Sequence[str]:
+    """Set initial weights as `init` says; returns the names of the schemes. `feed` sends samples through the model.
 
     Raises:
         UserError: if a scheme does not apply to the model.
@@ -84,7 +86,7 @@ def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Ten
     for scheme in sorted(schemes, key=("zero_gamma", "prior_bias").count):  # after what would undo them
         try:
             if scheme == "zero_gamma":
-                zero_last_norms(model, lambda: try_forward(model, image))
+                zero_last_norms(model, feed)
             elif scheme == "prior_bias":
                 _set_prior(model, image, class_counts)
             else:

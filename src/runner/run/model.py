@@ -18,6 +18,7 @@ from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
+from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
@@ -333,6 +334,14 @@ def example_input(data: DataModule, copies: int = 1) -> Tensor:
 def example_targets(data: DataModule, copies: int = 1) -> Tensor:
     """The target of the first training sample: (copies, ...)."""
     return data.example[1].expand(copies, *data.example[1].shape[1:])
+
+
+def example_batch(data: DataModule, samples: int) -> Batch:
+    """A batch of so many copies of the first training samples, without augmentation."""
+    if data.repeated is not None:
+        return data.repeated(samples)
+    images = example_input(data, samples)
+    return Batch((images, example_targets(data, samples)), indices_for(images))
 
 
 def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.data.module import DataModule
 from runner.engine.plan import EpochPlan
-from runner.instrument.nested import parts_of_rows
+from runner.instrument.nested import rows_of
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.instrument.observer import Observer
 from runner.run.finetune import explaining, try_forward
-from runner.run.model import TAKES_BATCHES, example_input, example_targets, indices_for
+from runner.run.model import TAKES_BATCHES, example_batch, example_input, example_targets, indices_for, model_of
 from runner.run.step import TaskSteps, steps_of
 from runner.tasks.task import Task
 
@@ -55,19 +55,13 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evalu
     return single
 
 
-def _trial(data: DataModule) -> tuple[Any, int]:
-    """The data of a small batch, and how many samples it has."""
-    if data.trial is not None:
-        return data.trial.data, len(data.trial.indices)
-    return (example_input(data, 2), example_targets(data, 2)), 2
-
-
 def _probe_evaluation(task: Task, steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
     """Evaluate a few samples."""
     own = hasattr(task, "evaluation_step")
     allowed = "" if own else "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
+    batch, _ = data.trial or example_batch(data, 2)
     with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
-        found = steps.evaluated(_trial(data)[0])
+        found = steps.evaluated(batch)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
         of = "the monitored metric val/loss" if lacks[0] == "loss" else "its metrics"
@@ -76,7 +70,8 @@ def _probe_evaluation(task: Task, steps: TaskSteps | Any, model: nn.Module, loss
 
 def _probe_steps(steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
     """Compute the loss of a few samples as in training; returns BatchNorm layers as `probe` does."""
-    batch, rows = _trial(data)
+    batch, indices = data.trial or example_batch(data, 2)
+    rows = len(indices)
     with _training(model, loss), explaining("task", "cannot train on a batch: "):
         value = steps(batch)
         if not value.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
@@ -86,8 +81,28 @@ def _probe_steps(steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data
     single: list[str] = []
     too_small = contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError)
     with evaluating(model, loss), too_small, _noting_single(model, single):
-        steps.evaluated(parts_of_rows(batch, rows, rows)[0])
+        steps.evaluated(rows_of(batch, rows, slice(1)))
     return single
+
+
+class FirstSamples(NamedTuple):
+    """Sends copies of the first training samples through the model."""
+
+    task: Task
+    model: nn.Module
+    loss: nn.Module
+    data: DataModule
+
+    def feed(self) -> None:
+        """Send two as an evaluation does; everything is left as it is."""
+        with evaluating(self.model, self.loss):
+            steps_of(self.task, self.model, self.loss).feed(example_batch(self.data, 2).data)
+
+    def send(self, samples: int) -> Any:
+        """Send some as training does; what is returned holds the graph."""
+        if self.data.trial is None:
+            return model_of(self.model)(example_input(self.data, samples))
+        return steps_of(self.task, self.model, self.loss)(example_batch(self.data, samples).data)
 
 
 @contextlib.contextmanager

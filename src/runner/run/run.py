@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from runner.run.hardware import Hardware
 from runner.run.init_from import InitialWeights
 from runner.run.length import RunLength
 from runner.run.metrics import Monitor
-from runner.run.model import example_input, example_targets
+from runner.run.model import example_batch, model_of
 from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.precision import Precision
@@ -93,6 +94,7 @@ def training_flops(run: Run, position: Position | None = None, samples: int = 2)
 
     `position` decides what is frozen; None means only what is frozen permanently.
     """
-    images, targets = example_input(run.data, samples), run.task.targets(example_targets(run.data, samples))
+    data = example_batch(run.data, samples).data
     with run.state.freezing.as_at(position), preserved_buffers(run.loss):
-        return count_flops(run.model, images, lambda logits: run.loss(logits, targets), run.precision.autocast)
+        steps = functools.partial(run.steps, data)
+        return count_flops(model_of(run.model), samples, steps, run.precision.autocast, run.model)

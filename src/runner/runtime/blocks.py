@@ -23,6 +23,7 @@ from runner.runtime.memory import readable
 
 Setting = bool | int | float | str | list[str]
 Block = tuple[str, nn.Module]
+Send = Callable[[int], Any]
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 
 _LAYERS_OF_A_BLOCK = 3
@@ -52,7 +53,7 @@ class Recomputed:
         return "activations", what, f"{_KEY}={self.setting}: {before} kept of a batch became {after}"
 
 
-def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, autocast: Autocast) -> Recomputed | None:
+def checkpoint_activations(model: nn.Module, setting: Setting, send: Send, autocast: Autocast) -> Recomputed | None:
     """Recompute blocks of a model in backward, as `activation_checkpointing` says.
 
     What is saved is measured on two and on three copies of a sample, so that what does not grow with the batch is not
@@ -62,7 +63,7 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
         model: the model, on its device, not yet compiled.
         setting: false; true for every block; N for every N-th; a share of the kept bytes that may remain; or patterns
             of module names.
-        image: a sample as the model is given it, (1, C, H, W).
+        send: sends so many copies of a sample through the model; what it returns holds the graph.
         autocast: gives the context that forward passes run in.
 
     Returns:
@@ -75,7 +76,7 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     activation.switch(False)
     if setting is False:
         return None
-    probe = _Probe(model, image, autocast)
+    probe = _Probe(model, send, autocast)
     # Measured while marked functions are off: the figure is that of the plain model.
     before = probe.bytes_of_sample()
     activation.switch(True)
@@ -219,8 +220,8 @@ def _fewest(probe: _Probe, blocks: list[Block], share: float, before: int, warni
 class _Probe:
     """Trains on copies of one sample, as far as is needed to measure what autograd keeps, and leaves no trace."""
 
-    def __init__(self, model: nn.Module, image: Tensor, autocast: Autocast) -> None:
-        self._model, self._image, self._autocast = model, image, autocast
+    def __init__(self, model: nn.Module, send: Send, autocast: Autocast) -> None:
+        self._model, self._send, self._autocast = model, send, autocast
 
     @contextlib.contextmanager
     def _outputs(self, samples: int) -> Iterator[Any]:
@@ -228,7 +229,7 @@ class _Probe:
         with no_trace(self._model), torch.enable_grad():
             self._model.train()
             with self._autocast():
-                outputs = self._model(torch.cat([self._image] * samples))
+                outputs = self._send(samples)
             yield outputs
 
     def _saved(self, samples: int) -> SavedTensors:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
-from runner.runtime.blocks import Recomputed, checkpoint_activations
+from runner.runtime.blocks import Recomputed, Send, checkpoint_activations
 from runner.runtime.compilation import Compilation, CompileReport, compile_learner, compile_optimizer
 from runner.runtime.precision import Precision
 
@@ -45,8 +45,8 @@ class Toggled:
         return recomputed + ([self.compilation.row()] if self.compilation else [])
 
 
-def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precision, image: Tensor) -> Toggled:
-    """Checkpoint activations, and compile the result, as the config says.
+def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precision, send: Send) -> Toggled:
+    """Checkpoint activations, and compile the result, as the config says; for `send` see `checkpoint_activations`.
 
     Raises:
         UserError: if a setting is not supported.
@@ -59,7 +59,7 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
             f"channels_last=true has no effect: {type(model).__name__} has no 2-d convolution, whose layout it is"
         )
     # Before compilation, which would otherwise compile blocks that are wrapped afterwards
-    toggled.recomputed = checkpoint_activations(model, config.activation_checkpointing, image, precision.autocast)
+    toggled.recomputed = checkpoint_activations(model, config.activation_checkpointing, send, precision.autocast)
     if toggled.recomputed is not None:
         toggled.warnings += toggled.recomputed.warnings
     if config.compile is False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +47,11 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
         seeded = loader._loader.dataset
         assert isinstance(seeded, SeededDataset), "a worker loader reads with SeededDataset"
         for index in indices:
-            if found := _first_to_differ(_of_sample(seeded, index), None, seed, epoch, number=index, workers=_WORKERS):
+            steps = _of_sample(seeded, index)
+            if found := _first_to_differ(steps, None, seed, epoch, number=index, workers=_WORKERS, pairs=seeded._pairs):
                 return found
+        if not seeded._pairs:
+            return None
         read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
         images, targets = read.data[0].to(loader._device), torch.from_numpy(read.data[1]).to(loader._device)
     else:
@@ -60,7 +63,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
     # What acts on batches is called again with the same images and numbers
     places = torch.tensor(list(indices), device=images.device)
     prepare, mix = loader._prepare, loader._mix
-    steps: list[_Step] = []
+    steps = []
     if isinstance(prepare, Pipeline):
         for stream, transform in enumerate(prepare.transforms):
             rng = functools.partial(SampleRNG, seed, epoch, places, stream)
@@ -91,7 +94,7 @@ def _of_sample(seeded: SeededDataset, index: int) -> list[_Step]:
 
 
 def _first_to_differ(
-    steps: Sequence[_Step], value: Any, seed: int, epoch: int, *, number: int, workers: int
+    steps: Sequence[_Step], value: Any, seed: int, epoch: int, *, number: int, workers: int, pairs: bool = True
 ) -> Nondeterminism | None:
     """The first step that does not repeat; each gets what the one before gave, and of a sample its image."""
     for key, part, call in steps:
@@ -104,7 +107,7 @@ def _first_to_differ(
         value, by_worker = _tried(run, workers)
         if by_worker is not None:
             return Nondeterminism(key, type(part).__name__, by_worker)
-        value = value[0] if isinstance(value, tuple | list) else value
+        value = value[0] if pairs and isinstance(value, tuple | list) else value
     return None
 
 
@@ -142,6 +145,8 @@ def _same(a: Any, b: Any) -> bool:
     """Whether two images, targets, or containers of them are equal; what cannot be compared counts as equal."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False

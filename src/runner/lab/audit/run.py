@@ -142,7 +142,9 @@ def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Differenc
     a, b = (None if entry is None else entry.tensor for entry in first)
     if first.entry.name == "indices" or indices is None or a is None or b is None or a.shape != b.shape:
         return None
-    chosen = [index for index, x, y in zip(indices.tolist(), a, b, strict=True) if not x.equal(y)]
+    chosen = indices.tolist()
+    if a.shape[:1] == indices.shape:  # otherwise it belongs to one sample of the batch, or to all
+        chosen = [index for index, x, y in zip(chosen, a, b, strict=True) if not x.equal(y)]
     for side in sides:
         loader = side.training.data.train.loader
         if (who := find_nondeterminism(loader, side.config.seed, side.epoch, chosen[:_SUSPECTED])) is not None:

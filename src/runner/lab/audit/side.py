@@ -19,7 +19,7 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.engine.position import Position
 from runner.engine.step import backward, forward, update_weights
-from runner.instrument.nested import tensors_in
+from runner.instrument.nested import fields_of, leaves_of, tensors_in
 from runner.instrument.observer import Observer, observe_gradients
 from runner.instrument.profiler_ranges import FORWARD, step_in_ranges
 from runner.lab.audit.record import Entry, Phase, Recorder
@@ -118,7 +118,9 @@ class Side:
         for number, batch in enumerate(self._ahead):
             self._next = epoch, start + number + 1
             self._recorder.batch = number
-            self._record(Phase.BATCH, {name: getattr(batch, name) for name in ("indices", "images", "targets")})
+            self._record(Phase.BATCH, {"indices": batch.indices, **fields_of(batch.data)})
+            if others := [leaf for leaf in leaves_of(batch.data) if not isinstance(leaf, Tensor)]:
+                self._record(Phase.BATCH, {"other values": others})
             self._record(Phase.DRAWN, dict(_each(rng.capture())))
             yield batch
 

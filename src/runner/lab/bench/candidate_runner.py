@@ -79,9 +79,9 @@ class Workbench:
             self.build(config)
 
     def keep_statistics(self, splits: DataModule) -> None:
-        """Use the statistics of the first candidate's data for all others."""
+        """Use the statistics of the first candidate's data, if any were measured, for all others."""
         statistics = {"data.normalize.mean": list(splits.mean), "data.normalize.std": list(splits.std)}
-        self._config = with_changes(self._config, statistics)
+        self._config = with_changes(self._config, statistics if splits.mean else {})
         self._splits[_about_data(self._config)] = splits
 
     def close(self) -> None:
@@ -168,8 +168,8 @@ class CandidateRunner:
             return None
         training = self.training
         (batch,) = self.loader.batches(0, 0, 1)
-        with SavedTensors(training.model, [batch.images, batch.targets]) as saved:
-            train_step(training.state, training.parts, batch, 1.0, len(batch.targets), update=True)
+        with SavedTensors(training.model, tensors_in(batch.data)) as saved:
+            train_step(training.state, training.parts, batch, 1.0, len(batch.indices), update=True)
         return saved.activations
 
     def release(self) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,13 +17,16 @@ from runner.checkpoint import find, resume, rng
 from runner.config.schema.verbs import Check
 from runner.config.targets import build
 from runner.data.build import read_data
-from runner.data.loaders import Batch
+from runner.data.loaders import Batch, Fields
 from runner.data.module import DataModule
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
 from runner.data.sources.arrays import ImageArrays
+from runner.data.workers import WorkerLoader, as_numbers
+from runner.engine.step import Supervised
+from runner.instrument.nested import mapped_items, tensors_moved
 from runner.instrument.no_trace import SavedBuffers
 from runner.lab.check.result import NotApplicable, need
-from runner.lab.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets, scaled
+from runner.lab.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets, scaled, whole_stats
 from runner.run.batch_size import auto_batch_size
 from runner.run.evaluation import load_best
 from runner.run.run import Run
@@ -97,6 +101,16 @@ class CheckContext:
     # Data
 
     @property
+    def whole(self) -> bool:
+        """True if samples are not pairs of image and target."""
+        return self.splits.trial is not None
+
+    @property
+    def supervised(self) -> bool:
+        """True if the loss is that of outputs of the model for images, and targets."""
+        return not self.whole and isinstance(self.training.steps, Supervised)
+
+    @property
     def splits(self) -> DataModule:
         """The data."""
         if self._splits is None:
@@ -113,9 +127,8 @@ class CheckContext:
     def stats(self) -> dict[str, SplitStats]:
         """Statistics of each split."""
         parts, most, seed = self.splits.parts, self.config.samples, self.config.seed
-        return {
-            name: compute_split_stats(name, part, self.sample_transforms, most, seed) for name, part in parts.items()
-        }
+        compute = whole_stats if self.whole else compute_split_stats
+        return {name: compute(name, part, self.sample_transforms, most, seed) for name, part in parts.items()}
 
     @property
     def train_stats(self) -> SplitStats:
@@ -150,9 +163,15 @@ class CheckContext:
         """
         data, device = self.splits.eval_split(split), self.splits.example[0].device
         assert data is not None
-        seeded = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
-        read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
+        dataset, transforms = self.splits.parts[split][0], self.sample_transforms
+        seeded = SeededDataset(dataset, self.config.seed, transforms, pairs=not self.whole)
+        items = seeded.__getitems__([(epoch, index) for index in indices])
         places = torch.tensor(list(indices), device=device)
+        loader = data.loader
+        if self.whole and isinstance(loader, WorkerLoader) and isinstance(loader._prepare, Fields):
+            made = mapped_items(loader._loader.collate_fn(items).data, np.ndarray, as_numbers)
+            return Batch(loader._prepare.of(tensors_moved(made, device)), places)
+        read = collate(items)
         images = data.prepare(read.data[0].to(device), places, epoch)
         return Batch((images, torch.from_numpy(read.data[1]).to(device)), places)
 
@@ -199,7 +218,8 @@ class CheckContext:
     @functools.cached_property
     def batch(self) -> Batch:
         """Training samples without augmentation, of as many classes as possible, to send through the model."""
-        indices = self.readable("train", self._fitting(_SAMPLES, _VALUES))
+        own = max(2, min(_EVALUATED, self.splits.train.loader.batch_size)) if self.whole else None
+        indices = self.readable("train", own or self._fitting(_SAMPLES, _VALUES))
         need(len(indices) >= 2, "there are not two readable training images without NaN")
         return self.read("train", indices)
 
@@ -207,7 +227,7 @@ class CheckContext:
 
     def shortened(self, batch: Batch) -> Batch:
         """At most as many samples as `batch` has, for checks that work with any batch size."""
-        return batch.first(len(self.batch.images))
+        return batch.first(len(self.batch.indices))
 
     @property
     def training(self) -> Run:
@@ -228,7 +248,7 @@ class CheckContext:
 
     def loss(self) -> Tensor:
         """The loss of `batch`, with its graph."""
-        loss: Tensor = self.training.loss(self.model(self.batch.images), self.targets(self.batch))
+        loss: Tensor = self.training.steps(self.batch.data)
         return loss
 
     def disable_dropout(self) -> None:

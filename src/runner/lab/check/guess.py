@@ -72,6 +72,10 @@ def optimize_outputs(context: CheckContext, targets: Tensor, equal: bool = False
 
 def loss_range(context: CheckContext) -> tuple[float, float]:
     """Of `overfit_samples`: the loss of a guess, which is the lowest with equal outputs for all, and the lowest loss."""
+    if not context.supervised:  # neither is known, so the range is the size of the first loss
+        first = float(context.loss().detach())
+        need(math.isfinite(first), f"the first loss is {first:.4g}")
+        return first, first - max(abs(first), 1e-6)
     targets = overfit_samples(context).targets
     guess, lowest = (min(optimize_outputs(context, targets, equal)[1]) for equal in (True, False))
     need(math.isfinite(guess) and lowest < guess, f"the loss of a guess is {guess:.4g}, and the lowest {lowest:.4g}")

@@ -28,6 +28,7 @@ class Check:
 
     group: str  # in `only` and `skip` it stands for all its checks
     run: Callable[[Any], Result]  # with a `CheckContext`
+    any_task: bool = False  # whether it takes samples of any kind, and tasks that compute their own steps
 
     @property
     def name(self) -> str:
@@ -44,11 +45,11 @@ REGISTERED: list[Check] = []
 """The checks of all modules that have been imported."""
 
 
-def check(group: str) -> Callable[[Run], Run]:
-    """Register a function as a check of a group, one of `runner.lab.check.table.GROUPS`."""
+def check(group: str, *, any_task: bool = False) -> Callable[[Run], Run]:
+    """Register a function as a check of a group, one of `runner.lab.check.table.GROUPS`; for `any_task` see `Check`."""
 
     def register(run: Run) -> Run:
-        REGISTERED.append(Check(group, run))
+        REGISTERED.append(Check(group, run, any_task))
         return run
 
     return register

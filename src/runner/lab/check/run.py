@@ -14,7 +14,7 @@ from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.app import Composition
 from runner.config.schema.verbs import Check as Settings
 from runner.lab.check.context import CheckContext
-from runner.lab.check.result import Check, NotApplicable, Result, failed, join_names
+from runner.lab.check.result import Check, NotApplicable, Result, failed, join_names, need
 from runner.lab.check.split_stats import is_classes
 from runner.lab.check.table import BUILD, CHECKS
 from runner.run.describe import describe
@@ -24,6 +24,7 @@ from runner.tracking.console import Console
 from runner.tracking.verb_report import Report
 
 _MOST_CLASSES = 12  # that the report lists
+_OF_DATA = ("data", "labels", "baselines", "batches", "splits", "shortcuts")  # groups that look at pairs alone
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
 
 
@@ -104,6 +105,9 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     One that raises has failed; later ones that raise the same are skipped: `errors` collects the first check of each.
     """
     try:
+        if not each.any_task:
+            need(not context.whole, "samples are not pairs of image and target")
+            need(each.group in _OF_DATA or context.supervised, "the task computes its steps itself")
         try:
             return each.run(context)
         # Each check begins with the same model, whatever the one before did to it
@@ -154,7 +158,7 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
             rows.append(["", "", "", f"  fix: {result.fix}"])
     console.table("", ["group", "check", "result", "evidence"], rows)
     for split, of_split in seen.items():
-        line, classes = f"saw {of_split['read']:,} of {of_split['samples']:,} images of {split}", of_split["classes"]
+        line, classes = f"saw {of_split['read']:,} of {of_split['samples']:,} samples of {split}", of_split["classes"]
         fewest = [f"{name} {classes[name]:,}" for name in sorted(classes, key=classes.__getitem__)]
         console.line(f"{line}: {join_names(fewest, _MOST_CLASSES)}" if classes else line)
     words = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}

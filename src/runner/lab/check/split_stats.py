@@ -1,26 +1,34 @@
-"""Statistics of a split from one pass over its images: targets, value ranges, digests and thumbnails."""
+"""Statistics of a split from one pass over its samples: targets, value ranges, digests and thumbnails; masks and boxes."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import PIL.Image
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional as v2
 
+from runner.data.loaders import Batch
 from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of
+from runner.instrument.nested import leaves_of, named_tensors, parts_of_rows
 
 _SIDE = 16  # pixels of a thumbnail
 _WHOLE_BYTES = 2**28  # of images in memory that are all measured
 _CHUNK = 2048
+T = TypeVar("T")
+XYXY = tv_tensors.BoundingBoxFormat.XYXY
 
 
 @dataclass
@@ -30,17 +38,20 @@ class SplitStats:
     name: str
     dataset: Dataset[Any]
     samples: int  # of the split
-    shapes: Counter[tuple[int, ...]]
-    dtypes: Counter[str]
-    unreadable: dict[int, str]  # the error by index of images that could not be read
-    digests: list[bytes]  # hashes of the bytes of each image
-    thumbnails: Tensor  # averaged to 16 by 16 pixels, float32 (N, C, h, w); none if their sizes differ
-    indices: Tensor  # in the data set, int64 (N,)
-    targets: Tensor  # (N, ...)
-    low: Tensor  # smallest value of each image, float32 (N,); uint8 values are divided by 255
-    high: Tensor  # largest value, (N,)
-    means: Tensor  # of each channel, float32 (N, C)
-    stds: Tensor  # (N, C)
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    dtypes: Counter[str] = field(default_factory=Counter)
+    unreadable: dict[int, str] = field(default_factory=dict)  # the error by index of images that could not be read
+    digests: list[bytes] = field(default_factory=list)  # hashes of the bytes of each image
+    # averaged to 16 by 16 pixels, float32 (N, C, h, w); none if their sizes differ
+    thumbnails: Tensor = field(default_factory=lambda: torch.zeros(0, 1, 1, 1))
+    indices: Tensor = field(default_factory=lambda: torch.zeros(0).long())  # in the data set, int64 (N,)
+    targets: Tensor = field(default_factory=lambda: torch.zeros(0).long())  # (N, ...)
+    # smallest value of each image, float32 (N,); uint8 values are divided by 255
+    low: Tensor = field(default_factory=lambda: torch.zeros(0))
+    high: Tensor = field(default_factory=lambda: torch.zeros(0))  # largest value, (N,)
+    means: Tensor = field(default_factory=lambda: torch.zeros(0, 1))  # of each channel, float32 (N, C)
+    stds: Tensor = field(default_factory=lambda: torch.zeros(0, 1))  # (N, C)
+    annotated: list[Any] = field(default_factory=list)  # see `Annotated`
 
     @property
     def read(self) -> int:
@@ -109,18 +120,21 @@ def compute_split_stats(
     known = known_targets(part)
     # All classes should be in the sample, also the rare ones
     order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), seed)
-    none, no_channels = torch.zeros(0), torch.zeros(0, 1)
-    found = SplitStats(
-        *(name, dataset, len(indices), Counter(), Counter(), {}, [], torch.zeros(0, 1, 1, 1)),
-        *(none.long(), none.long(), none, none, no_channels, no_channels),
-    )
+    found = SplitStats(name, dataset, len(indices))
     source: Iterator[tuple[Tensor, Tensor, Tensor]]
     # Images in memory are measured in large pieces, files one after the other
     if isinstance(dataset, ImageArrays) and not transforms:
         whole = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())]
         source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(indices[whole], _CHUNK))
     else:
-        source = _one_by_one(SeededDataset(dataset, 0, transforms), indices[order[:most]].tolist(), found.unreadable)
+        seeded = SeededDataset(dataset, 0, transforms)
+
+        def pair(index: int) -> tuple[Tensor, Tensor]:
+            image, target = seeded[0, index]
+            return as_tensor(image)[None], as_target(target)[None]
+
+        read = _readable(pair, indices[order[:most]].tolist(), found.unreadable)
+        source = ((torch.tensor([index]), *images) for index, images in read)
     columns: list[tuple[Tensor, ...]] = []
     for rows, images, targets in source:
         found.shapes[tuple(images.shape[1:])] += len(rows)
@@ -141,20 +155,17 @@ def compute_split_stats(
     return found
 
 
-def _one_by_one(
-    seeded: SeededDataset, indices: Sequence[int], unreadable: dict[int, str]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Index, image and target of each sample, as batches of one; adds the error of those that cannot be read."""
+def _readable(read: Callable[[int], T], indices: Sequence[int], unreadable: dict[int, str]) -> Iterator[tuple[int, T]]:
+    """The index of each sample and what is read of it; adds the error of those that cannot be read."""
     for index in indices:
         try:
-            image, target = seeded[0, index]
-            image, target = as_tensor(image), as_target(target)
+            found = read(index)
         except MemoryError:
             raise
         except Exception as error:  # a decoder or a custom data set can raise anything
             unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
         else:
-            yield torch.tensor([index]), image[None], target[None]
+            yield index, found
 
 
 def scaled(images: Tensor) -> Tensor:
@@ -166,3 +177,89 @@ def thumbnails(images: Tensor, side: int = _SIDE) -> Tensor:
     """Copies of (N, C, H, W) averaged to at most `side` pixels a side."""
     size = (min(side, images.shape[2]), min(side, images.shape[3]))
     return F.adaptive_avg_pool2d(images, size) if images.shape[2:] != size else images
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """What a sample says about its image."""
+
+    index: int  # in the data set
+    size: tuple[int, ...]  # height and width of the image
+    masks: set[tuple[int, ...]]  # the same of masks
+    values: set[int]  # of masks of classes
+    boxes: Tensor | None  # XYXY, float64 (N, 4)
+    labels: Tensor | None  # those of the boxes, (N,)
+
+
+def whole_stats(
+    name: str, part: tuple[Dataset[Any], Indices], transforms: Sequence[SampleTransform], most: int, seed: int
+) -> SplitStats:
+    """Measure a random sample of `most` samples of a split: its data set, and which of its samples are in it.
+
+    Targets, thumbnails, and statistics of pixels are unknown.
+    """
+    dataset, indices = part
+    order, found = stratified_order(None, len(indices), seed)[:most], SplitStats(name, dataset, len(indices))
+    seeded, read, low = SeededDataset(dataset, 0, transforms, pairs=False), list[int](), list[float]()
+    for index, sample in _readable(lambda index: seeded[0, index], indices[order].tolist(), found.unreadable):
+        leaves = leaves_of(sample)
+        found.shapes[()] += 1
+        read.append(index)
+        # The same picture counts as the same sample, whatever else is said of it
+        found.digests.append(digest_of([leaf for leaf in leaves if is_image(leaf)] or leaves))
+        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        low.append(0.0 if all(bool(number.isfinite().all()) for number in numbers) else math.nan)
+        if about := _annotated(index, sample):
+            found.annotated.append(about)
+    found.indices, found.low, found.high = torch.tensor(read).long(), torch.tensor(low), torch.ones(len(read))
+    found.means = found.stds = torch.zeros(len(read), 1)
+    return found
+
+
+def is_image(leaf: Any) -> bool:
+    """True for an image of torchvision's transforms, or of PIL."""
+    return isinstance(leaf, tv_tensors.Image | PIL.Image.Image)
+
+
+def is_boxes(leaf: Any) -> bool:
+    """True for boxes that are not rotated."""
+    return isinstance(leaf, tv_tensors.BoundingBoxes) and leaf.format.name in ("XYXY", "XYWH", "CXCYWH")
+
+
+def digest_of(value: Any) -> bytes:
+    """A hash of the bytes of everything in nested containers."""
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in leaves_of(value):
+        leaf = leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
+        found.update(leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode())
+    return found.digest()
+
+
+def digests_of(batch: Batch) -> list[bytes]:
+    """The same of each sample of a batch."""
+    rows = len(batch.indices)
+    return [digest_of(row) for row in parts_of_rows(batch.data, rows, rows)]
+
+
+def _annotated(index: int, sample: Any) -> Annotated | None:
+    """What a sample says about its image; None without an image, or without masks and boxes."""
+    leaves = leaves_of(sample)
+    image = next(filter(is_image, leaves), None)
+    boxes = [
+        v2.convert_bounding_box_format(leaf, new_format=XYXY).as_subclass(Tensor).double()
+        for leaf in leaves
+        if is_boxes(leaf)
+    ]
+    masks = [leaf for leaf in leaves if isinstance(leaf, tv_tensors.Mask)]
+    if image is None or not (boxes or masks):
+        return None
+    labels = next((each for name, each in named_tensors(sample) if name.rpartition(".")[2] == "labels"), None)
+    of_classes = [mask for mask in masks if not boxes or mask.ndim == 2]  # others belong to the boxes
+    return Annotated(
+        index,
+        tuple(v2.get_size(image)),
+        masks={tuple(mask.shape[-2:]) for mask in masks},
+        values={int(value) for mask in of_classes for value in mask.unique()},
+        boxes=boxes[0] if boxes else None,
+        labels=labels,
+    )

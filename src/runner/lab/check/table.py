@@ -10,7 +10,7 @@ from runner.lab.check.context import CheckContext
 from runner.lab.check.result import REGISTERED, Check, Result, passed
 
 GROUPS = (
-    *("data", "labels", "outputs", "model", "loss", "loop", "baselines", "batches", "splits", "shortcuts"),
+    *("data", "labels", "samples", "outputs", "model", "loss", "loop", "baselines", "batches", "splits", "shortcuts"),
     *("reach", "objective", "settings", "steps"),
 )
 
@@ -21,7 +21,7 @@ def build(context: CheckContext) -> Result:
     return passed("data, model, loss and optimizer fit together")
 
 
-BUILD = Check("config", build)
+BUILD = Check("config", build, any_task=True)
 
 # Importing a module of the folder registers its checks: a new file needs no entry anywhere.
 for module in sorted(each.name for each in pkgutil.iter_modules(checks.__path__)):

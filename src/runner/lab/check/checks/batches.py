@@ -13,10 +13,11 @@ from runner.lab.check.checks.data import moments_without_padding
 from runner.lab.check.context import CheckContext
 from runner.lab.check.near_duplicates import unit_vectors
 from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed
-from runner.lab.check.split_stats import is_classes, thumbnails
+from runner.lab.check.split_stats import digests_of, is_classes, thumbnails
 
 _SAME, _CLOSE = 0.9999, 0.1  # correlation of two images of a batch that are the same, and most deviations apart
 _WRAPPED = 1.0  # jumps over the whole range for each jump over half of it; 0.1 in photographs
+_EQUAL = 64  # samples of any kind that are compared
 _FEWEST = 160  # samples for fitting and scoring a linear model
 
 
@@ -48,9 +49,15 @@ def first_batches(context: CheckContext) -> TrainingBatches:
     return TrainingBatches(images.float(), plain.images.float().cpu(), targets, plain.targets.cpu(), numbers)
 
 
-@check("batches")
+@check("batches", any_task=True)
 def batch_repeats(context: CheckContext) -> Result:
     """Batches with the same picture for several samples."""
+    if context.whole:
+        batch = next(context.splits.train.loader.batches(0, 0, 1)).first(_EQUAL)
+        given, own = digests_of(batch), digests_of(context.read("train", batch.indices.tolist()))
+        share = sum(given.count(a) > own.count(b) for a, b in zip(given, own, strict=True)) / len(own)
+        fix = "check the transforms and data.collate: each row must be computed from its own sample"
+        return graded(f"{share:.0%} of {len(own)} samples equal another one", fix, fail=share > 0.2, warn=share > 0.02)
     found = context.cached(first_batches)
     small, plain = thumbnails(found.images).flatten(1), unit_vectors(thumbnails(found.plain))
     augmented, small = unit_vectors(small), small - small.mean(1, keepdim=True)

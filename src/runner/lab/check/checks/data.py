@@ -10,7 +10,7 @@ from torch import Tensor
 from runner.config.targets import preferred_data
 from runner.lab.check.context import CheckContext
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
-from runner.lab.check.split_stats import is_classes
+from runner.lab.check.split_stats import digests_of, is_classes
 
 _FAR = 20.0  # median deviations from the median that make an outlier
 _AUGMENTED = 128  # images that are augmented
@@ -21,7 +21,7 @@ _ENOUGH = 32  # images that say something about all of them
 _BORDER = 0.15  # share of each side; the digits of MNIST have 0.14
 
 
-@check("data")
+@check("data", any_task=True)
 def readable(context: CheckContext) -> Result:
     """Images that cannot be read."""
     bad = [(index, name, why) for name, stats in context.stats.items() for index, why in stats.unreadable.items()]
@@ -53,7 +53,7 @@ def image_shapes(context: CheckContext) -> Result:
     return passed(f"{'x'.join(map(str, shape))} {''.join(dtypes)} in every split")
 
 
-@check("data")
+@check("data", any_task=True)
 def finite_images(context: CheckContext) -> Result:
     """Images with NaN or infinite values."""
     bad = [
@@ -211,7 +211,7 @@ def splits_alike(context: CheckContext) -> Result:
     return graded(evidence, f"read {name} as train is read: the same source, unit and transforms", warn=worst > 1)
 
 
-@check("data")
+@check("data", any_task=True)
 def evaluation_transform(context: CheckContext) -> Result:
     """Random augmentation in an evaluation: the same sample gives different images."""
     checked = 0
@@ -219,12 +219,11 @@ def evaluation_transform(context: CheckContext) -> Result:
         indices = stats.indices[:: max(1, len(stats.indices) // 8)][:8].tolist()
         if not indices:
             continue
-        first = context.read(name, indices)
+        first = digests_of(context.read(name, indices))
         for epoch in (0, 1):
-            again = context.read(name, indices, epoch)
-            differ = (first.images != again.images).flatten(1).any(1) & first.images.isfinite().flatten(1).all(1)
-            if bool(differ.any()):
-                evidence = f"{int(differ.sum())} of {len(indices)} samples of {name} differ when they are read again"
+            again = digests_of(context.read(name, indices, epoch))
+            if differ := sum(a != b for a, b in zip(first, again, strict=True)):
+                evidence = f"{differ} of {len(indices)} samples of {name} differ when they are read again"
                 fix = "move random transforms from transform.eval to train, sample_eval to sample_train"
                 return failed(evidence, fix)
         checked += len(indices)

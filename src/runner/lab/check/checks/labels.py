@@ -137,7 +137,7 @@ def _digests(stats: SplitStats) -> list[tuple[int, bytes]]:
     return [(place, stats.digests[place]) for place in (~stats.constant).nonzero().flatten().tolist()]
 
 
-@check("labels")
+@check("labels", any_task=True)
 def duplicates(context: CheckContext) -> Result:
     """The same image several times in a split."""
     found = []
@@ -172,7 +172,7 @@ def conflicting_labels(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=len(conflicts) > _FEW * total, warn=True)
 
 
-@check("labels")
+@check("labels", any_task=True)
 def leakage(context: CheckContext) -> Result:
     """Held-out images that are also in the training split, bit for bit."""
     need(context.held_out_stats, "there is no other split")

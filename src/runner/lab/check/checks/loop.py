@@ -27,6 +27,7 @@ _MOST_STEPS = 150
 _RATES = (1e-3, 1e-4, 1e-2)  # of AdamW; deep models without norms need the small one
 _LEARNED = 0.1  # share of the first loss that is left
 _RIGHT = 0.9  # share of correct classes
+_FEW_STEPS, _MEAN, _FALLEN = 24, 4, 0.01  # of own steps: steps, averaged losses, share by which these fall at least
 
 
 class LearningCurve(NamedTuple):
@@ -157,9 +158,33 @@ def held_out_loader(context: CheckContext) -> Loader:
     return loader
 
 
-@check("loop")
+def _fall(context: CheckContext) -> Result:
+    """Whether the loss of a task falls on one batch; how far it can is not known."""
+    samples = len(context.batch.indices)
+    for rate in _RATES:
+        context.restore()
+        context.disable_dropout()
+        trained = [each for _, each in context.training.state.named_parameters() if each.requires_grad]
+        optimizer, losses = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0), []
+        for step in range(1, 1 + _FEW_STEPS):
+            loss = context.loss()
+            losses.append(float(loss.detach()))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            first, last = (sum(part) / _MEAN for part in (losses[:_MEAN], losses[-_MEAN:]))
+            evidence = f"loss {first:.4g} to {last:.4g} in {step} steps on {samples} samples at a rate of {rate:g}"
+            if step >= 2 * _MEAN and first - last > _FALLEN * abs(first):
+                return passed(evidence)
+    fix = "see which checks fail: parameters without gradient, a detached loss, inputs that do not reach the model"
+    return failed(evidence, fix)
+
+
+@check("loop", any_task=True)
 def overfit(context: CheckContext) -> Result:
     """A model that cannot memorize one batch, with AdamW and without augmentation and dropout."""
+    if not context.supervised:
+        return _fall(context)
     curve = context.cached(overfit_batch)
     first, last, samples = curve.losses[0], curve.losses[-1], len(overfit_samples(context).images)
     evidence = f"loss {first:.4g} to {last:.4g} in {len(curve.losses) - 1} steps on {samples} samples"
@@ -235,16 +260,15 @@ def _observe_steps(context: CheckContext) -> _ObservedSteps:
 
     # A hook that adds to gradients shows when the loss is multiplied by zero
     context.restore()
-    context.model.eval()
-    images, targets = overfit_samples(context).data
-    loss = training.loss(context.model(images), targets)
+    context.disable_dropout()
+    loss = context.loss()
     if loss.requires_grad and bool(loss.isfinite()):
-        (loss * 0).backward()
+        (loss * 0).backward()  # type: ignore[no-untyped-call]
         found.hooked = nonzero()
     return found
 
 
-@check("loop")
+@check("loop", any_task=True)
 def stale_gradients(context: CheckContext) -> Result:
     """Gradients of an earlier step that are left when the next one begins: zero_grad is missing or undone."""
     found = context.cached(_observe_steps)
@@ -256,7 +280,7 @@ def stale_gradients(context: CheckContext) -> Result:
     return none_of(found.hooked, what, fix, f"zero at the start of each of {found.steps} steps")
 
 
-@check("loop")
+@check("loop", any_task=True)
 def mode_in_training(context: CheckContext) -> Result:
     """Training steps in evaluation mode, for example after an evaluation in a callback."""
     found, fix = context.cached(_observe_steps), "call model.train() after whatever calls model.eval()"
@@ -264,7 +288,7 @@ def mode_in_training(context: CheckContext) -> Result:
     return none_of(sorted(found.in_evaluation), "modules are in evaluation mode when a step begins", fix, otherwise)
 
 
-@check("loop")
+@check("loop", any_task=True)
 def evaluation_leaves_state(context: CheckContext) -> Result:
     """An evaluation that changes weights or buffers."""
     training = context.training
@@ -273,7 +297,7 @@ def evaluation_leaves_state(context: CheckContext) -> Result:
     # Not `evaluate`, which restores buffers.
     with torch.no_grad(), training.precision.autocast():
         for batch in map(context.shortened, held_out_loader(context).batches(0, 0, 1)):
-            training.loss(training.model(batch.images), training.task.targets(batch.targets))
+            training.steps.evaluated(batch.data)
     after = _tensors(context)
     fix = "change buffers in forward only `if self.training`"
     otherwise = f"{len(after)} tensors are unchanged"
@@ -295,7 +319,7 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return [name for name, new in after.items() if not equal(before.get(name), new)]
 
 
-@check("loop")
+@check("loop", any_task=True)
 def repeatability(context: CheckContext) -> Result:
     """Three training steps that give different weights the second time."""
     training, plan, runs = context.training, context.training.plan, []

@@ -30,9 +30,12 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-5)
 
 
-@check("loss")
+@check("loss", any_task=True)
 def initial_loss(context: CheckContext) -> Result:
     """A first loss that is not that of a guess: ln C for C equally likely classes, the variance for regression."""
+    if not context.supervised:
+        first = float(context.loss().detach())
+        return graded(f"{first:.4g}", "find the operation with debug=anomaly", fail=not math.isfinite(first))
     need(context.found is None, "the weights come from a checkpoint")
     pretrained = context.config.init_from is not None or context.config.model.get("weights") is not None
     need(not pretrained, "the weights are pretrained")

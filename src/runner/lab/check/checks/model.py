@@ -54,7 +54,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def observe_pass(context: CheckContext) -> ObservedPass:
-    """Send a batch through model, loss and back."""
+    """Send a batch through model, loss and back; or through the step of a task."""
     found, model, batch = ObservedPass(), context.model, context.batch
     inside = [""]  # names of the modules that are running
     last: tuple[str, Any, int] = ("", None, 0)  # a module without submodules, its output, and the version of that
@@ -93,10 +93,13 @@ def observe_pass(context: CheckContext) -> ObservedPass:
 
     context.disable_dropout()
     with Observer(model, before, after):
-        # Not modules but operations, because most models call F.relu.
-        with Operations(count_dead_units):
-            logits = model(batch.images)
-        loss = context.training.loss(logits, context.targets(batch))
+        if context.supervised:
+            # Not modules but operations, because most models call F.relu.
+            with Operations(count_dead_units):
+                logits = model(batch.images)
+            loss = context.training.loss(logits, context.targets(batch))
+        else:
+            loss = context.loss()
     if rectified is not None and rectified.data_ptr() == logits.data_ptr():
         found.units.pop()  # outputs that are never negative by design: reachable-targets judges them
     if loss.requires_grad:
@@ -110,7 +113,7 @@ def observe_pass(context: CheckContext) -> ObservedPass:
     return found
 
 
-@check("model")
+@check("model", any_task=True)
 def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, although the config freezes nothing."""
     frozen = [name for name, parameter in context.model.named_parameters() if not parameter.requires_grad]
@@ -121,7 +124,7 @@ def frozen_parameters(context: CheckContext) -> Result:
     return none_of(frozen, what, fix, f"all {total} require gradients", "warn")
 
 
-@check("model")
+@check("model", any_task=True)
 def optimizer_parameters(context: CheckContext) -> Result:
     """Trainable parameters that the optimizer does not have."""
     groups = context.training.state.optimizer.param_groups
@@ -158,14 +161,17 @@ def detached_parameters(context: CheckContext) -> Result:
     return none_of(used, "parameters change the outputs and get no gradient", fix, otherwise)
 
 
-@check("model")
+@check("model", any_task=True)
 def unused_parameters(context: CheckContext) -> Result:
     """Parameters that do not change the outputs: a branch that is never used."""
+    if not context.supervised:
+        missing, fix = context.cached(observe_pass).missing, "use them in the step of the task, freeze or remove them"
+        return none_of(missing, "parameters get no gradient in a step", fix, "all get a gradient in a step", "warn")
     unused, fix = context.cached(_without_gradient)[0], "use the branch in forward, or remove it"
     return none_of(unused, "parameters do not change the outputs", fix, "none without a gradient", "warn")
 
 
-@check("model")
+@check("model", any_task=True)
 def shared_weights(context: CheckContext) -> Result:
     """A weight that occurs several times in the model, for example in a list that repeats one block."""
     places = defaultdict(list)
@@ -176,7 +182,7 @@ def shared_weights(context: CheckContext) -> Result:
     return none_of(shared, "weights occur several times", fix, f"{len(places)} weights, each in one place", "warn")
 
 
-@check("model")
+@check("model", any_task=True)
 def bias_before_norm(context: CheckContext) -> Result:
     """A bias without effect, because a norm follows."""
     biased, fix = context.cached(observe_pass).biased, "bias=False in the layer before the norm"
@@ -218,11 +224,18 @@ def activation_scale(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=fail, warn=warn)
 
 
-@check("model")
+@check("model", any_task=True)
 def gradient_scale(context: CheckContext) -> Result:
     """Gradients that vanish or explode with the depth of the model."""
     gradients = context.cached(observe_pass).gradients
     need(len(gradients) >= 2, "fewer than two weights get a gradient")
+    if not context.supervised:  # a batch need not reach every part of a model, such as that for large objects
+        _, most, evidence = _extremes(gradients, "of")
+        return graded(
+            evidence,
+            "initial weights, normalization layers; grad_clip.norm=1.0 against exploding gradients",
+            fail=not 0 < most < 1e6,
+        )
     if zero := [name for name, gradient in gradients if gradient == 0]:
         weights = [p for name, p in context.model.named_parameters() if not name.endswith("bias")]
         need(all(bool(p.any()) for p in weights), "a weight starts at zero, which lets no gradient through at first")
@@ -265,7 +278,7 @@ def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tupl
         yield from _nested_tensors(each, f"{name}{key}", depth - 1)
 
 
-@check("reach")
+@check("reach", any_task=True)
 def unregistered_parameters(context: CheckContext) -> Result:
     """Tensors that require gradients but are not parameters: layers in lists or dicts, plain tensors, layers made in forward."""
     model, loss = context.model, context.training.loss
@@ -286,7 +299,7 @@ def unregistered_parameters(context: CheckContext) -> Result:
     return none_of(shown, "tensors that require gradients are not in the optimizer", fix, otherwise)
 
 
-@check("reach")
+@check("reach", any_task=True)
 def equal_units(context: CheckContext) -> Result:
     """Units of a layer that start equal and get equal gradients, so that they stay equal: constant initial weights."""
     context.disable_dropout()  # it makes gradients differ by chance
@@ -332,7 +345,7 @@ def repeated_norms(context: CheckContext) -> Result:
     return none_of(often, "BatchNorm layers run several times in a forward pass", fix, f"{len(norms)} run once", "warn")
 
 
-@check("model")
+@check("model", any_task=True)
 def trainable_set(context: CheckContext) -> Result:
     """Parameters whose requires_grad changes during a step or an evaluation."""
     need(context.config.freeze is None, "freeze is set")
@@ -348,7 +361,7 @@ def trainable_set(context: CheckContext) -> Result:
     changed = before ^ trainable()
     context.model.eval()
     with torch.no_grad():
-        context.model(context.batch.images)
+        context.training.steps.evaluated(context.batch.data)
     changed |= before ^ trainable()
     fix = "freeze=..., or set requires_grad once in the constructor"
     return none_of(sorted(changed), "parameters change requires_grad", fix, f"{len(before)} stay trainable")

@@ -72,14 +72,16 @@ def sample_mixing(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=others > _MIXED * own)
 
 
-@check("outputs")
+@check("outputs", any_task=True)
 def modes(context: CheckContext) -> Result:
     """Modules that stay in training mode in an evaluation, or in evaluation mode in training."""
     model, fix = context.model, "let train(mode) pass the mode on to all modules, and do not set it in forward"
     for training, stuck_in, call in ((False, "training", "eval"), (True, "evaluation", "train")):
         model.train(training)
         with torch.no_grad():
-            model(context.batch.images)  # may also change modes
+            (context.training.steps if training else context.training.steps.evaluated)(
+                context.batch.data
+            )  # may change modes
         stuck = {name or "the model": each for name, each in model.named_modules() if each.training != training}
         if stuck:
             evidence = f"{len(stuck)} modules stay in {stuck_in} mode after {call}(): {join_names(list(stuck))}"

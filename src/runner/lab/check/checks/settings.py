@@ -34,7 +34,7 @@ def _factors(context: CheckContext) -> list[float]:
     return [float(schedule.factor(place * total // count)) for place in range(count)]
 
 
-@check("settings")
+@check("settings", any_task=True)
 def optimizer_settings(context: CheckContext) -> Result:
     """A learning rate, momentum, betas, eps or weight decay that no training works with."""
     optimizer, steps = context.training.state.optimizer, context.training.total_steps
@@ -77,7 +77,7 @@ def _group_faults(group: dict[str, Any], kind: str, steps: int) -> Iterator[tupl
     yield decay >= 0.1 and l2 and taken < 2e-3, False, exceeds, "0.0001 to 0.001 is usual for it, or optimizer=adamw"
 
 
-@check("settings")
+@check("settings", any_task=True)
 def schedule(context: CheckContext) -> Result:
     """A schedule that never reaches the learning rate, leaves it at once, or far exceeds it; a warm-up longer than the run."""
     total = context.training.total_steps
@@ -124,13 +124,13 @@ def _moves(context: CheckContext) -> tuple[dict[str, float], float]:
     for group in state.optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     for _ in range(_STEPS):
-        training.step(state, training.parts, batch, 1.0, len(batch.images), update=True)
+        training.step(state, training.parts, batch, 1.0, len(batch.indices), update=True)
     after = dict(training.model.named_parameters())
     moved = {name: float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items()}
     return {name: each / _STEPS for name, each in moved.items()}, norm
 
 
-@check("settings")
+@check("settings", any_task=True)
 def step_size(context: CheckContext) -> Result:
     """Steps so small that no weight changes in the whole run, or larger than the weights themselves."""
     moves, norm = _moves(context)
@@ -161,7 +161,7 @@ def step_size(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=fast and middle > 10, warn=fast)
 
 
-@check("settings")
+@check("settings", any_task=True)
 def averaging(context: CheckContext) -> Result:
     """A weight average that never moves, covers more than the run, or does not average."""
     ema, warmup, total = context.config.ema, context.config.averaging.warmup, context.training.total_steps
@@ -178,7 +178,7 @@ def averaging(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=share > 0.1, warn=share > 0.01 or (horizon > total >= 10) or ema < 0.5)
 
 
-@check("settings")
+@check("settings", any_task=True)
 def norm_statistics(context: CheckContext) -> Result:
     """BatchNorm that cannot work: momentum 0 or 1, a large eps, or batches of one sample."""
     norms = {name: each for name, each in context.model.named_modules() if isinstance(each, BATCH_NORM)}
@@ -204,7 +204,7 @@ def norm_statistics(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=size == 1, warn=size < 4 or (rest == 1 and plan.samples > size))
 
 
-@check("settings")
+@check("settings", any_task=True)
 def dropout_rate(context: CheckContext) -> Result:
     """Dropout, as a layer or a function, that drops almost everything."""
     rates = {name: float(each.p) for name, each in context.model.named_modules() if isinstance(each, DROPOUT)}
@@ -216,9 +216,12 @@ def dropout_rate(context: CheckContext) -> Result:
             rates[f"number {len(rates)} in forward"] = arguments[1] if name == "native_dropout" else 1 - arguments[1]
 
     context.training.state.train()
-    dtype = getattr(torch, context.config.dtype)
     with Operations(look), torch.no_grad():
-        context.model(torch.rand(2, *context.splits.image_shape).to(context.device, dtype))
+        if context.supervised:
+            dtype = getattr(torch, context.config.dtype)
+            context.model(torch.rand(2, *context.splits.image_shape).to(context.device, dtype))
+        else:
+            context.loss()
     if not any(rates.values()):
         return passed("there is none")
     name = max(rates, key=rates.__getitem__)
@@ -227,7 +230,7 @@ def dropout_rate(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=rates[name] >= _USELESS, warn=rates[name] >= _EXTREME)
 
 
-@check("settings")
+@check("settings", any_task=True)
 def epoch_length(context: CheckContext) -> Result:
     """Settings that leave few optimizer steps, or leave most samples out of an epoch."""
     plan, total = context.training.plan, context.training.total_steps
@@ -244,7 +247,7 @@ def epoch_length(context: CheckContext) -> Result:
     return passed(f"{plan.steps:,} steps an epoch, {total:,} in all")
 
 
-@check("settings")
+@check("settings", any_task=True)
 def metric_direction(context: CheckContext) -> Result:
     """A mode that takes the worst value of a metric for the best."""
     config, training = context.config, context.training
@@ -278,7 +281,7 @@ def class_weights(context: CheckContext) -> Result:
     raise NotApplicable("the loss has no class weights")
 
 
-@check("settings")
+@check("settings", any_task=True)
 def frozen_start(context: CheckContext) -> Result:
     """Most parameters frozen at random initial values, without pretrained weights."""
     config, node = context.config, context.config.model

@@ -38,7 +38,7 @@ def _count_every_loss(context: CheckContext) -> None:
     context.training.state.meter = RunningMean(next(context.model.parameters()).device)
 
 
-@check("loop")
+@check("loop", any_task=True)
 def learning_rate(context: CheckContext) -> Result:
     """A learning rate at which the loss explodes within a few steps, or nothing changes."""
     training, (guess, lowest) = context.training, context.cached(loss_range)
