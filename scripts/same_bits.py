@@ -124,7 +124,11 @@ def server(tree: Path, folder: Path, names: Sequence[str]) -> subprocess.Popen[s
     """Start a process that trains the runs of a tree one after the other in a folder."""
     from faults.disk import pictures
 
+    sys.path.append(str(ROOT / "tests" / "support"))
+    from drawn_masks import draw
+
     pictures(folder / "pictures")
+    draw(folder / "shapes", train=8, val=4)
     command = [sys.executable, __file__, "--serve", str(folder), *(word for name in names for word in ("--run", name))]
     environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{ROOT / 'tests' / 'support'}"}
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)

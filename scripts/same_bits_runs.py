@@ -55,6 +55,10 @@ RUNS: dict[str, tuple[str, ...]] = SHORT | {
     "randaugment": (f"{_COLOUR} transform=randaugment",),
     "augmix, workers": (f"{_COLOUR} {_WORKERS} transform=augmix",),
     "photos, worker": (f"{_PICTURES} transform=photos data.placement=disk data.num_workers=1",),
+    "segmentation, workers": (
+        "experiment=segmentation model=torchvision_segmentation transform=segmentation data.root={here}/../shapes "
+        "data.image_size=32 data.batch_size=4 data.num_workers=2",
+    ),
     "fp16, non-finite step skipped": (f"amp=fp16 on_nonfinite=skip grad_clip.value=0.5 {_NAN}",),
     "non-finite step, rollback": (
         f"optimizer=sgd optimizer.lr=0.05 on_nonfinite=rollback checkpoint.every_steps=2 {_NAN}",

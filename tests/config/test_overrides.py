@@ -147,7 +147,7 @@ def test_an_unknown_key_gets_the_nearest_of_those_that_the_call_has(key, close, 
 @pytest.mark.parametrize(
     ("word", "accepted"),
     [
-        ("model=glob([m*,s*])", "model=mlp,small_cnn"),
+        ("model=glob([m*,s*])", "model=mlp,small_cnn,smp"),
         ("model=glob([m*,s*],exclude=s*)", "model=mlp"),
         ("seed=int(interval(1,5))", "seed=int(interval(1,5))"),
     ],

@@ -257,3 +257,33 @@ def test_class_weights_move_with_the_module_and_stay_out_of_its_state() -> None:
 def test_an_argument_out_of_range_is_named(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0]])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_pixels_is_the_mean_over_those_that_count(weights: list[float] | None, smoothing: float) -> None:
+    logits, classes = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True), torch.randint(0, 3, (2, 4, 5))
+    classes[0, :3] = 255
+    loss = CrossEntropy(label_smoothing=smoothing, class_weights=weights, num_classes=3, ignore_index=255)
+    weight = None if loss.weight is None else loss.weight.double()
+    summed = F.cross_entropy(logits, classes, weight, ignore_index=255, reduction="sum", label_smoothing=smoothing)
+    torch.testing.assert_close(loss(logits, classes), summed / (classes != 255).sum())
+    rows = logits.movedim(1, -1)[classes != 255], classes[classes != 255]
+    torch.testing.assert_close(loss(logits, classes), loss(*rows))
+    focal = Focal(class_weights=weights, num_classes=3, ignore_index=255)
+    torch.testing.assert_close(focal(logits, classes), focal(*rows))
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(ignore_index=255), Focal(ignore_index=255)])
+def test_the_loss_is_zero_where_no_pixel_counts(loss: nn.Module) -> None:
+    logits = torch.randn(2, 3, 4, 4, requires_grad=True)
+    value = loss(logits, torch.full((2, 4, 4), 255))
+    value.backward()
+    assert value.item() == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+def test_pixels_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(2, 3, 4, 4\)"):
+        CrossEntropy()(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 5, dtype=torch.int64))

@@ -16,6 +16,7 @@ PACKAGES = {
     "parquet": ("pyarrow",),
     "ray": ("ray",),
     "timm": ("timm",),
+    "smp": ("segmentation_models_pytorch",),
     "wandb": ("wandb",),
 }
 """The packages that the tests of an extra import."""

@@ -228,6 +228,13 @@ def test_a_run_that_is_never_evaluated_needs_no_evaluation_step(train: Callable[
     assert train(*SEVERAL, "task._target_=networks.Unevaluated", *never).summary["status"] == "finished"
 
 
+def test_verbs_that_measure_one_kind_of_update_say_so(run: Callable[..., Any]) -> None:
+    for verb in ("bench", "profile", "audit"):
+        result = run(verb, *SEVERAL[:-1])
+        assert (result.status, "optimizer: there are several" in result.err) == (2, True), verb + result.err
+    assert run("check", *SEVERAL[:-1], "names=[overfit,unused-parameters]").status == 0
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [

@@ -82,6 +82,9 @@ class ConfigError(UserError):
 def nearest(word: str, choices: Iterable[str], alike: float = 0.6) -> str:
     """The choice spelled most like `word`, or the only one that begins with it; an empty string if none comes close."""
     pool = list(choices)
+    # Letters in another order are the likeliest mistake
+    if word and (swapped := [choice for choice in pool if sorted(choice.lower()) == sorted(word.lower())]):
+        return swapped[0]
     longer = [choice for choice in pool if len(word) > 1 and choice.lower().startswith(word.lower())]
     if len(longer) == 1:
         return longer[0]

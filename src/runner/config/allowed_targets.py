@@ -23,6 +23,7 @@ _TRANSFORMS = (
     "runner.data.transforms.color_jitter",
     "runner.data.transforms.auto_augment",
     "runner.data.transforms.resized_crop",
+    "runner.data.transforms.segmentation",
 )
 
 

@@ -67,7 +67,7 @@ def resolve(path: str) -> Any:
 FACTS: dict[str, tuple[str, ...]] = {
     "data.dataset": ("root", "download", "mirror", "image_size", "max_pixels", "on_error"),
     "model": ("in_channels", "image_size", "num_classes"),
-    "loss": ("num_classes", "class_counts", "label_counts"),
+    "loss": ("num_classes", "class_counts", "label_counts", "ignore_index"),
     "task": ("num_classes", "num_outputs"),
     "task.teacher": ("in_channels", "image_size", "num_classes"),
     "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock", "lr"),
@@ -83,6 +83,8 @@ def called(target: str, name: Any) -> str:
     by_name = {
         "runner.models.timm_zoo.classifier": f"{name} (timm)",
         "runner.models.torchvision_zoo.classifier": f"{name} (torchvision)",
+        "runner.models.torchvision_zoo.segmenter": f"{name} (torchvision)",
+        "runner.models.smp_zoo.segmenter": f"{name} (segmentation-models-pytorch)",
         "runner.optim.schedules.Torch": str(name),
     }
     return by_name.get(target) or target.rpartition(".")[2]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 LabelScore = Literal["f1", "precision", "recall", "positives"]
+PixelScore = Literal["miou", "accuracy", "iou", "recall", "matrix"]
 
 
 class Additive:
@@ -162,6 +163,41 @@ def _average_precision(scores: Tensor, true: Tensor) -> Tensor:
     precision = (hits / torch.arange(1, len(hits) + 1, device=hits.device))[last]
     hits = hits[last]
     return (hits.diff(prepend=hits.new_zeros(1)) * precision).sum() / hits[-1]
+
+
+class PixelCounts(Additive):
+    """A score of the confusion matrix of all pixels: predicted and true classes, int64 (B, H, W).
+
+    Args:
+        classes: C; pixels whose true class is not one of them do not count.
+        ignore_index: true class of further pixels that do not count.
+        score: the mean IoU over the classes that are predicted or true somewhere; the share of the pixels with the right class;
+            the IoU or the share of its pixels that are found, of each class (C,), NaN where there is nothing to divide by; or
+            the matrix, true classes by predicted ones, int64 (C, C).
+    """
+
+    matrix: Tensor
+
+    def __init__(self, classes: int, ignore_index: int, device: torch.device, score: PixelScore) -> None:
+        self._classes, self._ignored, self._score = classes, ignore_index, score
+        super().__init__({"matrix": torch.zeros(classes, classes, dtype=torch.int64, device=device)})
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add a batch."""
+        counts = (targets != self._ignored) & (targets >= 0) & (targets < self._classes)
+        pairs = targets[counts] * self._classes + outputs[counts]
+        self.matrix = self.matrix + pairs.bincount(minlength=self._classes**2).view_as(self.matrix)
+
+    def compute(self) -> Tensor:
+        """Float64 () or (C,), or int64 (C, C), on the CPU."""
+        matrix = self.matrix.cpu()
+        if self._score == "matrix":
+            return matrix
+        right, true, predicted = matrix.diagonal().double(), matrix.sum(1), matrix.sum(0)
+        if self._score == "accuracy":
+            return right.sum() / matrix.sum()
+        shares = right / (true if self._score == "recall" else true + predicted - right)
+        return shares.nanmean() if self._score == "miou" else shares
 
 
 def class_numbers(targets: Tensor) -> Tensor:

@@ -151,6 +151,7 @@ def combine_gradients(state: TrainState, parts: StepConfig, optimizer: torch.opt
     # The weights of all batches and ranks are known only now; the ranks have averaged, and not added
     if state.window_weight is not None:
         total = world().total(state.window_weight) / world().size
+        total = total.where(total != 0, 1)  # nothing counts in this step: its gradients are zeros
         torch._foreach_div_([weight.grad for weight in parameters if weight.grad is not None], total)
         state.window_weight = None
     return total

@@ -1,9 +1,10 @@
-"""Any torchvision classification model by name, with the channels and classes of the data."""
+"""Torchvision's models for classification and semantic segmentation by name, with the channels and classes of the data."""
 
 from __future__ import annotations
 
 import difflib
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,47 @@ def classifier(
     return model
 
 
+def segmenter(
+    name: str,
+    num_classes: int,
+    in_channels: int = 3,
+    weights_backbone: str | None = None,
+    aux_loss: bool = False,
+    *,
+    fetch_weights: bool = True,
+) -> nn.Module:
+    """Build a torchvision segmentation model, which returns logits (B, num_classes, H, W) as `out`, and maybe others as `aux`.
+
+    Args:
+        name: one of `torchvision.models.list_models(module=torchvision.models.segmentation)`.
+        in_channels, fetch_weights: see `classifier`.
+        weights_backbone: weights of the classification model that it is built on: None (random), "DEFAULT" or a name.
+        aux_loss: whether there is an auxiliary output.
+
+    Raises:
+        UserError: the name or the weights do not exist, the weights cannot be fetched, or the model has no such output.
+    """
+    from torchvision import models
+
+    at_least_1(num_classes=num_classes, in_channels=in_channels)
+    if name not in (names := models.list_models(module=models.segmentation)):
+        raise _unknown("model.name", f"no torchvision segmentation model '{name}'", name, names)
+    key, backbone = "model.weights_backbone", name.partition("_")[2]
+    entry = _weights_entry(backbone, weights_backbone, key) if fetch_weights else None
+    options: dict[str, Any] = {"weights_backbone": entry, "num_classes": num_classes, "aux_loss": aux_loss}
+    try:
+        model = _fetched(lambda: models.get_model(name, weights=None, **options), entry, key)
+    except NotImplementedError as error:
+        raise UserError("model.aux_loss", f"{name} has no auxiliary output", "false") from error
+    if in_channels != 3:
+        _replace_stem(model, in_channels, pretrained=weights_backbone is not None)
+    # The MobileNets average statistics over 100 steps, which are far from the truth where nothing is trained yet
+    for module in model.modules() if weights_backbone is None else ():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1
+    return model
+
+
 def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict[str, Any]:
     """The image size in pixels and the normalisation that trained weights expect, from torchvision.
 
@@ -104,7 +146,7 @@ def _unknown(key: str, problem: str, word: str, choices: list[str]) -> UserError
     return UserError(key, problem, f"such as {close[0]}{others}" if close else ", ".join(choices), *close[:1])
 
 
-def _weights_entry(name: str, weights: str | None) -> Any:
+def _weights_entry(name: str, weights: str | None, key: str = "model.weights") -> Any:
     """The selected member of the model's weights enum, or None."""
     if weights is None:
         return None
@@ -114,21 +156,28 @@ def _weights_entry(name: str, weights: str | None) -> Any:
     wanted = weights.rpartition(".")[2].lower()
     if wanted not in members:
         choices = [*(spelled.upper() for spelled in members), "null"]
-        raise _unknown("model.weights", f"{name} has no weights '{weights}'", wanted.upper(), choices)
+        raise _unknown(key, f"{name} has no weights '{weights}'", wanted.upper(), choices)
     return members[wanted]
+
+
+def _fetched(build: Callable[[], nn.Module], entry: Any, key: str) -> nn.Module:
+    """The model that `build` gives, which loads the weights of `entry`, if any; `key` is theirs in the config."""
+    if entry is None:
+        return build()
+    file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
+    try:
+        if not file.is_file() and not reachable(entry.url):
+            raise ConnectionError(f"{entry.url} does not answer")
+        return build()
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        problem = f"{entry} could not be loaded ({type(error).__name__}: {error})"
+        raise UserError(key, problem, f"null, or download {entry.url} to {file} yourself") from error
 
 
 def _with_weights(name: str, entry: Any) -> nn.Module:
     from torchvision import models
 
-    file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
-    try:
-        if not file.is_file() and not reachable(entry.url):
-            raise ConnectionError(f"{entry.url} does not answer")
-        model: nn.Module = models.get_model(name, weights=entry)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        problem = f"{entry} could not be loaded ({type(error).__name__}: {error})"
-        raise UserError("model.weights", problem, f"null, or download {entry.url} to {file} yourself") from error
+    model = _fetched(lambda: models.get_model(name, weights=entry), entry, "model.weights")
     if name == "inception_v3":  # only the builder of googlenet removes the auxiliary head of the weights itself
         model.aux_logits, model.AuxLogits = False, None  # type: ignore[assignment]
     return model

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class _ClassLoss(nn.Module):
-    """Base of losses over class logits: checks shapes, holds class weights."""
+    """Base of losses over class logits: checks shapes, holds class weights, and takes the mean over pixels that count."""
 
     weight: Tensor | None
 
@@ -25,8 +25,10 @@ class _ClassLoss(nn.Module):
         class_weights: list[float] | Literal["balanced"] | None,
         num_classes: int | None,
         class_counts: Tensor | None,
+        ignore_index: int,
     ) -> None:
         super().__init__()
+        self.ignore_index = ignore_index
         if num_classes is not None and num_classes < 2:
             # The softmax of a single output is always 1, so nothing would be learned.
             raise ValueError(
@@ -35,6 +37,31 @@ class _ClassLoss(nn.Module):
         self.num_classes = num_classes
         # Not persistent: it follows from config and data, and a checkpoint only contains the model's tensors.
         self.register_buffer("weight", _class_weights(class_weights, num_classes, class_counts), persistent=False)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss of logits (B, C) and targets: classes int64 (B,) or probabilities float (B, C).
+
+        Or of logits (B, C, ...) and classes int64 (B, ...), such as those of pixels: the mean over all that are not
+        `ignore_index`, and 0 if none is left.
+
+        Raises:
+            ValueError: the shapes or types do not fit.
+        """
+        if logits.ndim < 3 or targets.ndim < 2:
+            return self._mean(logits, targets)
+        if targets.dtype != torch.int64 or targets.shape != logits.shape[:1] + logits.shape[2:]:
+            raise ValueError(_mismatch(logits, targets, "classes int64 (B, ...) for logits (B, C, ...)"))
+        # As rows: on CUDA, torch's loss of images is refused by deterministic=true, and this one is not
+        counts = (targets != self.ignore_index).flatten()
+        losses = self._each(logits.movedim(1, -1).flatten(0, -2), targets.flatten().where(counts, 0))
+        return losses.where(counts, 0).sum() / counts.sum().clamp_min(1)
+
+    def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _each(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """The losses (N,) of logits (N, C) and classes int64 (N,)."""
+        raise NotImplementedError
 
     def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C) in at least float32, and the class weights (C,) of their type."""
@@ -57,6 +84,7 @@ class CrossEntropy(_ClassLoss):
             scaled to a mean of 1 over the classes.
         num_classes: checked against the logits if given.
         class_counts: training samples per class, int64 (C,); required for "balanced".
+        ignore_index: class of pixels that do not count, where samples have many.
 
     Raises:
         ValueError: an argument is out of range.
@@ -68,18 +96,14 @@ class CrossEntropy(_ClassLoss):
         class_weights: list[float] | Literal["balanced"] | None = None,
         num_classes: int | None = None,
         class_counts: Tensor | None = None,
+        ignore_index: int = -100,
     ) -> None:
-        super().__init__(class_weights, num_classes, class_counts)
+        super().__init__(class_weights, num_classes, class_counts, ignore_index)
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
         self.label_smoothing = label_smoothing
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Scalar loss of logits (B, C) and targets: classes int64 (B,) or probabilities float (B, C).
-
-        Raises:
-            ValueError: the shapes or types do not fit.
-        """
+    def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits, weight = self._checked(logits, targets)
         if targets.is_floating_point():
             targets = targets.to(logits.dtype)
@@ -87,6 +111,10 @@ class CrossEntropy(_ClassLoss):
             return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         summed = F.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=self.label_smoothing)
         return summed / logits.shape[0]
+
+    def _each(self, logits: Tensor, classes: Tensor) -> Tensor:
+        logits, weight = self._checked(logits, classes)
+        return F.cross_entropy(logits, classes, weight, reduction="none", label_smoothing=self.label_smoothing)
 
 
 class Focal(_ClassLoss):
@@ -96,7 +124,7 @@ class Focal(_ClassLoss):
 
     Args:
         gamma: strength of the scaling; not negative.
-        class_weights, num_classes, class_counts: see `CrossEntropy`.
+        class_weights, num_classes, class_counts, ignore_index: see `CrossEntropy`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -108,29 +136,30 @@ class Focal(_ClassLoss):
         class_weights: list[float] | Literal["balanced"] | None = None,
         num_classes: int | None = None,
         class_counts: Tensor | None = None,
+        ignore_index: int = -100,
     ) -> None:
-        super().__init__(class_weights, num_classes, class_counts)
+        super().__init__(class_weights, num_classes, class_counts, ignore_index)
         if not 0 <= gamma < float("inf"):
             raise ValueError(f"gamma must not be negative, got {gamma}")
         self.gamma = gamma
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Scalar loss of logits (B, C) and targets: classes int64 (B,) or probabilities float (B, C).
+    def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
+        terms = self._terms(logits, targets)
+        # Probabilities of a mixed batch: every class counts by its share
+        if targets.is_floating_point():
+            return (terms * targets.to(terms.dtype)).sum() / logits.shape[0]
+        return terms.gather(1, targets[:, None]).sum() / logits.shape[0]
 
-        Raises:
-            ValueError: the shapes or types do not fit.
-        """
+    def _each(self, logits: Tensor, classes: Tensor) -> Tensor:
+        return self._terms(logits, classes).gather(1, classes[:, None])[:, 0]
+
+    def _terms(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits, weight = self._checked(logits, targets)
         log_p = F.log_softmax(logits, dim=1)
         # The clamp keeps the gradient of the power finite where p is 1 and gamma below 1.
         rest = -torch.expm1(log_p).clamp(max=-torch.finfo(log_p.dtype).tiny)
         terms = -log_p * rest.pow(self.gamma)
-        if weight is not None:
-            terms = terms * weight
-        # Probabilities of a mixed batch: every class counts by its share
-        if targets.is_floating_point():
-            return (terms * targets.to(terms.dtype)).sum() / logits.shape[0]
-        return terms.gather(1, targets[:, None]).sum() / logits.shape[0]
+        return terms if weight is None else terms * weight
 
 
 class _DenseLoss(nn.Module):

@@ -18,6 +18,7 @@ from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
+from runner.data.bad_samples import path_of
 from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.transforms.augment import Pipeline
@@ -68,8 +69,7 @@ def build_task_model_loss(
     task = build_task(config, data, fetch_weights)
     model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
     loss = build_loss(config, task, data)
-    if data.trial is None:
-        _check_targets(task, data)
+    _check_targets(task, data)
     return task, build_modules(task, model, loss), loss
 
 
@@ -77,12 +77,11 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
     """Build the task, which must fit the data; for `fetch_weights` see `build_model`."""
     facts, shape = _task_facts(data), data.target_shape or ()
     shipped = str(config.task["_target_"]).startswith("runner.")
-    # A mask has a target for every pixel, and the shipped tasks would take it for a long vector
+    # A mask has a target for every pixel, and other shipped tasks would take it for a long vector
     if shipped and len(shape) > 1 and math.prod(shape) > 1:
-        problem = (
-            f"the target of a sample has shape {shape}, as the mask of a segmentation: segmentation is not supported"
-        )
-        raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a custom task")
+        problem = f"the target of a sample has shape {shape}, as the mask of a segmentation"
+        masks = "task=segmentation with pairs (tv_tensors.Image, tv_tensors.Mask) and data.images=['0'] for masks"
+        raise UserError("data.dataset", problem, f"{masks}; {_SUPPORTED}; or a custom task")
     # Only data with class names or vectors tell how many outputs there are
     open_ = config.task.get("num_classes", 0) is None and names_argument(config.task, "num_classes")
     if facts["num_classes"] is None and open_:
@@ -204,7 +203,10 @@ def _of_bounded_size() -> Iterator[None]:
 
 
 def _check_targets(task: Task, splits: DataModule) -> None:
-    """Check all targets that are known without reading samples; others are checked in each batch, before it is used."""
+    """Check all targets that are known without reading samples; others are checked in each batch, before it is used.
+
+    Of samples of another kind than (image, target), those whose batches are pairs have targets.
+    """
     # One that a task inherits says nothing of targets of its own kind.
     kinds = (kind for kind in type(task).__mro__ if {"wrong_target", "targets"} & vars(kind).keys())
     if "wrong_target" not in vars(next(kinds, object)):
@@ -214,16 +216,23 @@ def _check_targets(task: Task, splits: DataModule) -> None:
 
     def check(split: str, targets: Tensor, samples: Tensor) -> None:
         if found := wrong(targets, split == "train"):
-            problem = f"the target of sample {int(samples[found[0]])} of '{split}' {found[1]}"
+            sample = int(samples[found[0]])
+            file = f" ({path})" if (path := path_of(splits.parts[split][0], sample)) else ""
+            problem = f"the target of sample {sample} of '{split}'{file} {found[1]}"
             raise UserError("data.dataset", problem, f"{allowed}, or another task")
 
+    if (trial := splits.trial) is not None:
+        if not (isinstance(trial.data, tuple) and len(trial.data) == 2 and isinstance(trial.data[1], Tensor)):
+            return
+        check("train", trial.targets.cpu(), trial.indices.cpu())
     # Targets in memory are checked all at once; files are checked as they are read, and one example now
     for name, (_, indices) in splits.parts.items():
         if name in splits.targets:
             samples = indices[:]
             check(name, splits.targets[name][samples], samples)
             continue
-        check(name, splits.examples[name][1][None], indices[:1])
+        if name in splits.examples:
+            check(name, splits.examples[name][1][None], indices[:1])
         for split in (splits.eval_split(name), splits.train if name == "train" else None):
             if split is not None and isinstance(split.loader, WorkerLoader):
                 split.loader.check = functools.partial(check, name)
@@ -232,6 +241,7 @@ def _check_targets(task: Task, splits: DataModule) -> None:
 def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
     """Build the loss, which must be a module."""
     facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
+    facts["ignore_index"] = getattr(task, "ignore_index", -100)  # torch's own default
     loss = build("loss", config.loss, facts=facts | {"label_counts": _label_counts(task, data)})
     # A softmax over independent outputs may run without an error, so it is refused by its kind
     if isinstance(loss, CrossEntropy | Focal) and isinstance(task, MultiLabel | Regression):

@@ -13,7 +13,7 @@ from runner.base.errors import UserError
 from runner.config import keys
 from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
-from runner.config.schema.verbs import Inspect
+from runner.config.schema.verbs import Audit, Bench, Inspect, Profile
 from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
@@ -159,6 +159,8 @@ def _check_window(config: Train, state: TrainState) -> None:
     """Raise `UserError` if a setting does not go with `WindowStep`."""
     several = isinstance(state.optimizer, Optimizers)
     why = "there are several optimizers" if several else f"{type(state.optimizer).__name__} computes the loss itself"
+    if isinstance(config, Audit | Bench | Profile):
+        raise UserError("optimizer", f"{why}, and this verb measures updates of one kind", "train, eval or check")
     for key, given, allowed in (
         ("on_oom", config.on_oom == "split", "raise"),
         ("compile", config.compile == "step", "true or false"),

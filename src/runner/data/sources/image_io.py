@@ -6,8 +6,9 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ Cut = Callable[[int, int], Region]
 """Gives the part to read of an image of a given height and width."""
 
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies grey values of 2 and 4 bits
 _ORIENTATION = 0x0112
 # What turns an image upright, by the value of the Exif tag Orientation.
 _TURNS = {
@@ -110,17 +112,11 @@ def read_image(
     or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
-    try:
+    with _explained(path):
         opening = open_regular(path) if content is None else io.BytesIO(content)
         with opening as file, Image.open(file, formats=_FORMATS) as opened:
+            _check_pixels(path, opened, max_pixels)
             width, height = opened.size
-            if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
-                raise UserError(
-                    "",
-                    f"cannot read the image {path}: it has {width:,} x {height:,} = {width * height:,} pixels, and "
-                    f"data.max_pixels={max_pixels}",
-                    "a larger data.max_pixels, a smaller image, or data.on_error=skip",
-                )
             if opened.format not in _REDUCIBLE:
                 opened.load()
             turn = _orientation(opened)
@@ -135,6 +131,33 @@ def read_image(
                 image = image.crop((left, top, left + columns, top + rows))
             image = _as_mode(image, mode)
             pixels = torch.from_numpy(np.array(image))
+    planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
+    return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
+
+
+def read_mask(path: Path, *, max_pixels: int = Data.max_pixels) -> Tensor:
+    """Decode a file with a number for each pixel: the grey value, or the place in the palette.
+
+    Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, and for colours without a
+    palette.
+    """
+    with _explained(path, "mask"), open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
+        _check_pixels(path, opened, max_pixels)
+        if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
+            kind = f"its pixels are colours ({opened.mode}) without a palette"
+            raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
+        layout = opened.tile[0][3] if opened.tile else None
+        stretch = _STRETCHED.get(layout if isinstance(layout, str) else "", 1)
+        values = np.array(opened)
+        kept = np.int32 if opened.mode in _SIXTEEN_BIT else np.uint8
+        return torch.from_numpy((values // stretch if stretch > 1 else values).astype(kept))
+
+
+@contextlib.contextmanager
+def _explained(path: Path, kind: str = "image") -> Iterator[None]:
+    """Errors of decoding as `UserError`, which names the file."""
+    try:
+        yield
     except (MemoryError, UserError):
         raise
     except Exception as error:  # Pillow's decoders raise a dozen types for damaged files, SyntaxError among them
@@ -142,9 +165,18 @@ def read_image(
         if isinstance(error, UnidentifiedImageError):  # its text names a Python object, as the file is open
             text = "its content is not an image of a known type"
         reason = " ".join(text.split()) or type(error).__name__
-        raise UserError(f"cannot read the image {path}: {reason}. Replace it or delete it.") from error
-    planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
-    return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
+        raise UserError(f"cannot read the {kind} {path}: {reason}. Replace it or delete it.") from error
+
+
+def _check_pixels(path: Path, opened: Image.Image, max_pixels: int) -> None:
+    width, height = opened.size
+    if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
+        raise UserError(
+            "",
+            f"cannot read the image {path}: it has {width:,} x {height:,} = {width * height:,} pixels, and "
+            f"data.max_pixels={max_pixels}",
+            "a larger data.max_pixels, a smaller image, or data.on_error=skip",
+        )
 
 
 def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tensor:

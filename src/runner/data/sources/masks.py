@@ -1,0 +1,129 @@
+"""Images on disk with a mask for each: semantic segmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.base.errors import UserError
+from runner.config.schema.sections import Data
+from runner.data.sources.folders import ImageFolder, images_below
+from runner.data.sources.image_io import Decoding, read_mask
+
+_IGNORED = 255
+_LOOKED_AT = 8  # masks
+
+
+class MaskFolder(Dataset[tuple[Any, Any]]):
+    """Item i is a `tv_tensors.Image` uint8 (C, H, W), and a `tv_tensors.Mask` (H, W) of integers."""
+
+    def __init__(
+        self, pairs: Sequence[tuple[Path, Path]], classes: Sequence[str], decoding: Decoding, values: list[int] | None
+    ) -> None:
+        self.classes, self._values, self._max_pixels = tuple(classes), values, decoding.max_pixels
+        files, zeros = zip(*pairs, strict=True), [0] * len(pairs)
+        self._images, self._masks = (ImageFolder(paths, zeros, (), decoding) for paths in files)
+
+    def path(self, index: int) -> Path:
+        """The image file of item `index`."""
+        return self._images.path(index)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        from torchvision.tv_tensors import Image, Mask  # takes a second, and only such data sets need it
+
+        file, image = self._masks.path(index), self._images[index][0]
+        mask = read_mask(file, max_pixels=self._max_pixels)
+        if image.shape[1:] != mask.shape:
+            sizes = [" x ".join(map(str, each.shape[-2:])) for each in (mask, image)]
+            raise UserError(f"the mask {file} has {sizes[0]} pixels, and its image {self.path(index)} {sizes[1]}")
+        return Image(image), Mask(class_numbers(mask, self._values))
+
+
+def class_numbers(mask: Tensor, values: Sequence[int] | None) -> Tensor:
+    """A mask with class i instead of `values[i]`, and 255 instead of others; as it is if `values` is None."""
+    if values is None:
+        return mask
+    table = torch.full((2**16,), _IGNORED, dtype=torch.uint8)
+    table[list(values)] = torch.arange(len(values), dtype=torch.uint8)
+    return table[mask.long()]
+
+
+def check_values(values: Sequence[int] | None, classes: Sequence[str]) -> None:
+    """Raise `ValueError` if `values` are not a different value of masks for each class."""
+    if values is not None and not len({*values} & {*range(2**16)}) == len(values) == len(classes) <= _IGNORED:
+        raise ValueError(f"values must be another number for each of {len(classes)} classes, got {list(values)}")
+
+
+def segmentation_folder(
+    root: str,
+    classes: list[str] | None = None,
+    channels: Literal[1, 3] = 3,
+    values: list[int] | None = None,
+    *,
+    max_pixels: int = Data.max_pixels,
+) -> dict[str, MaskFolder]:
+    """Data sets from `<root>/<split>/images` and `<root>/<split>/masks`, or without splits from `<root>/images` and `<root>/masks`.
+
+    A mask has the path of its image, with any extension; its numbers are grey values or places in its palette.
+
+    Args:
+        root: folder of the data set.
+        classes: names of the classes; None reads them from `<root>/classes.txt`, one a line.
+        channels, max_pixels: see `runner.data.sources.image_io.Decoding`.
+        values: what masks have for each class, such as [0, 255]; other values become 255. None for class numbers.
+
+    Raises:
+        UserError: if a folder, a mask or the names of the classes are missing, or masks have only the values 0 and 255.
+        ValueError: if `values` do not fit the classes.
+    """
+    base = Path(root).expanduser()
+    folders = {name: base / name for name in ("train", "val", "test") if (base / name / "images").is_dir()}
+    folders = folders if "train" in folders else {"train": base, **folders}
+    listed = base / "classes.txt"
+    if classes is None and not listed.is_file():
+        allowed = "a list of names, or such a file with one name a line"
+        raise UserError("data.dataset.classes", f"is null, and there is no {listed.absolute()}", allowed)
+    names = classes if classes is not None else listed.read_text(encoding="utf-8").split("\n")
+    names = [name.strip() for name in names if name.strip()]
+    check_values(values, names)
+    decoding, pairs = Decoding(None, channels, max_pixels=max_pixels), {}
+    for split, folder in folders.items():
+        pairs[split] = _pairs(folder / "images", folder / "masks")
+    if values is None:
+        _refuse_white([mask for _, mask in pairs["train"]], max_pixels)
+    return {split: MaskFolder(files, names, decoding, values) for split, files in pairs.items()}
+
+
+def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
+    for folder in (images, masks):
+        if not folder.is_dir() or not any(images_below(folder)):
+            allowed = "a folder with images/ and masks/, or with train/ and perhaps val/ and test/ that have both"
+            raise UserError("data.root", f"there are no image files in {folder.absolute()}", allowed)
+    by_name = {path.relative_to(masks).with_suffix(""): path for path in images_below(masks)}
+    files = {path: path.relative_to(images).with_suffix("") for path in sorted(images_below(images))}
+    if missing := [name for name in files.values() if name not in by_name]:
+        problem = f"{len(missing):,} of {len(files):,} images in {images.absolute()} have no mask, such as {missing[0]}"
+        raise UserError("data.root", problem, f"a mask for each, such as {masks.absolute() / missing[0]}.png")
+    return [(path, by_name[name]) for path, name in files.items()]
+
+
+def _refuse_white(masks: Sequence[Path], max_pixels: int) -> None:
+    """Refuse masks of 0 and 255 alone: 255 does not count, so nothing would be learned from the white pixels."""
+    found = set[int]()
+    for path in masks[:: max(1, len(masks) // _LOOKED_AT)]:
+        try:
+            found |= {*read_mask(path, max_pixels=max_pixels).flatten().tolist()}
+        except UserError:  # said, or skipped, when it is used
+            continue
+    if found == {0, _IGNORED}:
+        problem = f"is null, and masks have only the values 0 and {_IGNORED}, which does not count"
+        allowed = "[0, 255] if white is class 1, or [0, 1] if it does stand for no class"
+        raise UserError("data.dataset.values", problem, allowed)

@@ -1,0 +1,80 @@
+"""Any data set of torchvision.datasets, by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from runner.base.errors import UserError, nearest
+from runner.data.sources.masks import check_values, class_numbers
+from runner.instrument.nested import mapped_items
+
+_CHOOSERS = ("train", "split", "image_set")  # arguments that name a split
+_SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "valid"), "test": ("test",)}
+_UNPICKLE = ("LSUN", "LSUNClass")  # whatever their files hold
+
+
+def _with_numbers(image: Any, target: Any, values: Sequence[int] | None) -> Any:
+    """A sample for torchvision.transforms.v2: images are tv_tensors too, and masks have class numbers."""
+    from torchvision.transforms.v2 import ToImage
+    from torchvision.tv_tensors import Mask
+
+    return mapped_items(ToImage()((image, target)), Mask, lambda mask: Mask(class_numbers(mask, values)))
+
+
+def torchvision_set(
+    name: str,
+    root: str | None = None,
+    download: bool = False,
+    classes: list[str] | None = None,
+    images: list[str] | None = None,
+    *,
+    values: list[int] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """The splits of a data set of torchvision.datasets; only 'train' if it has none, or an argument of its class names one.
+
+    Args:
+        name: its class.
+        root, download, **arguments: of the class.
+        classes: names of the classes; None for those of the data set.
+        images: `data.images`; unless it is None, samples are made for torchvision.transforms.v2.
+        values: see `runner.data.sources.masks.segmentation_folder`.
+
+    Raises:
+        UserError: if there is no such data set.
+        ValueError, RuntimeError: as its class does, for wrong arguments and missing files.
+    """
+    from torchvision import datasets
+
+    known = [each for each in datasets.__all__ if inspect.isclass(getattr(datasets, each)) and each not in _UNPICKLE]
+    if name not in known:
+        raise UserError("data.dataset.name", f"there is no '{name}'", ", ".join(known), nearest(name, known))
+    kind: Any = getattr(datasets, name)
+    taken = inspect.signature(kind).parameters
+    arguments |= {key: value for key, value in (("root", root), ("download", download)) if key in taken}
+    chooser = next((each for each in _CHOOSERS if each in taken), "")
+    found: dict[str, Any] = {}
+    if not chooser or chooser in arguments:
+        found["train"] = kind(**arguments)
+    names: Any = {"train": (True,), "test": (False,)} if chooser == "train" else _SPLITS
+    for split, theirs in names.items() if not found else ():
+        for each in theirs:
+            with contextlib.suppress(ValueError):  # for a split that it does not have
+                found[split] = kind(**arguments, **{chooser: each})
+                break
+    if "train" not in found:  # now with what else is wrong
+        found["train"] = kind(**arguments)
+    for split, dataset in found.items():
+        labels = list(classes if classes is not None else getattr(dataset, "classes", None) or ())
+        check_values(values, labels)
+        if images is not None:
+            dataset = datasets.wrap_dataset_for_transforms_v2(dataset)
+            dataset.transforms = functools.partial(_with_numbers, values=values)
+        if labels:
+            dataset.classes = labels
+        found[split] = dataset
+    return found

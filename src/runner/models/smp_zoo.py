@@ -1,0 +1,28 @@
+"""Models of segmentation-models-pytorch by name, with the classes of the data."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from runner.base.errors import UserError, first_line
+
+
+def segmenter(
+    name: str, num_classes: int, in_channels: int = 3, encoder: str = "resnet34", encoder_weights: str | None = None
+) -> nn.Module:
+    """Build a model for images (B, in_channels, H, W) that returns logits (B, num_classes, H, W).
+
+    Arguments are those of `segmentation_models_pytorch.create_model`. Raises `UserError` if the package is not installed, or
+    there is no such model, encoder or weights.
+    """
+    try:
+        import segmentation_models_pytorch as smp
+    except ImportError as error:
+        problem = "needs segmentation-models-pytorch, which is not installed"
+        raise UserError("model", problem, "pip install 'runner[smp]'") from error
+    try:
+        model: nn.Module = smp.create_model(name, encoder, encoder_weights, in_channels, num_classes)
+    except (KeyError, OSError, RuntimeError) as error:
+        key = "name" if name not in smp.MODEL_ARCHITECTURES_MAPPING else "encoder, model.encoder_weights"
+        raise UserError(f"model.{key}", f"cannot be built: {first_line(error)}") from error
+    return model

@@ -1,0 +1,335 @@
+"""Semantic segmentation: folder of masks, transforms, task, metrics and models, through the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn_masks import CLASSES, MODEL, draw
+from extended import some
+from PIL import Image
+from safetensors.torch import load_file
+
+TINY = (
+    "experiment=segmentation", "data.root=shapes", "data.image_size=24", "model=small_cnn", "~model.width",
+    "~model.dropout", "model._target_=drawn_nets.Tiny", "data.batch_size=8", "epochs=2",
+    "data.num_workers=0", "scheduler=constant", "evaluate.batch_size=7",
+)  # fmt: skip
+EXACT = (
+    *TINY,
+    "dtype=float64",
+    "optimizer=sgd",
+    "data.shuffle=false",
+    "transform.sample_train=${transform.sample_eval}",
+)
+
+
+@pytest.fixture(autouse=True)
+def shapes(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workdir / "drawn_nets.py").write_text(MODEL, encoding="utf-8")
+    monkeypatch.syspath_prepend(workdir)
+    monkeypatch.setenv("RUNNER_TRUST", "drawn_nets")
+    return draw(workdir / "shapes", void=True)
+
+
+def weights(result: Any) -> dict[str, torch.Tensor]:
+    saved = load_file(result.directory / "checkpoints" / "last.safetensors")
+    return {name: saved[name] for name in saved if name.startswith(("fine", "coarse", "head"))}
+
+
+def test_a_small_model_learns_shapes_and_eval_shows_each_class(
+    train: Callable[..., Any], accepted: Callable[..., Any], workdir: Path
+) -> None:
+    draw(workdir / "larger", train=48, val=16, size=64)
+    words = ("data.root=larger", "data.image_size=64", "epochs=8", "optimizer.lr=0.02", "scheduler=onecycle")
+    result = train(*TINY, *words)
+    assert result.summary["best"]["metric"] == "val/miou"
+    assert result.summary["best"]["value"] > 0.8
+    evaluated = json.loads(accepted("eval", f"ckpt_path={result.directory}", "split=val", "json=true").out)
+    assert evaluated["metrics"]["miou"] == result.summary["best"]["value"]
+    ious = [evaluated["per_label"][name]["iou"] for name in CLASSES]
+    assert evaluated["metrics"]["miou"] == pytest.approx(sum(ious) / 3)
+    assert list(evaluated["per_class"]) == list(CLASSES)
+    assert sum(map(sum, evaluated["confusion"])) == 16 * 64 * 64
+    assert "disc" in accepted("eval", f"ckpt_path={result.directory}", "split=val").out
+
+
+def test_workers_kills_and_micro_batches_give_the_same_weights(
+    train: Callable[..., Any], killed: Callable[..., Path]
+) -> None:
+    expected = train(*TINY).summary
+    assert train(*TINY, "data.num_workers=2").summary["weights_sha256"] == expected["weights_sha256"]
+    assert train(*TINY, "on_oom=split").summary["weights_sha256"] == expected["weights_sha256"]
+    directory = killed(4, *TINY, "checkpoint.every_steps=1")
+    once = train(f"ckpt_path={directory}", "callbacks=none", "max_steps=5", "data.num_workers=2").directory
+    again = train(f"ckpt_path={once}", "callbacks=none", "max_steps=null", "data.num_workers=0").summary
+    assert (again["weights_sha256"], again["best"]) == (expected["weights_sha256"], expected["best"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    some(
+        [("accumulate=2", "data.batch_size=4"), ("devices=2",), ("devices=2", "accumulate=2", "data.batch_size=4")],
+        0,
+        1,
+    ),
+)
+def test_a_batch_that_is_divided_unevenly_trains_the_same_weights(train: Callable[..., Any], words: Any) -> None:
+    # Masks have different numbers of pixels that count, and some batches of a rank or a micro-batch few of them
+    one, other = train(*EXACT, "+model.aux=true"), train(*EXACT, "+model.aux=true", *words)
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], weight, rtol=0, atol=1e-10)
+    before, after = one.summary["last"], other.summary["last"]
+    assert {key: after[key] for key in ("miou", "pixel_accuracy")} == {
+        key: before[key] for key in ("miou", "pixel_accuracy")
+    }
+    assert after["loss"] == pytest.approx(before["loss"], abs=1e-10)
+
+
+def test_the_size_of_batches_does_not_change_an_evaluation(
+    train: Callable[..., Any], accepted: Callable[..., Any]
+) -> None:
+    words = ("eval", f"ckpt_path={train(*TINY).directory}", "split=val", "json=true")
+    found = [json.loads(accepted(*words, f"evaluate.batch_size={size}").out)["metrics"] for size in (1, 3, 16)]
+    for each in found:
+        assert (each["miou"], each["pixel_accuracy"]) == (found[0]["miou"], found[0]["pixel_accuracy"])
+        assert each["loss"] == pytest.approx(found[0]["loss"], rel=1e-6)
+
+
+def test_a_step_in_which_no_pixel_counts_changes_no_weight(train: Callable[..., Any], shapes: Path) -> None:
+    for file in (shapes / "train" / "masks").iterdir():
+        Image.new("L", (24, 24), 255).save(file)
+    words = (*TINY, "optimizer=sgd", "optimizer.weight_decay=0", "epochs=1")
+    one, three = (weights(train(*words, f"max_steps={steps}")) for steps in (1, 3))
+    assert all(three[name].equal(one[name]) for name in one)
+
+
+def test_a_split_in_which_no_pixel_counts_is_a_sentence(rejected: Callable[..., Any], shapes: Path) -> None:
+    for file in (shapes / "val" / "masks").iterdir():
+        Image.new("L", (24, 24), 255).save(file)
+    assert "the weight of every batch is 0" in rejected("train", *TINY, "threads=1", "logger=none").err
+
+
+def palette(path: Path, value: int) -> None:
+    image = Image.new("P", (24, 24), value)
+    image.putpalette([9, 9, 9] * 256)
+    image.save(path)
+
+
+def bits(path: Path, value: int, depth: int) -> None:
+    """A grey PNG of 2 or 4 bits, which Pillow cannot write."""
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    byte = sum(value << shift for shift in range(0, 8, depth))
+    rows = zlib.compress((b"\0" + bytes([byte]) * (24 * depth // 8)) * 24)
+    header = struct.pack(">IIBBBBB", 24, 24, depth, 0, 0, 0, 0)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+
+
+@pytest.mark.parametrize("kind", ["L", "P", "2 bits", "4 bits", "16 bits", "1 bit"])
+def test_masks_of_every_kind_have_their_class_numbers(shapes: Path, kind: str) -> None:
+    from runner.data.sources.masks import segmentation_folder
+
+    file, value = shapes / "train" / "masks" / "000.png", 1 if kind == "1 bit" else 2
+    if kind == "P":
+        palette(file, value)
+    elif kind in ("2 bits", "4 bits"):
+        bits(file, value, int(kind[0]))
+    elif kind == "16 bits":
+        Image.fromarray(np.full((24, 24), value, np.uint16)).save(file)
+    else:
+        Image.new("1" if kind == "1 bit" else "L", (24, 24), value).save(file)
+    _, mask = segmentation_folder(str(shapes))["train"][0]
+    assert mask.shape == (24, 24)
+    assert mask.unique().tolist() == [value]
+
+
+def wide(shapes: Path) -> None:
+    for split, kind in (("train", "images"), ("train", "masks"), ("val", "images"), ("val", "masks")):
+        for file in sorted((shapes / split / kind).iterdir())[::2]:
+            Image.open(file).resize((36, 24), Image.Resampling.NEAREST).save(file)
+
+
+def white(shapes: Path) -> None:
+    for file in shapes.glob("train/masks/*"):
+        Image.open(file).point(lambda value: 255 * (value > 0)).save(file)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, ...]]] = {
+    "value": (
+        lambda root: Image.new("L", (24, 24), 7).save(root / "train/masks/013.png"),
+        (), "data.dataset", ("sample 13 of 'train'", "images/013.png", "value 7"),
+    ),
+    "value, first": (
+        lambda root: Image.new("L", (24, 24), 7).save(root / "train/masks/000.png"), (), "data.dataset", ("sample 0", "value 7"),
+    ),
+    "value in val, worker": (
+        lambda root: Image.new("L", (24, 24), 7).save(root / "val/masks/009.png"),
+        ("data.num_workers=1",), "data.dataset", ("sample 9 of 'val'", "value 7"),
+    ),
+    "padding without a class": (
+        lambda root: None, ("task.ignore_index=254", "transform.sample_eval.0.ignore_index=99"), "data.dataset", ("value 255",),
+    ),
+    "no mask": (
+        lambda root: (root / "train/masks/003.png").unlink(), (), "data.root", ("1 of 20", "003", "have no mask"),
+    ),
+    "size": (
+        lambda root: Image.new("L", (20, 24)).save(root / "train/masks/003.png"), (), "", ("003.png has 24 x 20", "24 x 24"),
+    ),
+    "colours": (
+        lambda root: Image.new("RGB", (24, 24)).save(root / "train/masks/003.png"), (), "", ("003.png", "(RGB) without a palette"),
+    ),
+    "damaged": (lambda root: (root / "train/images/003.png").write_bytes(b"no"), (), "", ("003.png", "not an image")),
+    "damaged mask": (lambda root: (root / "train/masks/003.png").write_bytes(b"no"), (), "", ("mask", "003.png")),
+    "mixed sizes": (
+        wide, ("transform=none",), "data.collate", ("different shapes", "(3, 24, 24)", "(3, 24, 36)", "transform=segmentation"),
+    ),
+    "no classes": (lambda root: (root / "classes.txt").unlink(), (), "data.dataset.classes", ("classes.txt",)),
+    "black and white": (white, (), "data.dataset.values", ("0 and 255",)),
+    "values": (white, ("data.dataset.values=[0,255]",), "data.dataset.values", ("3 classes",)),
+    "no size": (lambda root: None, ("data.image_size=null",), "transform.sample_eval.0", ("size is null", "data.image_size")),
+    "no images": (lambda root: None, ("data.root=shapes/val/images",), "data.dataset.classes", ("classes.txt",)),
+    "no folder": (lambda root: (root / "train").rename(root / "old"), (), "data.root", ("shapes/images",)),
+    "logits": (lambda root: None, ("+model.pooled=true",), "task", ("(B, C, H, W)", "(2, 3)")),
+    "other task": (lambda root: None, ("task=classification",), "data.dataset", ("576 values", "a class number is expected")),
+    "other transform": (lambda root: None, ("transform=standard",), "transform.train", ("(image, target)",)),
+    "samples": (lambda root: None, ("data.images=null", "transform=none"), "data.dataset", ("task=segmentation", "(24, 24)")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_does_not_fit_is_a_sentence(run: Callable[..., Any], shapes: Path, name: str) -> None:
+    damage, words, key, reasons = FAULTS[name]
+    damage(shapes)
+    result = run("train", "threads=1", "logger=none", *TINY, *words)
+    assert result.status == 2, result.err + result.out
+    assert f"{key}:" in result.err
+    assert all(reason in result.err for reason in reasons), result.err
+
+
+def test_files_that_cannot_be_read_are_skipped_and_listed(train: Callable[..., Any], shapes: Path) -> None:
+    (shapes / "train" / "masks" / "003.png").write_bytes(b"no")
+    Image.new("L", (9, 9)).save(shapes / "train" / "masks" / "004.png")
+    result = train(*TINY, "data.on_error=skip")
+    listed = [json.loads(line) for line in (result.directory / "skipped.jsonl").read_text().splitlines()]
+    assert {entry["sample"] for entry in listed} == {3, 4}
+
+
+def test_black_and_white_masks_and_splits_by_fractions(train: Callable[..., Any], shapes: Path) -> None:
+    white(shapes)
+    words = (
+        "data.dataset.classes=[ground,shape]",
+        "data.dataset.values=[0,255]",
+        "data.root=shapes/train",
+        "data.split.val=0.3",
+    )
+    result = train(*TINY, *words, "epochs=1")
+    assert "2 classes" in result.err + result.out
+    assert "6 val" in result.err + result.out
+
+
+def test_mask_and_image_move_together_and_only_the_image_changes_its_colours() -> None:
+    from torchvision.transforms import v2
+    from torchvision.tv_tensors import Image as Picture
+    from torchvision.tv_tensors import Mask
+
+    from runner.data.transforms.segmentation import ScaleCrop
+
+    torch.manual_seed(0)
+    classes = torch.zeros(40, 24, dtype=torch.uint8)
+    classes[8:20, 4:20] = 1
+    image, mask = Picture(classes.repeat(3, 1, 1) * 200 + 20), Mask(classes)
+    steps = v2.Compose([ScaleCrop(32, (0.5, 2.0)), v2.RandomHorizontalFlip(0.5)])
+    for _ in range(20):
+        picture, moved = steps((image, mask))
+        assert (picture.shape, moved.shape) == ((3, 32, 32), (32, 32))
+        assert set(moved.unique().tolist()) <= {0, 1, 255}
+        # Black where the mask is padded, and the colours of the classes elsewhere but at edges
+        assert bool((picture[:, moved == 255] == 0).all())
+        assert bool(((picture[0].float() - 20 - 200 * moved.float()).abs() < 110)[moved != 255].float().mean() > 0.9)
+    whole, placed = ScaleCrop(32)((image, mask))
+    assert [part.equal(other) for part, other in zip((whole, placed), ScaleCrop(32)((image, mask)), strict=True)] == [
+        True
+    ] * 2
+    assert (placed == 255).sum() == 32 * (32 - 19)
+    assert ScaleCrop(40)((image, mask))[1][:, :24].equal(classes)
+
+
+def test_evaluations_see_whole_images_in_any_order(
+    train: Callable[..., Any], shapes: Path, accepted: Callable[..., Any]
+) -> None:
+    wide(shapes)
+    found = [train(*TINY, f"data.num_workers={workers}").summary for workers in (0, 2)]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    assert found[0]["last"]["miou"] == found[1]["last"]["miou"]
+
+
+@pytest.mark.parametrize("name", ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"])
+def test_models_of_torchvision_give_logits_of_each_pixel_from_any_channels(name: str) -> None:
+    from runner.models.torchvision_zoo import segmenter
+
+    with_aux = not name.startswith("lraspp")
+    model = segmenter(name, 3, in_channels=1, aux_loss=with_aux).eval()
+    with torch.no_grad():
+        outputs = model(torch.rand(2, 1, 64, 48))
+    assert {key: tuple(each.shape) for key, each in outputs.items()} == dict.fromkeys(
+        ["out"] + ["aux"] * with_aux, (2, 3, 64, 48)
+    )
+
+
+def test_models_of_torchvision_train_with_an_auxiliary_loss(train: Callable[..., Any]) -> None:
+    words = ("experiment=segmentation", "data.root=shapes", "data.image_size=32", "epochs=1", "max_steps=1", "data.batch_size=4",
+             "data.num_workers=0", "model.name=deeplabv3_mobilenet_v3_large", "model.aux_loss=true")  # fmt: skip
+    assert "miou" in train(*words).summary["last"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("model.name=fcn_resnet5",), "model.name"),
+        (("model.weights_backbone=IMAGENET",), "model.weights_backbone"),
+        (("model.aux_loss=true",), "model.aux_loss"),
+    ],
+)
+def test_models_that_do_not_exist_are_a_sentence(
+    rejected: Callable[..., Any], words: tuple[str, ...], key: str
+) -> None:
+    assert (
+        f"{key}:" in rejected("train", "experiment=segmentation", "data.root=shapes", "data.num_workers=0", *words).err
+    )
+
+
+@pytest.mark.extra(name="smp")
+def test_models_of_smp_train(train: Callable[..., Any], rejected: Callable[..., Any]) -> None:
+    words = ("experiment=segmentation", "model=smp", "model.encoder=resnet18", "data.root=shapes", "data.num_workers=0",
+             "data.batch_size=4", "data.image_size=32", "epochs=1", "max_steps=1")  # fmt: skip
+    assert "miou" in train(*words).summary["last"]
+    assert "resnet1`" in rejected("train", *words, "model.encoder=resnet1").err
+
+
+def test_another_loss_and_another_metric(train: Callable[..., Any]) -> None:
+    metric = "metrics.jaccard={_target_: torchmetrics.classification.MulticlassJaccardIndex, num_classes: 3, ignore_index: 255}"
+    for words in (("loss=focal",), ("loss=cross_entropy", "loss.label_smoothing=0.1", "loss.class_weights=[1,2,3]")):
+        last = train(*TINY, *words, metric, "epochs=1").summary["last"]
+        assert last["jaccard"] == pytest.approx(last["miou"], abs=1e-6)
+    torch_loss = ("loss=none", "loss._target_=torch.nn.CrossEntropyLoss")
+    given = train(*TINY, *torch_loss, "epochs=1").summary["last"]["loss"]
+    assert given == pytest.approx(train(*TINY, "epochs=1").summary["last"]["loss"], rel=1e-4)
+
+
+def test_a_checkpoint_of_a_data_set_that_is_gone_still_knows_its_classes(
+    train: Callable[..., Any], accepted: Callable[..., Any], shapes: Path
+) -> None:
+    directory = train(*TINY, "epochs=1").directory
+    shapes.rename("moved")
+    words = ("data.root=moved", "split=val", "json=true")
+    assert "per_label" in json.loads(accepted("eval", f"ckpt_path={directory}", *words).out)
