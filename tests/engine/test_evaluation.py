@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.data.loaders import Batch
-from runner.engine.errors import Interrupted
+from runner.engine.errors import BadMetric, Interrupted
 from runner.engine.evaluation import evaluate
 from runner.engine.step import Supervised
 from runner.instrument.no_trace import evaluating
@@ -207,5 +207,5 @@ def test_an_interrupted_evaluation_ends_before_the_next_batch(bench: Any, model:
 def test_nothing_to_evaluate_is_an_error_and_no_number(bench: Any, model: Model) -> None:
     one = bench(4)
     one.images, one.targets = one.images[:0], one.targets[:0]
-    with pytest.raises(ValueError, match="no sample"):
+    with pytest.raises(BadMetric, match="no sample"):
         one.evaluate(model)

@@ -232,7 +232,7 @@ def test_verbs_that_measure_one_kind_of_update_say_so(run: Callable[..., Any]) -
     for verb in ("bench", "profile", "audit"):
         result = run(verb, *SEVERAL[:-1])
         assert (result.status, "optimizer: there are several" in result.err) == (2, True), verb + result.err
-    assert run("check", *SEVERAL[:-1], "names=[overfit,unused-parameters]").status == 0
+    assert run("check", *SEVERAL[:-1], "only=[overfit,unused-parameters]").status == 0
 
 
 @pytest.mark.parametrize(

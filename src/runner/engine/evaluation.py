@@ -143,7 +143,7 @@ class _Parts:
         if self._ranks.size > 1:
             self._exchange(device)
         if not self._samples:
-            raise BadMetric("nothing that was evaluated counts: the weight of every batch is 0", "targets that count")
+            raise BadMetric("there is no sample, or the weight of every batch is 0", "targets that count")
         values = {name: _number(name, metric.compute()) for name, metric in self._metrics.items()}
         scalars = {name: value for name, value in values.items() if value is not None}
         return ({} if self._total is None else {"loss": float(self._total) / float(self._samples)}) | scalars
