@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 PACKAGES = {
+    "detection": ("faster_coco_eval",),
     "export": ("onnx", "onnxscript", "onnxruntime"),
     "huggingface": ("datasets",),
     "mlflow": ("mlflow", "sqlalchemy"),

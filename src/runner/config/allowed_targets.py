@@ -20,6 +20,7 @@ _TRANSFORMS = (
     "torchvision.transforms",
     "runner.data.transforms.augment",
     "runner.data.transforms.crops",
+    "runner.data.transforms.detection",
     "runner.data.transforms.color_jitter",
     "runner.data.transforms.auto_augment",
     "runner.data.transforms.resized_crop",

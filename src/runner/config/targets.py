@@ -85,6 +85,7 @@ def called(target: str, name: Any) -> str:
         "runner.models.torchvision_zoo.classifier": f"{name} (torchvision)",
         "runner.models.torchvision_zoo.segmenter": f"{name} (torchvision)",
         "runner.models.smp_zoo.segmenter": f"{name} (segmentation-models-pytorch)",
+        "runner.models.torchvision_detection.detector": f"{name} (torchvision)",
         "runner.optim.schedules.Torch": str(name),
     }
     return by_name.get(target) or target.rpartition(".")[2]

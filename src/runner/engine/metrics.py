@@ -7,7 +7,7 @@ the same bits. Each takes (logits, targets) batch by batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Additive:
 
     higher_is_better = True
 
-    def __init__(self, states: Mapping[str, Tensor | list[Tensor]]) -> None:
+    def __init__(self, states: Mapping[str, Tensor | list[Any]]) -> None:
         self.states = dict(states)
         self.reset()
 

@@ -1,0 +1,265 @@
+"""Images with boxes, and instance masks if there are any: COCO's JSON and YOLO's text files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from runner.base.errors import UserError, nearest_path
+from runner.config.schema.sections import Data
+from runner.data.sources.folders import ImageFolder, images_below
+from runner.data.sources.image_io import Decoding, read_image
+
+OnError = Literal["raise", "skip"]
+
+_OUTSIDE = 0.01  # of a side, by which a box may lie outside of the image, as annotation tools round; it is cut off
+_SPLITS = ("train", "val", "test")
+
+
+@dataclass
+class Annotated:
+    """An image file and its objects, while the annotations are read; lists have an item for each object."""
+
+    path: Path
+    image_id: int
+    size: (
+        tuple[int, int] | None
+    )  # width and height in pixels that boxes refer to; None for boxes in shares of the sides
+    problem: str = ""  # why it cannot be used
+    boxes: list[list[float]] = field(default_factory=list)  # left, top, right, bottom
+    labels: list[int] = field(default_factory=list)  # 1 to the number of classes
+    crowd: list[bool] = field(default_factory=list)  # whether a box is around many objects, which are not told apart
+    outlines: list[Any] = field(default_factory=list)  # polygons or a run-length encoding, if masks are read
+
+    def add(self, place: str, box: Sequence[float], label: int, crowd: bool = False, outline: Any = None) -> None:
+        """Add an object; `place` says where it stands."""
+        sides = (self.size or (1, 1)) * 2
+        inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
+        near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
+        if not near or inside[0] >= inside[2] or inside[1] >= inside[3]:
+            unit = f"an image of {sides[0]}x{sides[1]} pixels" if self.size else "shares of the sides"
+            shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
+            self.problem = self.problem or f"the box in {place} is empty, or outside of the image: {shown}"
+        self.boxes.append(inside)
+        self.labels.append(label)
+        self.crowd.append(crowd)
+        self.outlines.append(outline)
+
+
+class DetectionImages(ImageFolder):
+    """Image files with objects; item i is (image, target).
+
+    The image is uint8 (3, H, W). The target is a dict of `boxes`, float32 (N, 4) as left, top, right, bottom in pixels,
+    `labels`, int64 (N,) from 1 on, `iscrowd`, int64 (N,), `image_id`, int, and with `masks` of `masks`, uint8 (N, H, W).
+    Image, boxes and masks are `torchvision.tv_tensors`. The first of `classes` has label 1.
+
+    Raises:
+        UserError: if an image cannot be used; with `on_error=skip` only when it is read.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[Annotated],
+        classes: Sequence[str],
+        masks: bool = False,
+        max_pixels: int = Data.max_pixels,
+        on_error: OnError = "raise",
+    ) -> None:
+        if masks and importlib.util.find_spec("faster_coco_eval") is None:
+            problem = "is true, which needs faster-coco-eval, which is not installed"
+            raise UserError("data.dataset.masks", problem, "pip install 'runner[detection]'")
+        for image in images:
+            image.problem = image.problem or ("" if image.path.is_file() else f"{image.path} does not exist")
+            if image.problem and on_error == "raise":
+                allowed = "corrected files, or data.on_error=skip, which reads other images instead"
+                raise UserError("data.dataset", image.problem, allowed)
+        # Text instead of objects, as reading these in worker processes would copy their pages one after the other
+        texts = [json.dumps({**vars(image), "path": ""}).encode() for image in images]
+        self._texts, self._masks, self._bounds = b"".join(texts), masks, torch.tensor([0, *map(len, texts)]).cumsum(0)
+        # Numbers that change with the annotations, so that other ones are known as other data
+        digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
+        super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
+        from torchvision import tv_tensors
+
+        index = range(len(self))[index]
+        begin, end = self._bounds[index : index + 2].tolist()
+        said, path = json.loads(self._texts[begin:end]), self.path(index)
+        if said["problem"]:
+            raise UserError(f"{said['problem']}.")
+        image = read_image(path, None, 3, max_pixels=self.decoding.max_pixels)
+        height, width = image.shape[1:]
+        if said["size"] not in (None, [width, height]):
+            raise UserError(
+                "{} has {}x{} pixels, and its annotations say {}x{}.".format(path, width, height, *said["size"])
+            )
+        boxes = torch.tensor(said["boxes"], dtype=torch.float32).reshape(-1, 4)
+        if said["size"] is None:
+            boxes *= torch.tensor([width, height, width, height])
+        target: dict[str, Any] = {
+            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
+            "labels": torch.tensor(said["labels"], dtype=torch.int64),
+            "iscrowd": torch.tensor(said["crowd"], dtype=torch.int64),
+            "image_id": said["image_id"],
+        }
+        if self._masks:
+            scale = (width, height) if said["size"] is None else (1, 1)
+            planes = [_filled(outline, scale, height, width, path) for outline in said["outlines"]]
+            target["masks"] = tv_tensors.Mask(torch.stack([torch.zeros(height, width, dtype=torch.uint8), *planes])[1:])
+        return tv_tensors.Image(image), target
+
+
+def _filled(outline: Any, scale: tuple[int, int], height: int, width: int, path: Path) -> Tensor:
+    """The mask (H, W) of an object."""
+    from faster_coco_eval.core import mask
+
+    try:
+        if isinstance(outline, list):
+            outline = [(np.reshape(points, (-1, 2)) * scale).ravel().tolist() for points in outline]
+        return torch.from_numpy(mask.decode(mask.segmToRle(outline, width, height))).view(height, width)
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        raise UserError(f"{path} has an object whose outline cannot be used: {error}.") from error
+
+
+def coco(
+    root: str,
+    train_images: str,
+    train_annotations: str,
+    val_images: str | None = None,
+    val_annotations: str | None = None,
+    *,
+    test_images: str | None = None,
+    test_annotations: str | None = None,
+    masks: bool = False,
+    max_pixels: int = Data.max_pixels,
+    on_error: OnError = "raise",
+) -> dict[str, DetectionImages]:
+    """Data sets of COCO's JSON: for each split a folder of images and a file of annotations, relative to `root`.
+
+    The classes are those of the files, in the order of their ids. For the other arguments see `DetectionImages`.
+
+    Raises:
+        UserError: if a file is missing, cut short or of another format; it names the file and the place in it.
+    """
+    base, made, names = Path(root).expanduser(), {}, dict[int, str]()
+    folders, files = (train_images, val_images, test_images), (train_annotations, val_annotations, test_annotations)
+    for split, folder, file in zip(_SPLITS, folders, files, strict=True):
+        if file is None:
+            continue
+        images, theirs = _read_coco(base / file, base / (folder or ""), masks)
+        names = names or theirs
+        if differing := sorted(theirs.items() ^ names.items()):
+            problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
+            raise UserError("data.dataset", problem, "the same ids and names in every file")
+        made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
+    return made
+
+
+def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], dict[int, str]]:
+    """The images with their objects, and the names of the categories by id."""
+    section, place = "file", 0
+    try:
+        contents = json.loads(path.read_bytes())
+        names, images = dict[int, str](), dict[int, Annotated]()
+        section = "categories"
+        for place, entry in enumerate(contents[section]):  # noqa: B007
+            names[entry["id"]] = str(entry["name"])
+        section, labels = "images", {number: label for label, number in enumerate(sorted(names), 1)}
+        for place, entry in enumerate(contents[section]):  # noqa: B007
+            size = int(entry["width"]), int(entry["height"])
+            images[entry["id"]] = Annotated(folder / entry["file_name"], int(entry["id"]), size)
+        section = "annotations"
+        for place, entry in enumerate(contents[section]):
+            (x, y, width, height), outline = entry["bbox"], entry["segmentation"] if masks else None
+            if entry["image_id"] not in images or entry["category_id"] not in labels:
+                raise ValueError(f"no image {entry['image_id']}, or no category {entry['category_id']}")
+            box, crowd = (x, y, x + width, y + height), bool(entry.get("iscrowd"))
+            label, image = labels[entry["category_id"]], images[entry["image_id"]]
+            image.add(f"{section}[{place}] of {path}", box, label, crowd, outline)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError("data.dataset", f"{path} cannot be read: {reason}", "", nearest_path(path)) from error
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        where = f"{section}[{place}] of {path}" if section != "file" else f"{path}, which is not JSON or cut short,"
+        problem = f"{where} cannot be used: {type(error).__name__}: {error}"
+        raise UserError("data.dataset", problem, "a file of COCO's format") from error
+    return list(images.values()), dict(sorted(names.items()))
+
+
+def yolo(
+    root: str,
+    description: str = "data.yaml",
+    masks: bool = False,
+    max_pixels: int = Data.max_pixels,
+    on_error: OnError = "raise",
+) -> dict[str, DetectionImages]:
+    """Data sets of YOLO's text files: `images/train/a.jpg` has the objects of `labels/train/a.txt`, none without that file.
+
+    A line is a class number from 0 on, and centre, width and height of a box, or the points of a polygon; all in shares of
+    the sides. `description` is a YAML file with `names`, and the folders of images as `train`, `val` and `test`, relative to
+    `root`. Without it, they are `images/train`, `images/val` and `images/test`, and `classes.txt` has the names. `masks` makes
+    masks of polygons.
+
+    Raises:
+        UserError: if a file is missing or a line is wrong; it names both.
+    """
+    base, made = Path(root).expanduser(), {}
+    path, plain = base / description, base / "classes.txt"
+    try:
+        said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8").split("\n")
+        names = tuple(filter(None, (str(names[number]).strip() for number in range(len(names)))))  # a mapping, too
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+        what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
+        raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
+    for split in _SPLITS:
+        # Paths of Roboflow begin with ../, and mean the folder of the description
+        folder = base / str(said.get(split) or f"images/{split}").removeprefix("../")
+        if folder.is_dir():
+            images = [Annotated(file, number, None) for number, file in enumerate(sorted(images_below(folder)))]
+            for image in images:
+                text = image.path.with_suffix(".txt")  # beside the image where there is no folder `images`
+                head, _, tail = text.as_posix().rpartition("/images/")
+                text = Path(f"{head}/labels/{tail}") if head else text
+                image.problem = _add_lines(image, text, len(names), masks)
+            if images and not any(image.boxes or image.problem for image in images):
+                problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
+                raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
+            made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
+        elif split == "train" or said.get(split):
+            raise UserError(
+                "data.dataset", f"the images of '{split}', {folder}, are not a folder", "a folder of images"
+            )
+    return made
+
+
+def _add_lines(image: Annotated, path: Path, classes: int, masks: bool) -> str:
+    """Add the objects of a file; returns what is wrong with it, or nothing."""
+    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
+        place = f"line {line} of {path}"
+        try:
+            label, *numbers = map(float, text.split())
+            outline = np.array(numbers).reshape(-1, 2)
+        except ValueError:
+            return f"{place} is not a class number and pairs of numbers: {text[:60]}"
+        if label not in range(classes):
+            return f"{place} has the class {label:g}, and there are {classes}, 0 to {classes - 1}"
+        if len(outline) < (3 if masks else 2):
+            return f"{place} has no {'polygon, which data.dataset.masks=true needs' if masks else 'box'}: {text[:60]}"
+        if len(outline) == 2:
+            outline = outline[0] + outline[1] * [[-0.5, -0.5], [0.5, 0.5]]
+        box = [*outline.min(0).tolist(), *outline.max(0).tolist()]
+        image.add(place, box, int(label) + 1, outline=[numbers] if masks else None)
+    return image.problem

@@ -1,0 +1,70 @@
+"""Any torchvision detection model by name, with the classes of the data."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from runner.base.errors import UserError, nearest
+
+
+def detector(
+    name: str,
+    num_classes: int,
+    weights: str | None = None,
+    weights_backbone: str | None = None,
+    options: Mapping[str, Any] = {},
+    *,
+    fetch_weights: bool = True,
+) -> nn.Module:
+    """Build a model that gives losses in training, and boxes, labels, scores and perhaps masks in evaluation.
+
+    Args:
+        name: one of `torchvision.models.list_models(module=torchvision.models.detection)`, but for keypoints.
+        num_classes: number of classes, and one for the background.
+        weights: trained on COCO, "DEFAULT" or a name; layers that depend on the number of classes start from random weights.
+        weights_backbone: of the backbone alone, trained on ImageNet.
+        options: more arguments of torchvision's function.
+        fetch_weights: False builds the same model without its trained weights, to load those of a checkpoint.
+
+    Raises:
+        UserError: if there is no such model or weights, or they cannot be fetched.
+    """
+    from torchvision import models
+
+    names = [each for each in models.list_models(module=models.detection) if "keypoint" not in each]
+    if name not in names:
+        raise UserError(
+            "model.name", f"no torchvision detection model '{name}'", ", ".join(names), nearest(name, names)
+        )
+    size = {"num_classes": num_classes, **options}
+    try:
+        with contextlib.nullcontext() if fetch_weights else _nothing_loaded():
+            if weights is None:
+                return models.get_model(name, weights=None, weights_backbone=weights_backbone, **size)  # type: ignore[no-any-return]
+            trained: nn.Module = models.get_model(name, weights=weights, **options)
+    except (KeyError, OSError, EOFError) as error:
+        key, given = ("weights_backbone", weights_backbone) if weights is None else ("weights", weights)
+        reason = "there are none of this name" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"model.{key}", f"{given} cannot be loaded for {name}: {reason}", "DEFAULT or null") from error
+    # Frozen layers and norms of the backbone depend on whether it is trained; the rest differs in its shapes alone
+    with warnings.catch_warnings(action="ignore"):
+        model: nn.Module = models.get_model(name, weights=None, weights_backbone=None, **size)
+    model.backbone, own = trained.backbone, model.state_dict()
+    fitting = {key: value for key, value in trained.state_dict().items() if own[key].shape == value.shape}
+    model.load_state_dict({**own, **fitting})
+    return model
+
+
+@contextlib.contextmanager
+def _nothing_loaded() -> Iterator[None]:
+    """Build what torchvision builds for trained weights, without reading them: a checkpoint has them."""
+    from torchvision.models._api import WeightsEnum
+
+    with mock.patch.object(WeightsEnum, "get_state_dict", dict), mock.patch.object(nn.Module, "load_state_dict"):
+        yield

@@ -1,0 +1,170 @@
+"""Boxes around objects, and their masks if there are any; the model computes its losses itself."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runner.engine.metrics import Additive
+from runner.engine.protocols import Metric
+
+_OF_OBJECTS = ("boxes", "labels", "masks")  # what models of torchvision are trained on
+_SCORES: dict[str, Any] = {"map": slice(None), "map_50": 0, "map_75": 5}  # which of the IoU 0.5, 0.55, ..., 0.95
+
+
+class Detection:
+    """Objects in images; samples are (image, target), as `runner.data.sources.detection.DetectionImages` has them.
+
+    A batch is a list of B images, float (3, H, W) in [0, 1], and a list of B targets. The model is one of torchvision's, or is
+    called as they are: in training, `model(images, targets)` gives a dict of losses; in evaluation, `model(images)` gives for
+    each image a dict of `boxes` (N, 4), `labels` (N,), `scores` (N,) and perhaps `masks` (N, 1, H, W), probabilities.
+
+    Args:
+        num_classes: number of classes, without the background, which is class 0.
+        masks: evaluate masks too.
+    """
+
+    monitor = "val/map"
+    mode: Literal["min", "max"] = "max"
+
+    def __init__(self, num_classes: int, masks: bool = False) -> None:
+        if num_classes < 1:
+            raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+        if importlib.util.find_spec("faster_coco_eval") is None:
+            raise ValueError("faster-coco-eval is not installed: pip install 'runner[detection]'")
+        self.num_classes, self._kinds = num_classes, ("bbox", "segm") if masks else ("bbox",)
+
+    def outputs(self, classes: Sequence[str]) -> int:
+        """The classes and the background."""
+        return self.num_classes + 1
+
+    @staticmethod
+    def collate(samples: list[Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Images and targets, each a list of plain tensors."""
+        images = [image.as_subclass(Tensor) for image, _ in samples]
+        plain: Any = lambda value: value.as_subclass(Tensor) if hasattr(value, "as_subclass") else value  # noqa: E731
+        return images, [{name: plain(value) for name, value in target.items()} for _, target in samples]
+
+    def training_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, Tensor]:
+        """The sum of the losses of the model, and each of them; boxes around crowds do not count."""
+        images, targets = batch
+        single = [each["iscrowd"] == 0 if "iscrowd" in each else slice(None) for each in targets]
+        pairs = zip(targets, single, strict=True)
+        kept = [{name: each[name][of] for name in _OF_OBJECTS if name in each} for each, of in pairs]
+        losses: dict[str, Tensor] = modules["model"](images, kept)
+        return {"loss": torch.stack(list(losses.values())).sum(), **losses}
+
+    def evaluation_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, Any]:
+        """What the model finds, and the targets."""
+        images, targets = batch
+        found = [dict(each) for each in modules["model"](images)]
+        for each in found:
+            if "masks" in each:
+                each["masks"] = each["masks"][:, 0] > 0.5
+            elif "segm" in self._kinds:
+                raise ValueError("the model gives no masks; use one that does, such as maskrcnn_*, or task.masks=false")
+        return {"outputs": found, "targets": targets}
+
+    def metric_names(self) -> list[str]:
+        """COCO's mean average precision, with the IoU 0.5 and 0.75, and of masks (`segm_...`)."""
+        return [("segm_" if kind == "segm" else "") + score for kind in self._kinds for score in _SCORES]
+
+    def metrics(self, device: torch.device) -> dict[str, Metric]:
+        """The first of them keeps what is found, for all."""
+        found = Found(self.num_classes, self._kinds)
+        scores = [Score(found, kind, score) for kind in self._kinds for score in _SCORES]
+        return dict(zip(self.metric_names(), [found, *scores[1:]], strict=True))
+
+    def tables(self, device: torch.device) -> dict[str, Metric]:
+        """The same for each class, NaN for one without objects."""
+        found = Found(self.num_classes, self._kinds)
+        scores = [Score(found, kind, score, each=True) for kind in self._kinds for score in _SCORES]
+        named = zip(self.metric_names(), scores, strict=True)
+        return {"found": found, **{f"label_{name}": each for name, each in named}}
+
+
+class Found(Additive):
+    """What was found in the images of a split, and what is in them; evaluated as a whole, by the tool of COCO.
+
+    Masks are kept as run lengths. `compute` is the mean average precision of boxes. `kinds` are `bbox`, and `segm` for masks.
+    """
+
+    def __init__(self, classes: int, kinds: Sequence[str]) -> None:
+        self.classes, self._kinds = classes, kinds
+        self.images: list[Any] = []
+        super().__init__({"images": []})
+
+    def reset(self) -> None:
+        """Forget all images."""
+        super().reset()
+        self._precision: dict[str, Tensor] = {}
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add a batch."""
+        self.images += [(self._kept(one), self._kept(other)) for one, other in zip(targets, outputs, strict=True)]
+        self._precision = {}
+
+    def _kept(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        from faster_coco_eval.core import mask
+
+        kept = {name: objects[name].cpu() for name in ("boxes", "labels", "scores", "iscrowd") if name in objects}
+        if "segm" in self._kinds:
+            planes = objects["masks"].to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+            kept["segmentation"] = mask.encode(np.asfortranarray(planes)) if planes.shape[2] else []
+        return kept
+
+    def _entries(self, side: int) -> list[dict[str, Any]]:
+        """What is in the images (0), or was found in them (1), in the format of COCO."""
+        entries: list[dict[str, Any]] = []
+        for number, image in enumerate(self.images):
+            kept = image[side]
+            left, top, right, bottom = kept["boxes"].double().unbind(1)
+            boxes = torch.stack([left, top, right - left, bottom - top], 1)
+            columns = {"bbox": boxes.tolist(), "area": boxes[:, 2:].prod(1).tolist()}
+            columns |= {"category_id": kept["labels"].tolist()} | ({"score": kept["scores"].tolist()} if side else {})
+            columns["iscrowd"] = kept["iscrowd"].tolist() if "iscrowd" in kept else [0] * len(boxes)
+            columns |= {"segmentation": kept["segmentation"]} if "segmentation" in kept else {}
+            for row in zip(*columns.values(), strict=True):
+                entries.append({**dict(zip(columns, row, strict=True)), "image_id": number, "id": len(entries) + 1})
+        return entries
+
+    def precision(self, kind: str) -> Tensor:
+        """(10, 101, C): at each IoU and recall, for each class; NaN for a class without objects."""
+        if kind not in self._precision:
+            from faster_coco_eval import COCO, COCOeval_faster
+
+            images = [{"id": number, "height": 0, "width": 0} for number in range(len(self.images))]
+            categories = [{"id": number} for number in range(1, self.classes + 1)]
+            known = COCO({"images": images, "categories": categories, "annotations": self._entries(0)})
+            evaluator = COCOeval_faster(known, known.loadRes(self._entries(1)), kind)
+            evaluator.params.areaRng, evaluator.params.areaRngLbl = evaluator.params.areaRng[:1], ["all"]
+            evaluator.evaluate()
+            evaluator.accumulate()
+            values = torch.as_tensor(evaluator.eval["precision"][:, :, :, 0, -1])
+            self._precision[kind] = values.where(values >= 0, torch.nan)
+        return self._precision[kind]
+
+    def compute(self) -> Tensor:
+        """Float64 ()."""
+        return self.precision("bbox").nanmean()
+
+
+class Score(Additive):
+    """A score of what another metric keeps, float64 (), or (C,) with `each`."""
+
+    def __init__(self, found: Found, kind: str, score: str, each: bool = False) -> None:
+        self._found, self._kind, self._score, self._each = found, kind, score, each
+        super().__init__({})
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Nothing: the other metric keeps all."""
+
+    def compute(self) -> Tensor:
+        """The mean over the recalls and the chosen IoU."""
+        values = self._found.precision(self._kind)[_SCORES[self._score]].reshape(-1, self._found.classes)
+        return values.nanmean(0) if self._each else values.nanmean()

@@ -1,0 +1,195 @@
+"""Annotations of boxes and masks: what is read of each format, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drawn_objects
+import pytest
+import torch
+from extras import needs
+from torchvision import tv_tensors
+
+from runner.base.errors import UserError
+from runner.data.sources.detection import coco, yolo
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    drawn_objects.draw(tmp_path, "train", 5, 0)
+    drawn_objects.draw(tmp_path, "val", 3, 1)
+    return tmp_path
+
+
+def read_coco(root: Path, **options: Any) -> dict[str, Any]:
+    return coco(str(root), "images/train", "train.json", "images/val", "val.json", **options)
+
+
+def changed(path: Path, change: Callable[[Any], None]) -> None:
+    contents = json.loads(path.read_text())
+    change(contents)
+    path.write_text(json.dumps(contents))
+
+
+def test_a_coco_sample_is_an_image_and_its_objects(drawn: Path) -> None:
+    contents = json.loads((drawn / "train.json").read_text())
+    changed(drawn / "train.json", lambda it: it["annotations"][0].update(iscrowd=1))
+    changed(drawn / "train.json", lambda it: it["annotations"].reverse())
+    found = read_coco(drawn)
+    assert found["train"].classes == ("tall", "wide")
+    assert [len(found[split]) for split in ("train", "val")] == [5, 3]
+    image, target = found["train"][2]
+    assert isinstance(image, tv_tensors.Image)
+    assert (image.dtype, image.shape) == (torch.uint8, (3, 32, 40))
+    own = [each for each in reversed(contents["annotations"]) if each["image_id"] == 102]
+    assert isinstance(target["boxes"], tv_tensors.BoundingBoxes)
+    assert target["boxes"].tolist() == [[x, y, x + w, y + h] for x, y, w, h in (each["bbox"] for each in own)]
+    assert target["labels"].tolist() == [1 if each["category_id"] == 3 else 2 for each in own]
+    assert target["image_id"] == 102
+    assert found["train"][0][1]["iscrowd"].tolist() == [1]
+    empty = found["train"][3][1]
+    assert (empty["boxes"].shape, empty["boxes"].dtype, empty["labels"].dtype) == ((0, 4), torch.float32, torch.int64)
+
+
+def test_yolo_has_the_same_objects(drawn: Path) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    (drawn / "data.yaml").write_text("names: {0: tall, 1: wide}\ntrain: ../images/train\nval: images/val\n")
+    for made in (yolo(str(drawn)), yolo(str(drawn), "other.yaml")):
+        assert made["val"].classes == ("tall", "wide")
+        for (image, target), (other, expected) in zip(made["train"], read_coco(drawn)["train"], strict=True):
+            assert image.equal(other)
+            torch.testing.assert_close(target["boxes"], expected["boxes"], rtol=0, atol=1e-4)
+            assert target["labels"].equal(expected["labels"])
+
+
+@needs("detection")
+def test_masks_are_those_of_polygons_and_run_lengths(drawn: Path) -> None:
+    from faster_coco_eval.core import mask
+
+    def as_run_lengths(contents: Any) -> None:
+        for number, each in enumerate(contents["annotations"]):
+            each["segmentation"] = mask.segmToRle(each["segmentation"], 40, 32)
+            each["segmentation"]["counts"] = each["segmentation"]["counts"].decode()
+            if number == 1:  # as COCO has those of crowds
+                plane = mask.decode(each["segmentation"]).T.ravel()
+                ends = [0, *(place for place in range(1, len(plane)) if plane[place] != plane[place - 1]), len(plane)]
+                counts = [int(end - begin) for begin, end in itertools.pairwise(ends)]
+                each["segmentation"]["counts"] = [0, *counts] if plane[0] else counts
+
+    polygons = [target["masks"] for _, target in read_coco(drawn, masks=True)["train"]]
+    changed(drawn / "train.json", as_run_lengths)
+    for expected, (_, target) in zip(polygons, read_coco(drawn, masks=True)["train"], strict=True):
+        assert isinstance(target["masks"], tv_tensors.Mask)
+        assert target["masks"].equal(expected)
+        assert target["masks"].shape == (len(target["boxes"]), 32, 40)
+        for plane, (left, top, right, bottom) in zip(target["masks"], target["boxes"].int().tolist(), strict=True):
+            assert int(plane[top:bottom, left:right].sum()) == int(plane.sum()) == (right - left) * (bottom - top)
+    for file in (drawn / "labels").rglob("*.txt"):
+        file.write_text("1 0.1 0.25 0.5 0.25 0.5 0.75 0.1 0.75\n")
+    (drawn / "classes.txt").write_text("tall\nwide")
+    target = yolo(str(drawn), masks=True)["train"][0][1]
+    torch.testing.assert_close(target["boxes"], torch.tensor([[4.0, 8, 20, 24]]), check_dtype=False)
+    assert int(target["masks"].sum()) == 16 * 16
+
+
+MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "image": (lambda it: it["annotations"][2].update(image_id=999), "annotations[2]"),
+    "category": (lambda it: it["annotations"][2].update(category_id=4), "annotations[2]"),
+    "no box": (lambda it: it["annotations"][1].pop("bbox"), "annotations[1]"),
+    "text": (lambda it: it["annotations"][1].update(bbox=[1, 2, "3", 4]), "annotations[1]"),
+    "outside": (lambda it: it["annotations"][0].update(bbox=[30, 2, 30, 4]), "annotations[0]"),
+    "empty": (lambda it: it["annotations"][0].update(bbox=[3, 2, 0, 4]), "annotations[0]"),
+    "nan": (lambda it: it["annotations"][0].update(bbox=[float("nan"), 2, 9, 4]), "annotations[0]"),
+    "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
+    "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
+    "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),
+    "section": (lambda it: it.pop("categories"), "categories"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_coco_file_is_named_with_its_place(drawn: Path, name: str) -> None:
+    change, place = MISTAKES[name]
+    changed(drawn / "train.json", change)
+    with pytest.raises(UserError, match=r"^data.dataset: ") as caught:
+        read_coco(drawn)
+    assert place in str(caught.value)
+    assert name in ("file", "names") or "train.json" in str(caught.value)
+
+
+def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
+    path = drawn / "val.json"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"val.json.*cut short"):
+        read_coco(drawn)
+    path.unlink()
+    with pytest.raises(UserError, match=r"val.json cannot be read"):
+        read_coco(drawn)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("2 0.5 0.5 0.2 0.2", "class 2"), ("0 0.5 0.5 0.2", "pairs"), ("0 0.5 0.5 1.2 0.2", "outside"), ("0", "box")],
+)
+def test_a_wrong_line_of_yolo_is_named_or_its_image_replaced(drawn: Path, line: str, reason: str) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    file = drawn / "labels" / "train" / "001.txt"
+    file.write_text(f"1 0.5 0.5 0.5 0.5\n{line}\n")
+    with pytest.raises(UserError, match=r"line 2 of .*001.txt") as caught:
+        yolo(str(drawn))
+    assert reason in str(caught.value)
+    images = yolo(str(drawn), on_error="skip")["train"]
+    assert len(images[0][1]["labels"]) == 1
+    with pytest.raises(UserError, match=r"line 2 of .*001.txt"):
+        images[1]
+
+
+def test_text_files_of_yolo_may_be_beside_the_images_and_must_be_somewhere(drawn: Path) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    expected = [*yolo(str(drawn))["train"]]
+    (drawn / "data.yaml").write_text("names: [tall, wide]\ntrain: pictures\nval: pictures\n")
+    (drawn / "images" / "train").rename(drawn / "pictures")
+    with pytest.raises(UserError, match=r"no image of 'train' has an object.*pictures/004.txt"):
+        yolo(str(drawn))
+    for file in (drawn / "labels" / "train").iterdir():
+        file.rename(drawn / "pictures" / file.name)
+    for (_, target), (_, other) in zip(yolo(str(drawn))["train"], expected, strict=True):
+        assert target["boxes"].equal(other["boxes"])
+
+
+def test_images_of_another_size_and_boxes_a_little_outside(drawn: Path) -> None:
+    changed(drawn / "train.json", lambda it: it["annotations"][0].update(bbox=[30, 2, 10.2, 4]))
+    changed(drawn / "train.json", lambda it: it["images"][1].update(width=48))
+    images = read_coco(drawn)["train"]
+    assert images[0][1]["boxes"].tolist() == [[30, 2, 40, 6]]
+    with pytest.raises(UserError, match=r"40x32 pixels, and its annotations say 48x32"):
+        images[1]
+
+
+def test_other_annotations_are_other_data(drawn: Path) -> None:
+    before = read_coco(drawn)["train"]
+    changed(drawn / "train.json", lambda it: it["annotations"][-1].update(category_id=3, bbox=[0, 0, 5, 5]))
+    differs = read_coco(drawn)["train"].targets != before.targets
+    assert differs.tolist() == [False] * 4 + [True] if len(before[4][1]["labels"]) else differs.any()
+
+
+def test_transforms_keep_what_belongs_to_an_object_together(drawn: Path) -> None:
+    from torchvision.transforms import v2
+
+    from runner.data.transforms.detection import per_object
+
+    changed(drawn / "train.json", lambda it: [each.update(iscrowd=each["id"] % 2) for each in it["annotations"]])
+    torch.manual_seed(0)
+    transform = v2.Compose([v2.RandomIoUCrop(), v2.SanitizeBoundingBoxes(labels_getter=per_object)])
+    removed = 0
+    for sample in [*read_coco(drawn)["train"]] * 10:
+        known = {tuple(row) for row in zip(sample[1]["labels"].tolist(), sample[1]["iscrowd"].tolist(), strict=True)}
+        _, target = transform(sample)
+        assert len(target["boxes"]) == len(target["labels"]) == len(target["iscrowd"])
+        assert known >= {*zip(target["labels"].tolist(), target["iscrowd"].tolist(), strict=True)}
+        removed += len(sample[1]["labels"]) - len(target["labels"])
+    assert removed > 0

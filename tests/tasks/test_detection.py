@@ -1,0 +1,220 @@
+"""Object detection through the composed config: scores, workers, resumes and ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import drawn_objects
+import numpy as np
+import pytest
+import torch
+from extras import needs
+
+from runner.tasks.detection import Detection
+
+pytestmark = needs("detection")
+WORDS = (
+    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "model=small_cnn", "~model.width",
+    "~model.dropout", "epochs=2", "data.batch_size=2", "evaluate.batch_size=3", "data.num_workers=0",
+    "scheduler=constant",
+)  # fmt: skip
+TINY = (*WORDS, "model._target_=tiny_detector.TinyDetector", "log.every_steps=1")
+MASKS = (*WORDS, "model._target_=tiny_detector.Scripted", "data.dataset.masks=true", "epochs=1")
+
+
+@pytest.fixture(autouse=True)
+def drawn(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    drawn_objects.draw(workdir / "drawn", "train", 6, 0)
+    drawn_objects.draw(workdir / "drawn", "val", 5, 1)
+    (workdir / "tiny_detector.py").write_text("import torch\n" + drawn_objects.DETECTOR)
+    monkeypatch.syspath_prepend(workdir)
+    monkeypatch.setenv("RUNNER_TRUST", "tiny_detector")
+    return workdir / "drawn"
+
+
+def scenes(masks: bool, images: int = 12) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Random targets, and what is found: some of them displaced, some that are not there."""
+    rng = np.random.default_rng(0)
+    for number in range(images):
+        corners, sides = rng.uniform(0, 60, (number % 5, 2)), rng.uniform(8, 30, (number % 5, 2))
+        boxes, labels = np.concatenate([corners, corners + sides], 1), rng.integers(1, 4, number % 5)
+        found = np.repeat(boxes, 2, 0) + rng.normal(0, 2, (2 * len(boxes), 4))
+        found = np.concatenate([found, [[1, 2, 30, 40], [5, 5, 9, 9]]])
+        guesses = np.concatenate([np.repeat(labels, 2), [1, 2]])
+        target = {"boxes": boxes, "labels": labels, "iscrowd": (rng.random(len(labels)) < 0.2).astype(np.int64)}
+        output = {"boxes": found, "labels": guesses, "scores": rng.random(len(found)).round(1).astype(np.float32)}
+        for each in (target, output):
+            each["boxes"] = each["boxes"].astype(np.float32)
+            if masks:
+                each["masks"] = np.zeros((len(each["boxes"]), 96, 96), dtype=bool)
+                for plane, (left, top, right, bottom) in zip(each["masks"], each["boxes"].astype(int), strict=True):
+                    plane[max(top, 0) : bottom, max(left, 0) : right] = True
+        yield ({name: torch.from_numpy(each) for name, each in one.items()} for one in (target, output))
+
+
+def official(masks: bool) -> np.ndarray:
+    """The precision (10, 101, C) of COCO's own tool."""
+    pycocotools = pytest.importorskip("pycocotools")
+    from pycocotools import mask
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    assert pycocotools
+    sides: list[list[dict[str, Any]]] = [[], []]
+    for number, (target, output) in enumerate(scenes(masks)):
+        for entries, one in zip(sides, (target, output), strict=True):
+            for place in range(len(one["boxes"])):
+                left, top, right, bottom = one["boxes"][place].double().tolist()
+                entry: dict[str, Any] = {
+                    "image_id": number,
+                    "id": len(entries) + 1,
+                    "category_id": int(one["labels"][place]),
+                    "iscrowd": 0,
+                }
+                entry |= {"bbox": [left, top, right - left, bottom - top], "area": (right - left) * (bottom - top)}
+                entry |= {name: float(one["scores"][place]) for name in ("scores",) if name in one}
+                entry |= {"iscrowd": int(one["iscrowd"][place])} if "iscrowd" in one else {"score": entry["scores"]}
+                if masks:
+                    entry["segmentation"] = mask.encode(np.asfortranarray(one["masks"][place].numpy().astype(np.uint8)))
+                entries.append(entry)
+    known = COCO()
+    categories = [{"id": number} for number in (1, 2, 3)]
+    images = [{"id": number, "height": 96, "width": 96} for number in range(12)]
+    known.dataset = {"images": images, "annotations": sides[0], "categories": categories}
+    known.createIndex()
+    evaluator = COCOeval(known, known.loadRes(sides[1]), "segm" if masks else "bbox")
+    evaluator.evaluate()
+    evaluator.accumulate()
+    precision: np.ndarray = evaluator.eval["precision"][:, :, :, 0, -1]
+    return precision
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["boxes", "masks"])
+@pytest.mark.parametrize("batch", [1, 5, 12])
+def test_scores_are_those_of_cocos_own_tool_for_any_batch_size(
+    masks: bool, batch: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, expected = Detection(3, masks), official(masks)
+    metrics = {**task.metrics(torch.device("cpu")), **task.tables(torch.device("cpu"))}
+    known = [tuple(each) for each in scenes(masks)]
+    for metric in metrics.values():  # those of another evaluation do not count
+        metric.update([known[0][1]], [known[0][0]])
+        metric.reset()
+    for begin in range(0, len(known), batch):
+        some = known[begin : begin + batch]
+        for metric in metrics.values():
+            metric.update([output for _, output in some], [target for target, _ in some])
+    start = "segm_" if masks else ""
+    for name, rows in (("map", slice(None)), ("map_50", slice(0, 1)), ("map_75", slice(5, 6))):
+        values = expected[rows]
+        assert float(metrics[start + name].compute()) == pytest.approx(values[values > -1].mean(), abs=1e-12)
+        each = [values[:, :, label].mean() for label in range(3)]
+        assert metrics[f"label_{start}{name}"].compute().tolist() == pytest.approx(each, abs=1e-12)
+    assert 0.05 < float(metrics[f"{start}map"].compute()) < 0.95
+    assert list(task.metrics(torch.device("cpu"))) == task.metric_names()
+    capsys.readouterr()
+
+
+def test_boxes_around_crowds_are_not_trained_on() -> None:
+    seen = []
+
+    def model(images: Any, targets: Any) -> dict[str, torch.Tensor]:
+        seen.extend(targets)
+        return {"one": torch.tensor(1.0), "two": torch.tensor(2.0)}
+
+    target = {
+        "boxes": torch.rand(3, 4),
+        "labels": torch.tensor([1, 2, 2]),
+        "iscrowd": torch.tensor([0, 1, 0]),
+        "image_id": 7,
+    }
+    plain = {"boxes": torch.rand(2, 4), "labels": torch.tensor([1, 2])}
+    modules: Any = {"model": model}
+    found = Detection(2).training_step(modules, ([], [target, plain]))
+    assert {name: float(value) for name, value in found.items()} == {"loss": 3, "one": 1, "two": 2}
+    assert [each["labels"].tolist() for each in seen] == [[1, 2], [1, 2]]
+    assert seen[0]["boxes"].equal(target["boxes"][[0, 2]])
+
+
+def test_a_detector_trains_logs_its_losses_and_is_evaluated_for_each_class(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    result = train(*TINY, "ema=0.5", "epochs=1")
+    steps = [record for record in result.metrics if record["split"] == "train"]
+    for record in steps:
+        parts = [record[name] for name in ("classification", "bbox_regression", "bbox_ctrness")]
+        assert record["loss"] == pytest.approx(sum(parts), rel=1e-5)
+    assert result.summary["best"]["metric"] == "val/ema_map"
+    evaluated = run("eval", f"ckpt_path={result.directory}", "split=val", "json=true")
+    assert evaluated.status == 0, evaluated.err
+    record = json.loads(evaluated.out)
+    assert set(record["metrics"]) == {"map", "map_50", "map_75"}
+    assert set(record["per_label"]) == set(drawn_objects.NAMES)
+    assert set(record["per_label"]["tall"]) == {"map", "map_50", "map_75"}
+
+
+def test_workers_kills_and_resumes_give_the_same_bits(train: Callable[..., Any], killed: Callable[..., Path]) -> None:
+    words = (*TINY, "deterministic=true")
+    whole = train(*words)
+    expected = whole.summary["weights_sha256"], whole.summary["last"]
+    assert train(*words, "data.num_workers=2").summary["weights_sha256"] == expected[0]
+    directory = killed(2, *words, "checkpoint.every_steps=1")
+    directory = killed_again(train, directory)
+    resumed = train(f"ckpt_path={directory}", "callbacks=none", "max_steps=null")
+    assert (resumed.summary["weights_sha256"], resumed.summary["last"]) == expected
+    split = train(*words, "on_oom=split", "epochs=1")
+    assert split.summary["global_step"] == 3
+
+
+def killed_again(train: Callable[..., Any], directory: Path) -> Path:
+    """The directory of a run that goes on for a step and ends within the epoch."""
+    return train(f"ckpt_path={directory}", "callbacks=none", "max_steps=4").directory
+
+
+def test_two_ranks_find_what_one_process_finds(train: Callable[..., Any]) -> None:
+    one = train(*MASKS, "data.dataset.masks=true")
+    two = train(*MASKS, "devices=2", "evaluate.batch_size=1")
+    names = {"map", "map_50", "map_75", "segm_map", "segm_map_50", "segm_map_75"}
+    assert set(one.summary["last"]) >= names
+    assert {name: two.summary["last"][name] for name in names} == {name: one.summary["last"][name] for name in names}
+    assert one.summary["last"]["map_50"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        ((*TINY, "data.dataset.masks=true"), "task", "masks"),
+        ((*TINY, "task.num_classes=3"), "task.num_classes", "the data says 2"),
+        ((*TINY, "transform=standard"), "transform.train", "(image, target)"),
+        ((*TINY, "data.dataset.train_annotations=other.json"), "data.dataset", "other.json"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(
+    rejected: Callable[..., Any], words: tuple[str, ...], key: str, reason: str
+) -> None:
+    result = rejected("train", "threads=1", "logger=none", *words)
+    assert f"{key}:" in result.err
+    assert reason in result.err
+
+
+def test_bad_annotations_end_a_run_or_are_replaced_and_listed(
+    train: Callable[..., Any], rejected: Callable[..., Any], drawn: Path
+) -> None:
+    contents = json.loads((drawn / "train.json").read_text())
+    contents["annotations"][0]["bbox"] = [0, 0, 99, 5]
+    (drawn / "train.json").write_text(json.dumps(contents))
+    assert "annotations[0]" in rejected("train", "threads=1", "logger=none", *TINY).err
+    result = train(*TINY, "data.on_error=skip", "data.max_skipped=0.5", "epochs=1")
+    listed = (result.directory / "skipped.jsonl").read_text()
+    assert "annotations[0]" in listed
+    assert "000.png" in listed
+
+
+def test_without_the_evaluation_tool_the_error_says_what_to_install(
+    rejected: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    assert "pip install 'runner[detection]'" in rejected("train", "threads=1", "logger=none", *TINY).err
