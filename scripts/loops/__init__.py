@@ -1,0 +1,1 @@
+"""Data and models of `scripts/equal_loops.py`."""
