@@ -29,12 +29,13 @@ from torch.nn import functional as F  # noqa: E402
 from loops import parts  # noqa: E402
 
 BATCH = 2
-SGD = {"lr": 0.005, "momentum": 0.9, "weight_decay": 0.0005}
+SGD = {"lr": 0.0001, "momentum": 0.9, "weight_decay": 0.0005}
 LIMIT = 1e-10
 COMMON = (
     f"--config-dir={HERE / 'loops' / 'conf'}", "dtype=float64", "threads=1", "device=cpu", "data.shuffle=false",
     f"data.batch_size={BATCH}", "data.num_workers=0", "data.split.val=0", "data.split.test=0", "evaluate.every_epochs=null",
-    "data.normalize.mean=[0.0]", "data.normalize.std=[1.0]", "evaluate.test=false", "scheduler=constant", "callbacks=none", "logger=none", "log.every_steps=1", "log.progress=false",
+    "data.normalize.mean=[0.0]", "data.normalize.std=[1.0]", "evaluate.test=false", "scheduler=constant", "callbacks=none",
+    "logger=none", "log.every_steps=1", "log.progress=false",
     "epochs=null", "init_mismatch=raise", "trust=[loops]", "transform=none", "~model.dropout", "~model.width",
 )  # fmt: skip
 OPTIMIZER = ("optimizer=sgd", "optimizer.nesterov=false", *(f"optimizer.{name}={value}" for name, value in SGD.items()))

@@ -40,7 +40,7 @@ from runner.data.sources.image_files import ImageFiles, image_files
 from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating
 from runner.run.from_checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
-from runner.run.model import prepared
+from runner.run.model import model_of, prepared
 from runner.run.setup import why_occupied
 from runner.runtime.device import choose_device, switches_kept
 from runner.runtime.precision import choose_precision
@@ -259,14 +259,17 @@ def load(
     report = _Warnings()
     report.warnings(resolved.found.warnings)
     place, _ = choose_device(device)
+    if resolved.config.data.images is not None:
+        problem = f"{resolved.found.path} was trained on other samples than pairs of image and target"
+        raise UserError("ckpt_path", problem, "the verbs eval, predict and export")
     # The data set itself need not be there
     data = resolved.data_facts()
-    task, model = resolved.restore_model(data, place)
+    task, modules = resolved.restore_model(data, place)
     steps = callables("transform.sample_eval", resolved.config.transform.sample_eval)
     files = image_files([], resolved.config.data, steps, (data.channels, *data.image_size))
     record = resolved.record()
     return Trained(
-        model=model.to(choose_precision(resolved.config.amp, place, resolved.config.dtype).weights),
+        model=model_of(modules).to(choose_precision(resolved.config.amp, place, resolved.config.dtype).weights),
         classes=class_names(resolved, task),
         preprocess=Preprocess(files, resolved.input_pipeline(place), place),
         config=resolved.config,

@@ -47,8 +47,6 @@ SHORT_SEARCH = ("model=mlp", "model.hidden=[32]", "transform=none", "scheduler=c
         (("inspect", *SMALL, "features=head", "output=f.csv"), ("output: cannot be f.csv",)),
         (("inspect", "ckpt_path=nowhere"), ("ckpt_path: there is no nowhere",)),
         (("inspect", RUN, "data.dataset.classes=3", "task.num_classes=null", "what=errors"), ("classes",)),
-        (("inspect", *SMALL, "task=regression", "loss=mse", "data.dataset.kind=regression", "what=errors"),
-         ("what: errors needs 2 to 2048 classes",)),
         (("predict", RUN), ("input: is missing",)),
         (("predict", RUN, "input=photo"), ("did you mean 'photos'?",)),
         (("predict", RUN, "input=photos/*.gif"), ("there is no image in photos/*.gif",)),

@@ -17,7 +17,7 @@ from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import TEST_SHARE, components_of
 from runner.config.schema.train import Train
-from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Predict
+from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect
 
 Broken = Iterator[tuple[str, ...]]
 
@@ -207,8 +207,6 @@ def _of_samples(config: Train) -> Broken:
             message = "makes batches of samples of any kind, and data.images=null says that they are (image, target)"
             yield "data.collate", message, "data.images=[], or the names of the fields that are images"
         return
-    if isinstance(config, Predict | Export | Inspect):
-        yield "data.images", f"is {data.images}, and this verb takes (image, target) alone", "train, eval or check"
     only, freeze = "needs samples that are pairs (image, target), and data.images declares another kind", config.freeze
     for name in ("train", "eval", "mix"):
         if getattr(config.transform, name):

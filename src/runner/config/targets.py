@@ -9,7 +9,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
@@ -224,8 +224,9 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     # Only plain types can be compared with what a config contains
     alternatives = keys.members(_without_tensors(annotation))
     plain = [member for member in alternatives if member is not None and _is_plain(member)]
-    is_mapping = isinstance(value, dict) and any(get_origin(member) is dict for member in alternatives)
-    if not plain or is_mapping or Any in alternatives or any(targets_in({"": value})):
+    kinds = {get_origin(member) for member in alternatives}
+    of_items = (isinstance(value, dict) and dict in kinds) or (isinstance(value, list) and Sequence in kinds)
+    if not plain or of_items or Any in alternatives or any(targets_in({"": value})):
         return []
     either: Any = Union[tuple(plain)]  # noqa: UP007
     # Python would take true and false for 1 and 0.

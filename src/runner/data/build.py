@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.config.targets import resolve
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.consistency import Examples, check_classes, check_images, class_counts, known_targets, shared_groups
 from runner.data.dataset_fingerprint import fingerprint_data
@@ -47,9 +46,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     """
     if config.data.images is None:
         return _read_pairs(config, device, make_cache=make_cache, dtype=dtype)
-    # The task is built later, as it has to know the data; how it makes batches is a matter of its class
-    collate = getattr(resolve(config.task["_target_"]), "collate", None)
-    return read_whole_samples(config, device, collate, dtype=dtype)
+    return read_whole_samples(config, device, dtype=dtype)
 
 
 def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype: torch.dtype) -> DataModule:

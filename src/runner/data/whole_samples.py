@@ -5,26 +5,45 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from runner.base.cores import cores
+from runner.base.errors import UserError
 from runner.config.schema.train import Train
+from runner.config.targets import resolve
 from runner.data.bad_samples import BadSampleLog, ReplacementSampler
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields
 from runner.data.module import DataModule, SplitData, as_splits, callables, make_callable, read_dataset
 from runner.data.num_workers import choose_num_workers
+from runner.data.sampler import AllSamples
 from runner.data.samples import Collate, SeededDataset, stacked
+from runner.data.sources.folders import ImageFolder
+from runner.data.sources.image_io import Decoding
 from runner.data.splits import Parts, make_splits
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader, as_numbers
 from runner.instrument.nested import mapped_items, tensors_in, tensors_moved
 
 _TRIED = 2  # samples
+
+
+class ImageSamples(ImageFolder):
+    """Image files as samples without a target: (image, 0), or {field: image}; images are tv_tensors, uint8 (C, H, W)."""
+
+    field = "0"
+
+    def __getitem__(self, index: int) -> Any:
+        from torchvision.tv_tensors import Image  # takes a second, and few runs need it
+
+        image = Image(super().__getitem__(index)[0])
+        return (image, 0) if self.field == "0" else {self.field: image}
 
 
 @dataclass
@@ -36,6 +55,7 @@ class _Loaders:
     parts: Parts
     make_batch: Collate
     fields: Fields
+    prepare: Pipeline
     bad_samples: BadSampleLog
     workers: int = 0
 
@@ -70,30 +90,52 @@ class _Loaders:
         )
 
 
-def read_whole_samples(
-    config: Train, device: torch.device, collate: Callable[[list[Any]], Any] | None, *, dtype: torch.dtype
-) -> DataModule:
+def _loaders(config: Train, device: torch.device, parts: Parts, dtype: torch.dtype) -> _Loaders:
+    data = config.data
+    assert data.images is not None, "samples are pairs of image and target"
+    # The task is built later, as it has to know the data; how it makes batches is a matter of its class
+    of_task = getattr(resolve(config.task["_target_"]), "collate", None)
+    collate = of_task if data.collate is None else make_callable("data.collate", data.collate)
+    mean, std = data.normalize.mean or [0.0], data.normalize.std or [1.0]
+    prepare = Pipeline([], mean, std, config.seed, device, channels_last=config.channels_last, dtype=dtype)
+    fields, bad_samples = Fields(data.images, prepare, dtype), BadSampleLog(data.max_skipped)
+    return _Loaders(config, device, parts, Collate(collate or stacked), fields, prepare, bad_samples)
+
+
+def read_image_files(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[WorkerLoader, BadSampleLog]:
+    """A loader of image files in their order, as `ImageSamples`; and its unreadable files.
+
+    Files are RGB, or grey if `data.dataset.channels` or else `model.in_channels` is 1. Raises `UserError` if samples are not
+    made of one image.
+    """
+    data, count, fields = config.data, len(paths), config.data.images or []
+    if len(fields) != 1 or (fields[0].isdigit() and fields[0] != "0"):
+        problem = f"files are images, and data.images={fields} does not say which field of a sample is the image"
+        raise UserError("input", problem, "train, val or test, a split of the data; or a model with one such field")
+    channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
+    files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
+    files.field = fields[0]
+    loaders = _loaders(config, device, {"input": (files, AllSamples(count))}, torch.float32)
+    # A few images are read sooner than workers start
+    loaders.workers = data.num_workers if data.num_workers != "auto" else min(cores(), 8) if count >= 64 else 0
+    return loaders.build("input"), loaders.bad_samples
+
+
+def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtype) -> DataModule:
     """Read a data set of any samples and prepare its splits.
 
     Args:
         config: the config.
         device: of the batches.
-        collate: that of the task, which `data.collate` replaces.
         dtype: of images after their normalisation, and with float64 of all floating-point numbers.
 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
     data = config.data
-    assert data.images is not None, "samples are pairs of image and target"
     parts = make_splits(as_splits(read_dataset(data)), data.split)
-    if data.collate is not None:
-        collate = make_callable("data.collate", data.collate)
-    mean, std = data.normalize.mean or [0.0], data.normalize.std or [1.0]
-    prepare = Pipeline([], mean, std, config.seed, device, channels_last=config.channels_last, dtype=dtype)
-    bad_samples = BadSampleLog(data.max_skipped)
-    fields = Fields(data.images, prepare, dtype)
-    loaders = _Loaders(config, device, parts, Collate(collate or stacked), fields, bad_samples=bad_samples)
+    loaders = _loaders(config, device, parts, dtype)
+    fields, prepare, bad_samples = loaders.fields, loaders.prepare, loaders.bad_samples
 
     # The first samples tell how large batches are, and are tried before training
     tried = parts["train"][1][: min(_TRIED, data.samples_a_batch)]

@@ -69,9 +69,9 @@ class Extractor:
 
 
 def listener(
-    model: nn.Module, names: Sequence[str], report: Callable[[str, Tensor], object], key: str = "features"
-) -> Callable[[Tensor], Any]:
-    """A function that computes what `model` does and calls `report` with each name and its tensor once it is computed.
+    model: nn.Module, names: Sequence[str], report: Callable[..., object], key: str = "features", run: Any = None
+) -> Callable[[Any], Any]:
+    """A function that computes what `model` does, or `run`; each tensor is reported with its name once it is computed.
 
     The tensors are the ones that are computed with, no copies, so that gradients can be asked of them.
 
@@ -89,9 +89,9 @@ def listener(
             raise UserError(key, f"'{name}' is a {type(output).__name__}, not a tensor", "other layers")
         report(name, tensor)
 
-    def forward(images: Tensor) -> Any:
+    def forward(images: Any) -> Any:
         with Observer(model, after=take, names=names):
-            return model(images)
+            return (run or model)(images)
 
     return forward
 

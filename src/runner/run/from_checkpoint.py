@@ -107,11 +107,8 @@ class ResolvedCheckpoint(Generic[T]):
 
     def data_facts(self) -> DataFacts:
         """The data that the model was trained on; `data.image_size=` on the command line replaces the size of its images."""
-        # The stored config may leave the size to the data, so the shape of the images is stored beside it
-        if (shape := self.found.contents["metrics"].get("images")) is None:
-            problem = "was trained on samples that are not pairs of image and target"
-            raise UserError("ckpt_path", f"{self.found.path} {problem}", "the verb eval, or another checkpoint")
-        channels, height, width = shape
+        # The stored config may leave the size to the data, so the shape of the images of pairs is stored beside it
+        channels, height, width = self.found.contents["metrics"].get("images", (0, 0, 0))
         if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
             height = width = self.config.data.image_size
         return DataFacts(self.classes, channels, (height, width))
@@ -120,6 +117,8 @@ class ResolvedCheckpoint(Generic[T]):
         """Turns decoded images into the model's input: `transform.eval`, then normalisation."""
         config = self.config
         mean, std = config.data.normalize.mean, config.data.normalize.std
+        if config.data.images is not None:
+            mean, std = mean or [0.0], std or [1.0]
         if mean is None or std is None:
             raise UserError(
                 "data.normalize",
@@ -142,15 +141,16 @@ class ResolvedCheckpoint(Generic[T]):
             load_weights_of(self.found, loss, loss_of(self.found.contents, kind, self.config, loss), "loss")
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
-        """The task, and the model with the selected weights on the device, in evaluation mode."""
+        """The task, and what `build_modules` returns with the selected weights, on the device, in evaluation mode."""
         # No weights are fetched: those of the checkpoint replace them
         task = build_task(self.config, data, fetch_weights=False)
         model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
-        self.load_weights(build_modules(task, model, nn.Identity()))
-        model.to(device)
+        modules = build_modules(task, model, nn.Identity())
+        self.load_weights(modules)
+        modules.to(device)
         if self.config.channels_last:
-            model.to(memory_format=torch.channels_last)
-        return task, model.eval()
+            modules.to(memory_format=torch.channels_last)
+        return task, modules.eval()
 
 
 def resolve_checkpoint(

@@ -28,7 +28,7 @@ from runner.run.finetune import explaining, give_head
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
-from runner.tasks.task import STEPS, Task
+from runner.tasks.task import SHOWS, STEPS, Task
 from runner.tracking.formats import is_number
 
 _SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
@@ -91,7 +91,7 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _filled_task(config, data), facts=facts, fetch=fetch_weights)
     _complete(task)
-    require_methods("task", config.task["_target_"], task, {**calls_of(Task), **STEPS}, optional=STEPS)
+    require_methods("task", config.task["_target_"], task, {**calls_of(Task), **STEPS, **SHOWS}, optional=STEPS | SHOWS)
     # Class numbers as regression targets run without an error, and their distances mean nothing
     if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
         problem = f"predicts numbers, and the targets are class numbers with names such as '{named[0]}'"

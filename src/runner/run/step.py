@@ -13,7 +13,7 @@ from runner.base.errors import UserError
 from runner.config import keys
 from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
-from runner.config.schema.verbs import Audit, Bench, Inspect, Profile
+from runner.config.schema.verbs import Audit, Bench, Profile
 from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
@@ -150,9 +150,6 @@ def _check_supported(config: Train) -> None:
     """Raise `UserError` if a verb or a setting computes the loss from the outputs of the model, which the task does itself."""
     if config.compile == "step":
         raise UserError("compile", "is step, and the task computes its steps itself", "true, which compiles the model")
-    if isinstance(config, Inspect):
-        problem = "computes its steps itself, and this verb computes the loss from the outputs of the model"
-        raise UserError("task", problem, "another verb, such as train, eval or check")
 
 
 def _check_window(config: Train, state: TrainState) -> None:

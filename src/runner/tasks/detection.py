@@ -14,6 +14,7 @@ from runner.engine.metrics import Additive
 from runner.engine.protocols import Metric
 
 _OF_OBJECTS = ("boxes", "labels", "masks")  # what models of torchvision are trained on
+_SHOWN = 0.5  # least score of a box in a picture
 _SCORES: dict[str, Any] = {"map": slice(None), "map_50": 0, "map_75": 5}  # which of the IoU 0.5, 0.55, ..., 0.95
 
 
@@ -69,6 +70,19 @@ class Detection:
             elif "segm" in self._kinds:
                 raise ValueError("the model gives no masks; use one that does, such as maskrcnn_*, or task.masks=false")
         return {"outputs": found, "targets": targets}
+
+    def predict_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, list[Tensor]]:
+        """Boxes (N, 4) as xyxy in pixels of the image that the model got, labels (N,) and scores (N,) of each image."""
+        found = modules["model"](batch[0])
+        return {name: [each[name] for each in found] for name in ("boxes", "labels", "scores")}
+
+    def draw(self, sample: Any, outputs: Mapping[str, Tensor]) -> Tensor:
+        """The image of a batch of one with the boxes whose score is above 0.5, uint8 (3, H, W)."""
+        from torchvision.utils import draw_bounding_boxes
+
+        kept = outputs["scores"].cpu() > _SHOWN
+        labels = [str(int(label)) for label in outputs["labels"].cpu()[kept]]
+        return draw_bounding_boxes(sample[0][0].cpu(), outputs["boxes"].cpu()[kept], labels)
 
     def metric_names(self) -> list[str]:
         """COCO's mean average precision, with the IoU 0.5 and 0.75, and of masks (`segm_...`)."""

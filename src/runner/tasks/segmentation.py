@@ -101,6 +101,17 @@ class Segmentation:
         logits = _main(modules["model"](batch[0]))
         return {"loss": modules["loss"](logits, masks), "outputs": logits.argmax(1), "targets": masks}
 
+    def predict_step(self, modules: Mapping[str, nn.Module], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """The class of each pixel, uint8 (B, H, W)."""
+        return {"mask": _main(modules["model"](batch[0])).argmax(1).to(torch.uint8)}
+
+    def draw(self, sample: tuple[Tensor, Tensor], outputs: Mapping[str, Tensor]) -> Tensor:
+        """The image of a batch of one with the classes as colours over it, uint8 (3, H, W)."""
+        from torchvision.utils import draw_segmentation_masks
+
+        classes = torch.arange(self.num_classes)[:, None, None]
+        return draw_segmentation_masks(sample[0][0].cpu(), outputs["mask"].cpu() == classes, alpha=0.5)
+
     def metric_names(self) -> list[str]:
         """Mean intersection over union of the classes, and share of pixels with the right class."""
         return ["miou", "pixel_accuracy"]

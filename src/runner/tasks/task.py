@@ -28,6 +28,10 @@ class Task:
     `modules(model, loss)` adds; `batch` is what `data.collate`, or an optional static method `collate(samples)` of the task,
     has made of samples.
 
+    An optional `predict_step(modules, batch)` gives tensors (B, ...) and lists of B items by name, for the rows of `predict`.
+    An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
+    and of what `predict_step` gave for it, without the axis of the batch.
+
     An optional method `wrong_target(targets, training)` checks targets (N, ...) of the data set, of the training split or
     another, before they are used. It returns the index of the first invalid one and a clause about it, or None. An optional
     attribute `expected` says in an error what targets are allowed. An optional `activation` (`softmax` or `sigmoid`) makes
@@ -70,7 +74,10 @@ STEPS = {
     "weight": ("batch",),
     "modules": ("model", "loss"),
 }
-"""Methods that a task may have besides those of `Task`, and what they are called with."""
+"""Methods that a task may have to compute its steps, and what they are called with."""
+
+SHOWS = {"predict_step": ("modules", "batch"), "draw": ("sample", "outputs")}
+"""Those that it may have to show what the model makes of samples."""
 
 
 def converting(metric: Any, task: Any) -> Any:

@@ -138,6 +138,7 @@ class Predict(Train):
     top_k: Count = 1
     probabilities: bool = False
     logits: bool = False
+    pictures: bool = False
     features: str | list[str] | None = None
     tta: View | list[View] | None = None
     tta_mean: TtaMean = "logits"

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from runner.base.errors import FAILED
+from runner.base.errors import FAILED, UserError
 from runner.base.files import write_json, writing
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
@@ -36,6 +36,7 @@ from runner.run.from_checkpoint import (
     run_directory_of,
     unique_names,
 )
+from runner.run.model import model_of
 from runner.runtime.device import configure_torch
 from runner.tasks.task import Task
 from runner.tracking.environment import versions
@@ -64,9 +65,11 @@ def run(composition: Composition) -> float:
     configure_torch(_CPU, config.threads, config.deterministic, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()
-    task, model = resolved.restore_model(data, _CPU)
+    task, modules = resolved.restore_model(data, _CPU)
     # Exported models predict only
-    model.requires_grad_(False)
+    model = model_of(modules).requires_grad_(False)
+    if config.data.images is not None:
+        data = _facts_of_samples(resolved)
     images = _examples(resolved, data, max(config.batch_sizes))
     if "torchscript" in chosen:
         report.warn("torch deprecates TorchScript; torch_export replaces it")
@@ -76,6 +79,10 @@ def run(composition: Composition) -> float:
     exported = model
     if config.include_preprocessing:
         exported = Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
+    with torch.inference_mode():
+        outputs = exported(images)
+    if not isinstance(outputs, Tensor):
+        raise UserError("model", f"gives a {type(outputs).__name__}, and exported models give a tensor", "such a model")
     run_directory = run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
@@ -91,7 +98,7 @@ def run(composition: Composition) -> float:
             with _write_complete(files[name]) as path:
                 loaded = formats.write(name, exported, images, path)
             compared += _compare(name, exported, loaded, batches)
-    record = _record(resolved, task, data, images, files=files, compared=compared)
+    record = _record(resolved, task, data, images, outputs, files=files, compared=compared)
     written = [*files.values(), folder / "model.json"]
     write_json(written[-1], record)
     _show(record, compared, report)
@@ -137,6 +144,19 @@ def _latency_ms(model: nn.Module, images: Tensor) -> float:
     return 1000 * timer.blocked_autorange(min_run_time=_SECONDS).median
 
 
+def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
+    """What is known of the image of samples of any kind, of which the first are read."""
+    names = resolved.config.data.images or []
+    with contextlib.closing(resolved.data(_CPU)) as splits:
+        data: Any = splits.trial.data if splits.trial else None
+    fields = [data[name if isinstance(data, Mapping) else int(name)] for name in names]
+    if len(fields) != 1 or not isinstance(fields[0], Tensor):
+        problem = f"is {names}, of which a batch has {[type(field).__name__ for field in fields]}, not one tensor"
+        raise UserError("data.images", problem, "one field, whose images are stacked")
+    channels, height, width = fields[0].shape[1:]
+    return DataFacts(resolved.classes, channels, (height, width))
+
+
 def _examples(resolved: ResolvedCheckpoint[Export], data: DataFacts, count: int) -> Tensor:
     """Images of noise as the exported model takes them: float32 and normalised, or uint8."""
     generator = torch.Generator().manual_seed(resolved.config.seed)
@@ -162,6 +182,7 @@ def _record(
     task: Task,
     data: DataFacts,
     images: Tensor,
+    outputs: Tensor,
     *,
     files: dict[str, Path],
     compared: list[dict[str, Any]],
@@ -182,7 +203,7 @@ def _record(
             "values": "pixels from 0 to 255" if included else "normalised pixels, see preprocessing",
             "layout": "NCHW",
         },
-        "output": {"name": OUTPUT, "shape": ["batch", task.outputs(data.classes)], "dtype": "float32"},
+        "output": {"name": OUTPUT, "shape": ["batch", *outputs.shape[1:]], "dtype": "float32"},
         "activation": activation_of(task),
         "threshold": getattr(task, "threshold", None),
         "preprocessing": {
@@ -207,7 +228,8 @@ def _record(
 def _steps(config: Export, data: DataFacts) -> list[dict[str, Any]]:
     """The steps from an image file to the input of the exported model, in order."""
     shape = (data.channels, *data.image_size)
-    steps = reading_steps(config.data, config.transform.sample_eval or [], shape) if data.channels in (1, 3) else []
+    from_files = data.channels in (1, 3) and config.data.images is None
+    steps = reading_steps(config.data, config.transform.sample_eval or [], shape) if from_files else []
     if config.transform.eval:
         steps.append({"step": "transform of batches", "transforms": config.transform.eval})
     order = "RGB" if data.channels == 3 else "grey"

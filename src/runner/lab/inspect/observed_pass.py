@@ -62,10 +62,11 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Observe
         with no_trace(model, training.loss), torch.enable_grad():
             training.state.train()
             if tensors:
-                _compute_gradients(training, batch, listener(model, tensors, take, "tensors"), found)
+                step = listener(model, tensors, take, "tensors", training.steps)
+                _compute_gradients(training, batch, step, found)
             else:
                 with Observer(model, after=take_output):
-                    _compute_gradients(training, batch, model, found)
+                    _compute_gradients(training, batch, training.steps, found)
     except RuntimeError as error:
         raise refusal(error) or error from error
     # Gradients arrive from the last layer to the first.
@@ -74,12 +75,12 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Observe
     return found
 
 
-def _compute_gradients(training: Run, batch: Batch, forward: Callable[[Tensor], Any], found: ObservedPass) -> None:
+def _compute_gradients(training: Run, batch: Batch, step: Callable[[Any], Tensor], found: ObservedPass) -> None:
     weights = dict(training.model.named_parameters())
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     found.frozen = [name for name in weights if name not in trained]
     with training.precision.autocast():
-        loss = training.loss(forward(batch.images), training.task.targets(batch.targets))
+        loss = step(batch.data)
     found.loss = float(loss.detach())
     if not trained or not loss.requires_grad:
         found.without = list(trained)

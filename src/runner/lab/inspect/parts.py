@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError
+from runner.config.rules import never_evaluates
 from runner.config.schema.verbs import Inspect
+from runner.data.bad_samples import path_of
 from runner.data.loaders import Batch
 from runner.data.module import SplitData
 from runner.engine.metrics import class_numbers
+from runner.engine.step import Supervised
 from runner.instrument.flops import Flops
+from runner.instrument.nested import parts_of_rows
 from runner.instrument.no_trace import evaluating
 from runner.lab.inspect import pictures
 from runner.lab.inspect.layers import Layer, layers_of, outer_maps, shape_text
@@ -26,8 +29,10 @@ from runner.lab.inspect.observed_pass import ObservedPass, pass_through
 from runner.lab.inspect.statistics import Summary, summarize
 from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
+from runner.run.outputs import Predictions
 from runner.run.run import Run, training_flops
 from runner.tracking.formats import compact, number, percent
+from runner.tracking.image_grid import Pixels, Tile, image_grid
 from runner.tracking.plots import confusion_matrix
 from runner.tracking.verb_report import mib
 
@@ -55,6 +60,18 @@ class Inspection:
     parts: list[Table | tuple[Path, str]] = field(default_factory=list)  # tables, and pictures with titles
     record: dict[str, Any] = field(default_factory=dict)  # for JSON
     skipped: list[str] = field(default_factory=list)  # parts that could not be shown, and why
+
+    @property
+    def plain(self) -> bool:
+        """Whether samples are pairs of image and target, and the task computes no steps itself."""
+        return self.training.data.trial is None and isinstance(self.training.steps, Supervised)
+
+    def lacks(self, part: str) -> str:
+        """What a part needs, and this task or its data do not have; empty if it can be shown."""
+        if part in ("layers", "inputs", "features") and not self.plain:
+            return "needs pairs of image and target, and a task without steps of its own"
+        never = not self.plain and not self.config.evaluate.test and never_evaluates(self.config)
+        return "needs evaluations, and the run has none" if part == "errors" and never else ""
 
     @cached_property
     def flops(self) -> Flops:
@@ -180,14 +197,14 @@ def activations(found: Inspection) -> None:
     cells = {name: f"{dead:,} of {units:,}" for name, (dead, units) in passed.dead.items()}
     marks = {name: f"{percent(dead / units)} dead" for name, (dead, units) in passed.dead.items() if dead}
     notes = ["a dead unit is 0 for every sample of the batch and at every position"] if passed.dead else []
-    title = f"activations of a training batch of {len(found.batch.images):,}"
+    title = f"activations of a training batch of {len(found.batch.indices):,}"
     more = ("dead units", cells)
     found.add_summaries("activations", passed.activations, title, more=more, notes=notes, marks=marks)
 
 
 def gradients(found: Inspection) -> None:
     """Gradients of a training batch by the weights, relative to their size, and by the outputs."""
-    passed, batch = found.passed, f"of a training batch of {len(found.batch.images):,}"
+    passed, batch = found.passed, f"of a training batch of {len(found.batch.indices):,}"
     found.record |= {"loss": passed.loss, "without_gradient": passed.without, "frozen": passed.frozen}
     notes = [f"loss {number(passed.loss)}"]
     if passed.without:
@@ -235,17 +252,15 @@ def features(found: Inspection) -> None:
 
 
 def errors(found: Inspection) -> None:
-    """The confusion matrix, and the most confident wrong predictions."""
+    """The confusion matrix, and the most confident wrong predictions; without classes, the samples with the largest loss."""
     config, training = found.config, found.training
     classes = unique_names(training.data.classes)
     outputs = training.task.outputs(classes)
-    # Whoever asked for this part gets an error, and all others a note
-    if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
-        if config.what is not None:
-            raise UserError("what", "errors needs 2 to 2048 classes, and this task has others", "the other parts")
-        found.skipped.append("errors: the task has no classes, or over 2048 of them")
-        return
     split = split_of(training.data, config.split)
+    # Without classes, or with over 2048 of them, the loss tells which samples are wrong
+    if not found.plain or "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
+        _largest_losses(found, split)
+        return
     confusion, surest = mistakes_in(training, split, outputs, limit=config.limit.eval_batches, most=config.samples)
     samples, matrix = int(confusion.sum()), confusion.tolist()
     wrong = samples - int(confusion.diag().sum())
@@ -269,6 +284,42 @@ def errors(found: Inspection) -> None:
         title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
         path = found.folder / "errors.png"
         found.add_picture(path, pictures.draw_errors(surest, title, classes, training.data, path))
+
+
+def _largest_losses(found: Inspection, split: SplitData) -> None:
+    """The samples with the largest loss, each evaluated by itself."""
+    config, training = found.config, found.training
+    worst: list[tuple[dict[str, Any], Batch]] = []
+    with evaluating(training.model, training.loss):
+        for batch in batches_of(split, config.limit.eval_batches):
+            for data, indices in parts_of_rows(tuple(batch), len(batch.indices), len(batch.indices)):
+                with training.precision.autocast():
+                    evaluated = training.steps.evaluated(data)
+                if "loss" not in evaluated:
+                    found.skipped.append("errors: the evaluation_step of the task gives no loss")
+                    return
+                index, loss = int(indices), float(evaluated["loss"])
+                file = path_of(training.data.parts[config.split][0], index)
+                worst.append(({"index": index, "loss": loss, "file": file}, Batch(data, indices)))
+            # NaN is worse than all
+            worst = sorted(worst, key=lambda each: -math.inf if math.isnan(each[0]["loss"]) else -each[0]["loss"])
+            del worst[config.samples :]
+        shown: list[Pixels] = []
+        if hasattr(training.task, "predict_step") and hasattr(training.task, "draw"):
+            drawing = Predictions(training.config, training.task, training.model, draws=True)
+            with training.precision.autocast():
+                drawn = [drawing(batch)[0]["picture"] for _, batch in worst]
+            shown = [picture.permute(1, 2, 0).numpy() / 255 for picture in drawn]
+        elif training.data.trial is None:
+            shown = [image for _, batch in worst for image in pictures.pixels_of(batch.images, training.data)]
+    found.record["errors"] = {"split": config.split, "largest": [each for each, _ in worst]}
+    title = f"{len(worst)} samples of {config.data.name} {config.split} with the largest loss"
+    texts = [[str(each["index"]), number(each["loss"]), each["file"] or ""] for each, _ in worst]
+    found.parts.append(Table(title, ("index", "loss", "file"), texts))
+    if shown:
+        captions = [[f"loss {loss}", f"sample {index}"] for index, loss, _ in texts]
+        image_grid(list(map(Tile, shown, captions)), found.folder / "errors.png", title)
+        found.add_picture(found.folder / "errors.png", title)
 
 
 def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from runner.base.errors import UserError
 from runner.base.files import write_json
 from runner.base.secrets import mask_words
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
 from runner.config.resolve import resolve_config
-from runner.config.schema.sections import Transform
+from runner.config.schema.sections import Transform, components_of
 from runner.config.schema.verbs import FEATURE_FILES, Inspect
 from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
@@ -36,6 +37,7 @@ from runner.run.from_checkpoint import (
     run_directory_of,
     split_of,
 )
+from runner.run.model import model_of
 from runner.run.run import Run
 from runner.tracking.console import Console
 from runner.tracking.formats import compact
@@ -67,7 +69,10 @@ def run(composition: Composition) -> float:
     found = resolved.found if resolved else None
     report = Report(config.json)
     # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
+    names = [key.partition(".")[2] for key in components_of("optimizer", config.optimizer)]
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False, **_UPDATES)
+    if names != [""]:
+        plain = dataclasses.replace(plain, optimizer=dict.fromkeys(names, plain.optimizer))
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
     training = build_run(plain, start, make_cache=False)
@@ -76,9 +81,9 @@ def run(composition: Composition) -> float:
         training.data.bad_samples.open(None, report.warn)
         kind = ""
         if resolved is not None:
-            if resolved.config.data == config.data:
+            if own := (resolved.config.data == config.data):
                 check_classes(resolved.classes, training.data.classes)
-            resolved.load_weights(training.model)
+            resolved.load_weights(training.model, training.loss if own else None)
             kind = resolved.weights[1]
         averaged = "" if kind in ("", "raw") else f", averaged weights ({kind})"
         where = f"{found.path}{averaged}" if found else "untrained"
@@ -104,8 +109,8 @@ def run(composition: Composition) -> float:
 
 def _without_data(resolved: ResolvedCheckpoint[Inspect]) -> Inspect | None:
     """The config with blank images and a plain loss, if the parts that it asks for need no more; None otherwise."""
-    config, images = resolved.config, resolved.found.contents["metrics"]["images"]
-    if not (config.what and set(config.what) <= _WITHOUT_DATA and not config.features and resolved.classes):
+    config, images = resolved.config, resolved.found.contents["metrics"].get("images")
+    if not (images and config.what and set(config.what) <= _WITHOUT_DATA and not config.features and resolved.classes):
         return None
     blank = {"_target_": "torchvision.datasets.FakeData", "size": 64, "image_size": images}
     data = dataclasses.replace(
@@ -122,6 +127,11 @@ def _inspected(
     seen = Inspection(config, training, folder)
     unless_asked = [] if found is not None else ["errors"]
     what = [name for name in PARTS if (name in config.what if config.what else name not in unless_asked)]
+    for name, why in [(name, why) for name in what if (why := seen.lacks(name))]:
+        if config.what:
+            raise UserError("what", f"{name} {why}", "other parts")
+        seen.skipped.append(f"{name}: {why}")
+        what.remove(name)
     with report.counting("inspect", len(what)) as begin:
         for name in what:
             begin(name)
@@ -161,8 +171,10 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
 
 def _written_features(config: Inspect, training: Run, new_folder: Callable[[], Path], report: Report) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
+    if training.data.trial is not None:
+        raise UserError("features", "needs samples that are pairs of image and target", "[]")
     split = split_of(training.data, config.split)
-    features = Extractor(training.model, config.features).rows
+    features = Extractor(model_of(training.model), config.features).rows
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
         path = output_folder(str(output.parent), None, "", "") / output.name

@@ -1,4 +1,4 @@
-"""`predict`: what a checkpoint says of images, written row by row."""
+"""`predict`: what a checkpoint says of images or other samples, written row by row."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from runner.data.bad_samples import BadSample
 from runner.data.loaders import Batch, Loader
 from runner.data.module import DataModule, callables
 from runner.data.sources.image_files import files_loader
+from runner.data.whole_samples import read_image_files
 from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
@@ -39,10 +40,13 @@ from runner.run.from_checkpoint import (
     split_of,
     with_tta,
 )
-from runner.run.model import KnownData, build_task
+from runner.run.model import KnownData, build_task, model_of
+from runner.run.outputs import Predictions
 from runner.runtime.precision import Precision
+from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
+from runner.verbs.predict.fields import FieldRows
 from runner.verbs.predict.inputs import INPUTS, files_in, split_in
 from runner.verbs.predict.rows import SHOWN, RowBuilder, labels_of, numbered
 from runner.verbs.predict.tables import Row, check_ending, open_table
@@ -68,6 +72,7 @@ def run(composition: Composition) -> float:
     """
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Predict, MODEL)
+    resolved = _listing_unreadable(resolved)
     config = resolved.config
     words = as_list(config.input)
     if not words:
@@ -86,22 +91,16 @@ def run(composition: Composition) -> float:
         else:
             if Path(split).is_dir():
                 report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
-            data = splits = stack.enter_context(contextlib.closing(_splits(resolved, device)))
+            data = splits = stack.enter_context(contextlib.closing(resolved.data(device)))
             report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
             source = _split(resolved, splits, split)
-        task, model = resolved.restore_model(data, device)
-        threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
-        rows = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
-        predictor: nn.Module = model
-        # Features come from the plain model, as its views would have one each
-        if config.tta:
-            predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
-        names = as_list(config.features)
-        layers = Extractor(model, names) if names else None
+        predictor, layers, rows = _predictor(resolved, data, device)
         # Only rank 0 writes; the others compute batches for it.
         first = world().first
         path = _output_file(config) if first else Path(os.devnull)
-        features_file = path.with_name(f"{path.stem}_features.npz") if names and first else None
+        if isinstance(rows, FieldRows):
+            rows.path = path
+        features_file = path.with_name(f"{path.stem}_features.npz") if layers and first else None
         opened: contextlib.AbstractContextManager[Callable[[list[Row]], object]] = contextlib.nullcontext(list)
         if first:
             opened = open_table(path, rows.lists)
@@ -113,7 +112,7 @@ def run(composition: Composition) -> float:
                 source,
                 precision,
                 strict=config.strict,
-                write=lambda outputs, cells: table(rows.rows(outputs, cells)),
+                write=lambda outputs, cells: table(rows.rows(outputs, cells)) if first else None,
                 report=report,
             )
             # Nobody stores the features: the batches still have to be drawn, as the table is written meanwhile
@@ -142,8 +141,33 @@ def run(composition: Composition) -> float:
     return float(record["images_per_s"])
 
 
+def _predictor(
+    resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device
+) -> tuple[nn.Module, Extractor | None, RowBuilder | FieldRows]:
+    """What computes outputs, and features, and what makes rows of them."""
+    config = resolved.config
+    task, modules = resolved.restore_model(data, device)
+    own_steps = any(hasattr(task, name) for name in STEPS)
+    if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
+        for key in ("top_k", "probabilities", "logits", "features", "tta"):
+            if getattr(config, key) != Predict.__dataclass_fields__[key].default:
+                raise UserError(key, "does not apply to rows that the task makes in predict_step", "its default")
+        return Predictions(config, task, modules, config.pictures), None, FieldRows()
+    model = model_of(modules)
+    threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
+    rows = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
+    # Features come from the plain model, as its views would have one each
+    layers = Extractor(model, as_list(config.features)) if as_list(config.features) else None
+    if config.tta:
+        model = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
+    return model, layers, rows
+
+
 def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], data: KnownData, device: torch.device) -> Source:
     config, unreadable = resolved.config, dict[int, str]()
+    if config.data.images is not None:
+        whole, bad_samples = read_image_files(config, device, paths)
+        return Source(whole, lambda index, _: {"path": str(paths[index])}, lambda: bad_samples.reasons("input"))
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
 
     def note(found: Sequence[BadSample]) -> None:
@@ -164,11 +188,11 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], data: Known
     return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
 
 
-def _splits(resolved: ResolvedCheckpoint[Predict], device: torch.device) -> DataModule:
-    """The data of the config. An unreadable sample is listed, as a file is; the one that replaces it in training gets no row."""
+def _listing_unreadable(resolved: ResolvedCheckpoint[Predict]) -> ResolvedCheckpoint[Predict]:
+    """With data whose unreadable samples are listed, as files are; the one that replaces it in training gets no row."""
     config = resolved.config
     section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
-    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section)).data(device)
+    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
 
 
 def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
@@ -176,6 +200,8 @@ def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str)
     classes, activation = class_names(resolved, task), activation_of(task)
 
     def first_cells(index: int, target: Any) -> Row:
+        if target is None:
+            return {"sample": index}
         if isinstance(target, list):
             if activation == "sigmoid":
                 return {"sample": index, "target": labels_of(classes, target, 0.5)}
@@ -196,7 +222,7 @@ def _predict(
     precision: Precision,
     *,
     strict: bool,
-    write: Callable[[Tensor, list[Row]], object],
+    write: Callable[[Any, list[Row]], object],
     report: Report,
 ) -> Iterator[dict[str, Tensor]]:
     """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`.
@@ -224,17 +250,20 @@ def _predict(
 
 def _computed(
     model: nn.Module, layers: Extractor | None, source: Source, precision: Precision, batch: Batch | None
-) -> tuple[Tensor, list[Row], dict[str, Tensor], dict[int, str]]:
+) -> tuple[Any, list[Row], dict[str, Tensor], dict[int, str]]:
     """Outputs, first cells and features of the readable images of a batch, and the unreadable images so far."""
     if batch is None:
         return torch.empty(0), [], {}, source.found()
     with precision.autocast():
-        outputs = model(batch.images).float().cpu()
+        own = isinstance(model, Predictions)
+        outputs = model(batch) if own else model(batch.images).float().cpu()
         features = layers.rows(batch.images) if layers is not None else {}
-    indices, targets, unreadable = batch.indices.tolist(), batch.targets.tolist(), source.found()
+    indices, unreadable = batch.indices.tolist(), source.found()
+    targets = [None] * len(indices) if own else batch.targets.tolist()
     readable = [place for place, index in enumerate(indices) if index not in unreadable]
     cells = [source.first_cells(indices[place], targets[place]) for place in readable]
-    return outputs[readable], cells, {name: tensor[readable].cpu() for name, tensor in features.items()}, unreadable
+    kept = [outputs[place] for place in readable] if own else outputs[readable]
+    return kept, cells, {name: tensor[readable].cpu() for name, tensor in features.items()}, unreadable
 
 
 def _output_file(config: Predict) -> Path:
@@ -249,7 +278,7 @@ def _output_file(config: Predict) -> Path:
 def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
     predicted, unreadable = record["predicted"], record["unreadable"]
     if first and not report.as_json:
-        columns = [name for name, value in first[0].items() if not isinstance(value, list)]
+        columns = [name for name, value in first[0].items() if not isinstance(value, list | dict)]
         cells = ([row[name] for name in columns] for row in first)
         rows = [[number(value) if isinstance(value, float) else str(value) for value in row] for row in cells]
         more = f", the first {len(rows)}" if predicted > len(rows) else ""
