@@ -125,10 +125,13 @@ def server(tree: Path, folder: Path, names: Sequence[str]) -> subprocess.Popen[s
     from faults.disk import pictures
 
     sys.path.append(str(ROOT / "tests" / "support"))
-    from drawn_masks import draw
+    import drawn_masks
+    import drawn_objects
 
     pictures(folder / "pictures")
-    draw(folder / "shapes", train=8, val=4)
+    drawn_masks.draw(folder / "shapes", train=8, val=4)
+    for seed, (split, count) in enumerate({"train": 8, "val": 4}.items()):
+        drawn_objects.draw(folder / "objects", split, count, seed)
     command = [sys.executable, __file__, "--serve", str(folder), *(word for name in names for word in ("--run", name))]
     environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{ROOT / 'tests' / 'support'}"}
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)

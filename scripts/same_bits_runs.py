@@ -59,6 +59,13 @@ RUNS: dict[str, tuple[str, ...]] = SHORT | {
         "experiment=segmentation model=torchvision_segmentation transform=segmentation data.root={here}/../shapes "
         "data.image_size=32 data.batch_size=4 data.num_workers=2",
     ),
+    "detection": (
+        "experiment=detection transform=detection data.root={here}/../objects data.dataset.train_images=images/train "
+        "data.dataset.train_annotations=train.json data.dataset.val_images=images/val data.dataset.val_annotations=val.json "
+        "model.name=fasterrcnn_mobilenet_v3_large_320_fpn model.options={min_size:32,max_size:40} data.batch_size=4 "
+        "data.num_workers=0 epochs=1",
+    ),
+    "l-bfgs": ("model=mlp optimizer=lbfgs optimizer.max_iter=2 optimizer.lr=0.1 epochs=1",),
     "fp16, non-finite step skipped": (f"amp=fp16 on_nonfinite=skip grad_clip.value=0.5 {_NAN}",),
     "non-finite step, rollback": (
         f"optimizer=sgd optimizer.lr=0.05 on_nonfinite=rollback checkpoint.every_steps=2 {_NAN}",

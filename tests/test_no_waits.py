@@ -57,7 +57,7 @@ def test_every_optimizer_that_is_shipped_is_watched() -> None:
     shipped = {path.stem for path in (Path(__file__).parents[1] / "conf/optimizer").glob("[!_]*.yaml")}
     assert {
         word.removeprefix("optimizer=") for words in STEPS for word in words if word.startswith("optimizer=")
-    } == shipped
+    } == shipped - {"lbfgs"}  # it reads the loss of each evaluation itself
 
 
 class Reads(TorchDispatchMode):

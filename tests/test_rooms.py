@@ -192,7 +192,7 @@ BUDGET = {
     "run": 4_590,
     "runtime": 2_000,
     "sweeps": 2_300,
-    "tasks": 740,
+    "tasks": 760,
     "tracking": 2_500,
     "verbs": 2_560,
 }

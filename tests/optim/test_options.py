@@ -24,8 +24,13 @@ FACTS: dict[str, Any] = {
     "steps_per_epoch": 10,
     "mode": "min",
 }
+_OF_EXTRAS = ("timm", "smp")
 _PARAMETERS = [
-    pytest.param(path, marks=[needs("timm")] if path.stem == "timm" else [], id=f"{path.parent.name}/{path.stem}")
+    pytest.param(
+        path,
+        marks=[needs(path.stem)] if path.stem in _OF_EXTRAS else [],
+        id=f"{path.parent.name}/{path.stem}",
+    )
     for path in FILES
 ]
 every_file = pytest.mark.parametrize("path", _PARAMETERS)
@@ -60,7 +65,13 @@ def test_an_option_file_builds_what_it_names(path: Path) -> None:
         optimizer.step(closure)
         assert not torch.equal(before, model[0].weight)
     elif path.parent.name == "model":
-        assert build(**options)(torch.randn(2, 3, 32, 32)).shape == (2, 4)
+        found = build(**options).eval()(torch.rand(2, 3, 32, 32))
+        if path.stem == "torchvision_detection":
+            assert [{"boxes", "labels", "scores"} - each.keys() for each in found] == [set(), set()]
+        elif path.stem in ("smp", "torchvision_segmentation"):
+            assert (found["out"] if isinstance(found, dict) else found).shape == (2, 4, 32, 32)
+        else:
+            assert found.shape == (2, 4)
     elif path.parent.name == "scheduler":
         assert 0 < build(**options).factor(0) <= 1
     elif path.stem == "none":

@@ -16,6 +16,7 @@ from runner.data.loaders import BatchPlan, MemoryLoader
 from runner.data.transforms.augment import Pipeline
 from runner.distributed.sharding import shard
 from runner.distributed.world import World, joined
+from runner.engine.errors import BadMetric
 from runner.engine.evaluation import evaluate
 from runner.engine.step import Supervised
 from runner.tasks.classification import Classification
@@ -88,7 +89,7 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
                     Supervised(models[name], losses[name], task.targets).evaluated,
                     metrics=metrics[name],
                 )
-            except ValueError as error:
+            except BadMetric as error:
                 values = str(error)
             found[name] = {"ids": source.ids, "values": values}
     return every

@@ -82,7 +82,8 @@ class Detection:
 
         kept = outputs["scores"].cpu() > _SHOWN
         labels = [str(int(label)) for label in outputs["labels"].cpu()[kept]]
-        return draw_bounding_boxes(sample[0][0].cpu(), outputs["boxes"].cpu()[kept], labels)
+        picture: Tensor = draw_bounding_boxes(sample[0][0].cpu(), outputs["boxes"].cpu()[kept], labels)
+        return picture
 
     def metric_names(self) -> list[str]:
         """COCO's mean average precision, with the IoU 0.5 and 0.75, and of masks (`segm_...`)."""

@@ -110,7 +110,9 @@ class Segmentation:
         from torchvision.utils import draw_segmentation_masks
 
         classes = torch.arange(self.num_classes)[:, None, None]
-        return draw_segmentation_masks(sample[0][0].cpu(), outputs["mask"].cpu() == classes, alpha=0.5)
+        masks = outputs["mask"].cpu() == classes
+        picture: Tensor = draw_segmentation_masks(sample[0][0].cpu(), masks, alpha=0.5)
+        return picture
 
     def metric_names(self) -> list[str]:
         """Mean intersection over union of the classes, and share of pixels with the right class."""
