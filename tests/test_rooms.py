@@ -189,7 +189,7 @@ BUDGET = {
     "launch": 1_050,
     "models": 1_330,
     "optim": 1_140,
-    "run": 4_590,
+    "run": 4_620,
     "runtime": 2_000,
     "sweeps": 2_300,
     "tasks": 760,

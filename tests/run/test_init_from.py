@@ -84,7 +84,7 @@ def test_what_all_names_begin_with_is_left_out(prefix: str, start: Any) -> None:
 
 
 def test_no_names_have_no_common_start() -> None:
-    assert _without_prefix({}, Net().state_dict()) == {}
+    assert _without_prefix({}, Net().state_dict(), "model") == {}
 
 
 def test_a_counter_that_older_files_lack_is_not_missed(start: Any) -> None:

@@ -87,6 +87,7 @@ def test_the_loss_is_that_of_the_paper() -> None:
     [
         ((), "init_from", "no weights for task.teacher"),
         (("init_from={teacher: TEACHER}", "task.teacher.hidden=[16]"), "init_from", "not those of this teacher"),
+        (("init_from={teacher: TEACHER}", "data.dataset.classes=[1,2,3]"), "init_from", "of other classes"),
         (("init_from={master: TEACHER, teacher: TEACHER}",), "init_from", "'master'"),
         (("init_from={teacher: TEACHER}", "task.weight=2"), "task", "weight from 0 to 1"),
         (("init_from={teacher: TEACHER}", "task.features={neck: head}"), "task", "no layer 'neck'"),

@@ -57,6 +57,17 @@ class Unevaluated:
     modules, optimizers, optimizer_steps = Networks.modules, Networks.optimizers, Networks.optimizer_steps
 
 
+class Twice(Networks):
+    def optimizer_steps(self, modules, vectors):
+        for _ in range(2):
+            yield from super().optimizer_steps(modules, vectors)
+
+
+class Listed(Networks):
+    def optimizers(self, modules):
+        return [modules["model"]]
+
+
 class Shared(Networks):
     def optimizers(self, modules):
         return {"generator": [modules["model"], modules["discriminator"].bias], "discriminator": modules["discriminator"]}
@@ -126,6 +137,8 @@ def module(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (workdir / "conf" / "optimizer").mkdir(parents=True)
     (workdir / "conf" / "scheduler").mkdir()
     (workdir / "conf" / "optimizer" / "two.yaml").write_text(OPTION, encoding="utf-8")
+    mixed = "# Two.\n# train\ndefaults:\n  - lbfgs@generator\n  - sgd@discriminator\n"
+    (workdir / "conf" / "optimizer" / "mixed.yaml").write_text(mixed, encoding="utf-8")
     for name, text in SCHEDULES.items():
         (workdir / "conf" / "scheduler" / f"{name}.yaml").write_text(
             f"# Two.\n# train\ndefaults:\n{text}", encoding="utf-8"
@@ -198,7 +211,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 def test_each_optimizer_has_its_rate_schedule_and_loss(train: Callable[..., Any]) -> None:
     records = [each for each in train(*SEVERAL, "scheduler=two").metrics if each["split"] == "train"]
-    rates = {each["epoch"]: (each["lr_generator"], each["lr_discriminator"]) for each in records[:-1]}
+    rates = {each["epoch"]: (each["lr_generator_0"], each["lr_discriminator"]) for each in records[:-1]}
     assert rates == {1: (0.01, 0.05), 2: (0.005, 0.05)}
     assert all(each["loss"] == pytest.approx(each["discriminator"] + each["generator"]) for each in records)
     assert all("real" in each for each in records)
@@ -221,6 +234,25 @@ def test_skipped_steps_leave_no_trace_in_any_network(train: Callable[..., Any]) 
     good = train(*words, "max_steps=1")
     skipped = train(*words, "max_steps=2", "+data.dataset.bad=20")
     assert skipped.summary["weights_sha256"] == good.summary["weights_sha256"]
+
+
+def test_an_optimizer_may_be_updated_twice_in_a_step_and_frozen_for_a_while(train: Callable[..., Any]) -> None:
+    words = (*SEVERAL, "task._target_=networks.Twice", "amp=fp16", "grad_clip.norm=1.0", "max_steps=4", "epochs=1")
+    frozen = weights_of(train(*words, "freeze=[discriminator]", "unfreeze_at=1ep"))
+    start = weights_of(train(*words, "max_steps=1", "optimizer.generator.lr=0", "optimizer.discriminator.lr=0"))
+    free = weights_of(train(*words))
+    assert frozen["discriminator.weight"].equal(start["discriminator.weight"])
+    assert not free["discriminator.weight"].equal(start["discriminator.weight"])
+    assert not frozen["model.weight"].equal(start["model.weight"])
+
+
+def test_modules_start_from_those_of_another_run(train: Callable[..., Any]) -> None:
+    first = train(*SEVERAL, "epochs=1")
+    words = (*SEVERAL, "max_steps=1", "optimizer.generator.lr=0", "optimizer.discriminator.lr=0")
+    second = train(*words, f"init_from={{discriminator: {first.directory}}}")
+    best = load_file(first.directory / "checkpoints" / "best.safetensors")
+    assert weights_of(second)["discriminator.weight"].equal(best["discriminator.weight"])
+    assert not weights_of(second)["model.weight"].equal(best["model.weight"])
 
 
 def test_a_run_that_is_never_evaluated_needs_no_evaluation_step(train: Callable[..., Any]) -> None:
@@ -247,6 +279,10 @@ def test_verbs_that_measure_one_kind_of_update_say_so(run: Callable[..., Any]) -
         ((*SEVERAL, "task._target_=networks.Uneven", "accumulate=7"), "task", "for one batch of a window"),
         ((*SEVERAL, "task._target_=networks.Unevaluated"), "task", "evaluation_step(modules, batch), or evaluate."),
         ((*SEVERAL, "lr=0.1"), "lr", "there are several"),
+        ((*SEVERAL, "optimizer.lr=0.1"), "optimizer.lr", "optimizer.generator.lr"),
+        ((*SEVERAL, "freeze=[discriminator]"), "freeze", "optimizer.discriminator"),
+        ((*SEVERAL, "task._target_=networks.Listed"), "task", "gives a list"),
+        ((*SEVERAL, "optimizer=mixed"), "optimizer.generator", "LBFGS"),
         ((*SEVERAL, "on_oom=split"), "on_oom", "several optimizers"),
         ((*SEVERAL, "optimizer.generator.rate=1"), "optimizer.generator.rate", "not an argument"),
         ((*SEVERAL, "scheduler=critic"), "scheduler", "scheduler.critic"),

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from runner.base.errors import Problem, nearest
 from runner.config import keys
-from runner.config.schema.sections import components_of
+from runner.config.schema.sections import SEVERAL, components_of
 from runner.config.synonyms import key_meant, value_meant
 
 T = TypeVar("T")
@@ -37,6 +37,11 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
     for key, node in nodes(section, values):
         if isinstance(node, dict) and not isinstance(node.get("_target_"), str):
             problems.append(Problem(key, "names nothing to build", "a mapping with _target_: package.module.Name"))
+        elif not isinstance(node, dict) and "." in key and keys.within(key, SEVERAL):
+            whole, _, name = key.partition(".")
+            others = [f"{whole}.{other}" for other, inner in values[whole].items() if isinstance(inner, dict)]
+            allowed = ", ".join(f"{other}.{name}" for other in others)
+            problems.append(Problem(key, f"is {shown(node)}, and there are {', '.join(others)}", allowed))
     config = None
     try:
         # pydantic names a place for each alternative of a type, so a key is reported once

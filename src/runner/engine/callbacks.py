@@ -103,7 +103,11 @@ class LearningRateMonitor:
     def on_log(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Learning rates of the latest step: `lr`, or `lr_0`, `lr_1`, ... for several groups, or `lr_NAME` of optimizers."""
         groups = loop.state.optimizer.param_groups
-        names = [f"lr_{group.get('optimizer', place)}" for place, group in enumerate(groups)]
+        owners = [group.get("optimizer") for group in groups]
+        names = [
+            f"lr_{place}" if owner is None else f"lr_{owner}" if owners.count(owner) == 1 else f"lr_{owner}_{place}"
+            for place, owner in enumerate(owners)
+        ]
         names = ["lr"] if len(groups) == 1 else names
         metrics |= {name: float(group["lr"]) for name, group in zip(names, groups, strict=True)}
 

@@ -45,7 +45,7 @@ class NonFiniteGuard:
         self._by_kernel = not scaled and all(map(_obeys_flag, self._optimizers))
         self._divided = any(is_divided(parameter) for kind in self._parameters for parameter in kind)
         undoes = not (scaled or self._by_kernel or self._divided)
-        undoes = undoes and _reading_waits(device) and _can_be_undone(optimizer)
+        undoes = undoes and _reading_waits(device) and all(map(_can_be_undone, self._optimizers))
         self._undone = [p for group in optimizer.param_groups if not group.get("fused") for p in group["params"]]
         self._before: dict[tuple[Tensor, str], Tensor] | None = {} if undoes else None
         self._found = torch.zeros((), device=device)

@@ -70,4 +70,4 @@ class Schedules:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from saved states."""
         for name, each in self.named.items():
-            each.load_state_dict(state[name])
+            each.load_state_dict(state.get(name, {}))

@@ -172,6 +172,7 @@ def apply_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim
         clip(state, parts)
         if scaler is not None:
             scaler.step(optimizer)
+            scaler.update()
         elif parts.optimizer_step is not None and optimizer is state.optimizer:
             parts.optimizer_step()
         else:
@@ -197,13 +198,10 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def end_step(state: TrainState, parts: StepConfig, allowed: bool) -> None:
-    """Adapt the loss scale, average the weights, and note the outcome of the step, once all of its updates are done."""
+    """Average the weights and note the outcome of the step, once all of its updates are done."""
     guard = parts.guard
-    if allowed:
-        if state.scaler is not None:
-            state.scaler.update()
-        # After the update, as it is the updated weights that are averaged
-        if state.averaged is not None:
-            state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
+    # After the update, as it is the updated weights that are averaged
+    if allowed and state.averaged is not None:
+        state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
     if guard is not None:
         guard.stepped()

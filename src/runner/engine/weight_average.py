@@ -146,6 +146,7 @@ class AveragedModel:
         # The mode of each module, as frozen layers are in evaluation mode while others train.
         modes = [(module, module.training) for module in self._model.modules()]
         momenta = [norm.momentum for norm in norms]
+        before = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
         try:
             self._model.eval()  # evaluations have no noise from dropout either
             for norm in norms:
@@ -158,6 +159,10 @@ class AveragedModel:
                 module.training = mode
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
+        # Evaluations of some tasks do not run every module
+        for norm, statistics in zip(norms, before, strict=True):
+            if norm.num_batches_tracked is not None and not int(norm.num_batches_tracked):
+                norm.load_state_dict(statistics, strict=False)
         self._statistics = {name: tensor.clone() for name, tensor in self._norm_buffers().items()}
         self._calibrated = True
 

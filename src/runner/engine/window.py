@@ -79,6 +79,8 @@ def _alternate(state: TrainState, parts: StepConfig, optimizers: Optimizers, win
         # Of its own weights alone: the loss of a generator runs through the discriminator, which has another loss
         optimizer = optimizers.named[name]
         own = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        if not own:  # frozen for a while
+            continue
         backward(state, loss, share_of(state, parts, batch.data, weight), own)
         if place == len(window) - 1:
             allowed = apply_gradients(state, parts, optimizer) and allowed

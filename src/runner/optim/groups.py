@@ -25,6 +25,7 @@ def parameter_groups(
     layer_decay: float | None = None,
     blocks: Sequence[str] = (),
     loss: nn.Module | None = None,
+    key: str = "optimizer",
 ) -> list[dict[str, Any]]:
     """Divide the trainable parameters of a model into groups for an optimizer.
 
@@ -38,6 +39,7 @@ def parameter_groups(
         layer_decay: factor of the rate from each layer to the one before it; the last layer, the head, has 1.
         blocks: names of the model's blocks, see `depths`.
         loss: a loss with parameters, named `loss.NAME`; their layer is the last one.
+        key: of the optimizer in the config.
 
     Returns:
         Parameter groups with a `name` for messages, such as `layer 2, no decay`, and `lr_mult`, a factor that is not yet
@@ -54,9 +56,9 @@ def parameter_groups(
     if no_decay == "auto":
         spared = tables(model) | {f"loss.{name}" for name in (tables(loss) if loss is not None else ())}
     else:
-        spared = {name for _, name in _matches("optimizer.no_decay", no_decay or (), named)}
+        spared = {name for _, name in _matches(f"{key}.no_decay", no_decay or (), named)}
     factors = lr_mult or {}
-    chosen = {name: pattern for pattern, name in _matches("optimizer.lr_mult", factors, named)}
+    chosen = {name: pattern for pattern, name in _matches(f"{key}.lr_mult", factors, named)}
     # Layers near the input learn more slowly, as their features are the most general
     deep = depths(model, blocks) if layer_decay is not None else {}
     last = max(deep.values(), default=0)

@@ -86,10 +86,9 @@ def set_initial_weights(
     files = dict(given) if isinstance(given, dict) else {"model": given} if given is not None else {}
     if unknown := [name for name in files if name not in modules]:
         raise UserError("init_from", f"names '{unknown[0]}', and the task has no such module", ", ".join(modules))
-    teacher = config.task.get("teacher")
-    if isinstance(teacher, dict) and not ("teacher" in files or teacher.get("weights") or teacher.get("pretrained")):
-        allowed = "init_from={teacher: PATH}, or trained weights of the teacher, such as task.teacher.weights=DEFAULT"
-        raise UserError("init_from", "names no weights for task.teacher, which would teach at random", allowed)
+    if str(config.task["_target_"]).endswith(".Distillation") and "teacher" not in files:
+        problem = "names no weights for task.teacher, which would teach at random"
+        raise UserError("init_from", problem, "init_from={teacher: PATH}")
     others: dict[str, InitialWeights] = {}
     for name, path in files.items():
         head = find_head(modules[name], image) if name == "model" and image.numel() else None
@@ -110,9 +109,12 @@ def start_from(
     given = read_weights(path, Path(config.output_root) / config.name)
     # A module that the task adds, such as a teacher, is to be what was trained
     own, policy = model.state_dict(), config.init_mismatch if name == "model" else "raise"
-    tensors = _without_prefix(given.tensors, own)
+    tensors = _without_prefix(given.tensors, own, name)
     # A head of the same shape may still mean other classes, so the names are compared too
     other_classes = bool(given.classes and classes) and given.classes != tuple(classes)
+    if other_classes and name == "teacher":
+        problem = f"{given.path} is of a model of other classes: {', '.join(given.classes[:5])}"
+        raise UserError("init_from", problem, f"a teacher of {', '.join(classes[:5])}")
     misfits = _misfits(tensors, own, head, other_classes)
     left = {each.name for each in misfits}
     fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
@@ -124,10 +126,11 @@ def start_from(
             # Group the names by what is wrong, because one cause usually affects many tensors
             shapes = f" {each.given} for {each.wanted}" if each.lack == "of another shape" else ""
             lacks.setdefault(each.lack, []).append(each.name + shapes)
-        told = _other_model(given, config.model if name == "model" else config.task.get(name) or {})
+        told = _other_model(given, config.model) if name == "model" else ""
         problem = f"the tensors of {given.path} are not those of this {name}{told}: {list_problems(lacks)}"
         remedies = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
-        raise UserError("init_from", problem, f"{remedies.get(policy, '')}weights of this {name}")
+        remedy = remedies.get(policy, "") if name == "model" else ""
+        raise UserError("init_from", problem, f"{remedy}weights of this {name}")
     # Integers instead of floats would be converted silently, and are never what was meant
     for name, tensor in fitting.items():
         wanted = kind_of(own[name])
@@ -161,13 +164,14 @@ def _other_model(given: Weights, own: dict[str, Any]) -> str:
     return f", as the file holds {both[0]} and the config builds {both[1]}" if keys else ""
 
 
-def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
-    """Remove prefixes that all names have and the model's do not, such as `module.` and `_orig_mod.`.
+def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any], module: str) -> dict[str, Tensor]:
+    """Remove prefixes that all names have and the module's do not, such as `module.` and `_orig_mod.`.
 
-    Of a run whose task has trained further modules, the tensors of the model are taken.
+    Of a run whose task has trained further modules, the tensors of the module of this name are taken, or else of the model.
     """
-    if not any(name in own for name in tensors) and any(name.startswith("model.") for name in tensors):
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    for part in (module, "model"):
+        if not any(name in own for name in tensors) and any(name.startswith(f"{part}.") for name in tensors):
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
     # DDP and torch.compile put a prefix before every name; it is removed only if no name fits as it is
     while tensors and not any(name in own for name in tensors):
         first = {name.partition(".")[0] for name in tensors}

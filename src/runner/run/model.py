@@ -89,7 +89,8 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     # A number in the config that contradicts the data is a mistake, even if it would run
     _check_against_data("task", config.task, facts)
-    task: Task = build("task", _filled_task(config, data), facts=facts, fetch=fetch_weights)
+    with _of_bounded_size():  # of a teacher
+        task: Task = build("task", _filled_task(config, data), facts=facts, fetch=fetch_weights)
     _complete(task)
     require_methods("task", config.task["_target_"], task, {**calls_of(Task), **STEPS, **SHOWS}, optional=STEPS | SHOWS)
     # Class numbers as regression targets run without an error, and their distances mean nothing
@@ -131,6 +132,8 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
         raise UserError("task", problem, "what it adds to them, as modules by name")
     # The model comes first: layers are numbered in this order
     added = {name: module for name, module in given.items() if name not in known}
+    if added and not model.training:  # as loaded models often are; alone, it would be trained
+        model.train()
     try:
         return Modules({"model": model, **added}) if added else model
     except (KeyError, TypeError) as error:
@@ -142,6 +145,15 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
 def modules_of(model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:
     """The modules by name, as the methods of a task take them; `model` is what `build_modules` returned."""
     return {**(model if isinstance(model, Modules) else {"model": model}), "loss": loss}
+
+
+def optimizers_of(task: Any, modules: Mapping[str, nn.Module]) -> Mapping[str, Any]:
+    """What each optimizer updates, by its name, as the task says; nothing if it does not say."""
+    divided = task.optimizers(modules) if hasattr(task, "optimizers") else {}
+    if not isinstance(divided, Mapping):
+        problem = f"its optimizers(modules) gives a {type(divided).__name__}"
+        raise UserError("task", problem, "a dict of the name of each optimizer and its modules")
+    return divided
 
 
 def model_of(model: nn.Module) -> nn.Module:

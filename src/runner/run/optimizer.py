@@ -24,7 +24,7 @@ from runner.optim.schedules import Annealed, Clock
 from runner.run.hardware import Hardware
 from runner.run.length import RunLength
 from runner.run.metrics import Monitor
-from runner.run.model import modules_of
+from runner.run.model import modules_of, optimizers_of
 from runner.run.weight_average import build_averaged, swa_start
 from runner.runtime.blocks import repeated_blocks
 from runner.tasks.task import Task
@@ -87,7 +87,9 @@ def build_optimizer(
     built = {}
     for name, own in owned.items():
         its = set(own)
-        built[name] = _built(f"optimizer.{name}", config, [each for each in parameters if each in its], model, loss)
+        if not (trained := [each for each in parameters if each in its]):
+            raise UserError("freeze", f"leaves nothing to train to optimizer.{name}", "null, or parts of its modules")
+        built[name] = _built(f"optimizer.{name}", config, trained, model, loss)
     first, *others = (kernels for _, kernels in built.values())
     common = first if all(each == first for each in others) else Kernels({}, "", "")
     return Optimizers({name: optimizer for name, (optimizer, _) in built.items()}), common
@@ -102,7 +104,7 @@ def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[
     names = [key.partition(".")[2] for key in components_of("optimizer", config.optimizer)]
     if not hasattr(task, "optimizer_steps") and names == [""]:
         return None
-    divided = task.optimizers(modules_of(model, loss)) if hasattr(task, "optimizers") else {}
+    divided = optimizers_of(task, modules_of(model, loss))
     if not hasattr(task, "optimizer_steps") or sorted(divided) != sorted(names):
         problem = f"are {', '.join(names)}" if names != [""] else "is one"
         allowed = f"optimizer.{', optimizer.'.join(divided)}" if divided else "optimizers(modules) and optimizer_steps"
@@ -122,7 +124,8 @@ def _parameters(owned: Any) -> list[nn.Parameter]:
     """The parameters of a module, or of a list of modules and parameters."""
     if isinstance(owned, nn.Module):
         return list(owned.parameters())
-    return [each for part in owned for each in (part.parameters() if isinstance(part, nn.Module) else [part])]
+    found = [each for part in owned for each in (part.parameters() if isinstance(part, nn.Module) else [part])]
+    return list(dict.fromkeys(found))
 
 
 def _built(
@@ -173,14 +176,18 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
     """
     nodes = components_of("scheduler", config.scheduler)
     optimizers = components_of("optimizer", config.optimizer)
-    if "scheduler" in nodes:
-        return _schedule("scheduler", config, next(iter(optimizers.values())), length, monitor)
-    rates = {key.replace("optimizer", "scheduler", 1): node for key, node in optimizers.items()}
-    if nodes.keys() != rates.keys():
+    if "optimizer" in optimizers and "scheduler" in nodes:
+        return _schedule("scheduler", config, config.optimizer, length, monitor)
+    # One schedule for all is built for each, as some take the rate of their optimizer
+    keys = {key: key.replace("optimizer", "scheduler", 1) for key in optimizers}
+    if "scheduler" not in nodes and nodes.keys() != set(keys.values()):
         problem = f"names {', '.join(nodes)}, and there are {', '.join(optimizers)}"
-        raise UserError("scheduler", problem, f"one schedule for all, or {', '.join(rates)}")
-    schedules = {key: _schedule(key, config, node, length, monitor) for key, node in rates.items()}
-    return Schedules({key.partition(".")[2]: schedule for key, schedule in schedules.items()})
+        raise UserError("scheduler", problem, f"one schedule for all, or {', '.join(keys.values())}")
+    built = {}
+    for key, node in optimizers.items():
+        own = "scheduler" if "scheduler" in nodes else keys[key]
+        built[key.partition(".")[2]] = _schedule(own, config, node, length, monitor)
+    return Schedules(built)
 
 
 def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLength, monitor: Monitor) -> Schedule:
@@ -221,7 +228,7 @@ def divide(
         raise UserError(f"{key}.no_decay", problem, "null, or an optimizer with the argument weight_decay")
     blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
     return parameter_groups(
-        model, extras.no_decay, extras.lr_mult, layer_decay=extras.layer_decay, blocks=blocks, loss=loss
+        model, extras.no_decay, extras.lr_mult, layer_decay=extras.layer_decay, blocks=blocks, loss=loss, key=key
     )
 
 

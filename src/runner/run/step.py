@@ -24,7 +24,7 @@ from runner.engine.step import StepConfig, StepFunction, Supervised, loss_of, tr
 from runner.engine.window import WindowStep, needs_window
 from runner.optim.kernels import plain_step
 from runner.run.hardware import Hardware
-from runner.run.model import modules_of
+from runner.run.model import modules_of, optimizers_of
 from runner.runtime.determinism import caller_in_backward, operation, refusal
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import STEPS, Task
@@ -52,7 +52,7 @@ class TaskSteps:
 
     def alternate(self, window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor, dict[str, Tensor]]]:
         """Number of a batch of the window, name of an optimizer, its loss, and scalars to log: those of each batch in turn."""
-        names = self._task.optimizers(self.modules)
+        names = optimizers_of(self._task, self.modules)
         running = [self._task.optimizer_steps(self.modules, data) for data in window]
         while True:
             first = ""
@@ -158,6 +158,10 @@ def _check_window(config: Train, state: TrainState) -> None:
     why = "there are several optimizers" if several else f"{type(state.optimizer).__name__} computes the loss itself"
     if isinstance(config, Audit | Bench | Profile):
         raise UserError("optimizer", f"{why}, and this verb measures updates of one kind", "train, eval or check")
+    for name, each in state.optimizer.named.items() if isinstance(state.optimizer, Optimizers) else ():
+        if needs_window(each):
+            problem = f"is {type(each).__name__}, which computes the loss itself"
+            raise UserError(f"optimizer.{name}", problem, "an optimizer that does not, or a single optimizer")
     for key, given, allowed in (
         ("on_oom", config.on_oom == "split", "raise"),
         ("compile", config.compile == "step", "true or false"),
@@ -184,10 +188,10 @@ def build_step(config: Train, batch_size: int, state: TrainState) -> StepFunctio
     Raises:
         UserError: if the optimizer needs whole windows, and a setting cannot be combined with that.
     """
+    step: StepFunction = OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
     if needs_window(state.optimizer):
         _check_window(config, state)
-        return WindowStep()
-    step: StepFunction = OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
+        step = WindowStep()
     # Only deterministic=true refuses operations, so no other run pays for naming them
     if config.deterministic is not True:
         return step

@@ -60,7 +60,6 @@ class ModelExtras(Section):
     head: Literal["linear", "none"] | list[Count] | None = None
 
 
-# Keys of a component that the program itself reads, unless the component has an argument of that name.
 @dataclass(frozen=True, kw_only=True)
 class TeacherExtras(Section):
     """Keys of `task.teacher`, an option of `model`, in addition to the arguments of its target."""
@@ -68,6 +67,7 @@ class TeacherExtras(Section):
     head: None = None
 
 
+# Keys of a component that the program itself reads, unless the component has an argument of that name.
 EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras, "task.teacher": TeacherExtras}
 SEVERAL = ("optimizer", "scheduler")
 """Sections that may have several components, each under a name of its own, instead of one."""
@@ -81,8 +81,8 @@ def extras_class(key: str) -> type | None:
 
 def components_of(section: str, node: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The components of one of `SEVERAL` by dotted key: that of the section itself, or those under its names."""
-    several = section in SEVERAL and "_target_" not in node and all(isinstance(each, dict) for each in node.values())
-    return {f"{section}.{name}": each for name, each in node.items()} if several and node else {section: node}
+    several = section in SEVERAL and "_target_" not in node and any(isinstance(each, dict) for each in node.values())
+    return {f"{section}.{name}": each for name, each in node.items()} if several else {section: node}
 
 
 @dataclass(frozen=True, kw_only=True)
