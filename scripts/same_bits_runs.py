@@ -60,7 +60,8 @@ RUNS: dict[str, tuple[str, ...]] = SHORT | {
         "data.image_size=32 data.batch_size=4 data.num_workers=2",
     ),
     "detection": (
-        "experiment=detection model=torchvision_detection transform=detection data.root={here}/../objects data.dataset.train_images=images/train "
+        "experiment=detection model=torchvision_detection transform=detection data.root={here}/../objects "
+        "data.dataset.train_images=images/train "
         "data.dataset.train_annotations=train.json data.dataset.val_images=images/val data.dataset.val_annotations=val.json "
         "model.name=fasterrcnn_mobilenet_v3_large_320_fpn model.options={min_size:32,max_size:40} data.batch_size=4 "
         "data.num_workers=0 epochs=1",
