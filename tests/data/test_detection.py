@@ -102,12 +102,15 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no box": (lambda it: it["annotations"][1].pop("bbox"), "annotations[1]"),
     "text": (lambda it: it["annotations"][1].update(bbox=[1, 2, "3", 4]), "annotations[1]"),
     "outside": (lambda it: it["annotations"][0].update(bbox=[30, 2, 30, 4]), "annotations[0]"),
-    "empty": (lambda it: it["annotations"][0].update(bbox=[3, 2, 0, 4]), "annotations[0]"),
+    "negative": (lambda it: it["annotations"][0].update(bbox=[9, 2, -3, 4]), "annotations[0]"),
     "nan": (lambda it: it["annotations"][0].update(bbox=[float("nan"), 2, 9, 4]), "annotations[0]"),
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
     "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),
-    "section": (lambda it: it.pop("categories"), "categories"),
+    "section": (lambda it: it.pop("annotations"), "annotations of"),
+    "image id": (lambda it: it["images"][1].update(id=100), "id 100"),
+    "category id": (lambda it: it["categories"][1].update(id=3), "categories[1]"),
+    "endless": (lambda it: it["images"][1].update(width=float("inf")), "images[1]"),
 }
 
 
@@ -193,3 +196,36 @@ def test_transforms_keep_what_belongs_to_an_object_together(drawn: Path) -> None
         assert known >= {*zip(target["labels"].tolist(), target["iscrowd"].tolist(), strict=True)}
         removed += len(sample[1]["labels"]) - len(target["labels"])
     assert removed > 0
+
+
+def test_boxes_without_an_area_are_left_out(drawn: Path) -> None:
+    whole = read_coco(drawn)["train"][0][1]["boxes"]
+    changed(drawn / "train.json", lambda it: it["annotations"].insert(0, it["annotations"][0] | {"bbox": [3, 2, 0, 4]}))
+    assert read_coco(drawn)["train"][0][1]["boxes"].equal(whole)
+
+
+@needs("detection")
+def test_polygons_far_outside_of_the_image_are_refused(drawn: Path) -> None:
+    changed(drawn / "train.json", lambda it: it["annotations"][0].update(segmentation=[[0, 0, 1e9, 0, 9, 1e9]]))
+    assert len(read_coco(drawn)["train"]) == 5
+    with pytest.raises(UserError, match=r"polygon of annotations\[0\]"):
+        read_coco(drawn, masks=True)
+
+
+def test_yolo_below_the_current_folder_and_text_files_of_other_editors(
+    drawn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n", encoding="utf-8-sig")
+    expected = [target["boxes"] for _, target in yolo(str(drawn))["train"]]
+    monkeypatch.chdir(drawn)
+    file = drawn / "labels" / "train" / "000.txt"
+    file.write_text("\n" + file.read_text() + "\n \n", encoding="utf-8-sig")
+    made = yolo(".")
+    assert made["train"].classes == ("tall", "wide")
+    for box, (_, target) in zip(expected, made["train"], strict=True):
+        assert box.equal(target["boxes"])
+    file.write_bytes(b"0 \xff")
+    with pytest.raises(UserError, match=r"line 1 of .*000.txt"):
+        yolo(".")
+    with pytest.raises(UserError, match=r"line 1 of .*000.txt"):
+        yolo(".", on_error="skip")["train"][0]

@@ -153,3 +153,8 @@ def test_names_are_those_of_data_sets() -> None:
     with pytest.raises(UserError, match="wrap_dataset_for_transforms_v2"):
         torchvision_set("wrap_dataset_for_transforms_v2")
     assert torch.is_tensor(torchvision_set("FakeData", images=None, size=2)["train"][0][1]) is False
+
+
+def test_a_root_reaches_classes_that_hand_it_on(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Dataset not found"):
+        torchvision_set("QMNIST", str(tmp_path / "empty"))

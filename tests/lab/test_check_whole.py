@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 MODULE = '''
 import torch
@@ -236,3 +237,13 @@ def test_each_fault_is_found_by_its_check(
     assert reason in bad(checks)[name]
     if "only" not in words[-1]:  # nothing else is wrong
         assert bad(checks).keys() == {name} | ({"leakage", "duplicates"} & bad(checks).keys())
+
+
+def test_digests_are_of_contents() -> None:
+    from runner.lab.check.split_stats import digest_of
+
+    class Plain:
+        def __init__(self, value: int) -> None:
+            self.value = torch.tensor([value], dtype=torch.bfloat16)
+
+    assert digest_of({"a": Plain(1)}) == digest_of({"a": Plain(1)}) != digest_of({"a": Plain(2)})

@@ -135,6 +135,8 @@ def test_boxes_around_crowds_are_not_trained_on() -> None:
     modules: Any = {"model": model}
     found = Detection(2).training_step(modules, ([], [target, plain]))
     assert {name: float(value) for name, value in found.items()} == {"loss": 3, "one": 1, "two": 2}
+    total: Any = {"model": lambda images, targets: {"loss": torch.tensor(9.0), "one": torch.tensor(1.0)}}
+    assert float(Detection(2).training_step(total, ([], [plain]))["loss"]) == 10
     assert [each["labels"].tolist() for each in seen] == [[1, 2], [1, 2]]
     assert seen[0]["boxes"].equal(target["boxes"][[0, 2]])
 
@@ -218,3 +220,17 @@ def test_without_the_evaluation_tool_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     assert "pip install 'runner[detection]'" in rejected("train", "threads=1", "logger=none", *TINY).err
+
+
+def test_image_files_are_predicted_and_errors_without_a_loss_are_refused(
+    train: Callable[..., Any], run: Callable[..., Any], workdir: Path
+) -> None:
+    directory = train(*MASKS).directory
+    words = ("predict", f"ckpt_path={directory}", "input=drawn/images/val", "output=found.jsonl", "pictures=true")
+    assert (result := run(*words)).status == 0, result.err
+    rows = [json.loads(line) for line in (workdir / "found.jsonl").read_text().splitlines()]
+    assert [Path(row["path"]).name for row in rows] == [f"00{number}.png" for number in range(5)]
+    assert all(len(row["boxes"]) == len(row["scores"]) == 2 and Path(row["picture"]).is_file() for row in rows)
+    result = run("inspect", f"ckpt_path={directory}", "split=val", "what=errors")
+    assert result.status == 2
+    assert "what: " in result.err

@@ -188,6 +188,12 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
     "colours": (
         lambda root: Image.new("RGB", (24, 24)).save(root / "train/masks/003.png"), (), "", ("003.png", "(RGB) without a palette"),
     ),
+    "PGM": (
+        lambda root: Image.new("L", (24, 24)).save((root / "train/masks/003.png").rename(root / "train/masks/003.pgm")),
+        (), "", ("003.pgm", "PPM"),
+    ),
+    "ignored value": (lambda root: None, ("task.ignore_index=-100",), "task.ignore_index", ("0 to 255",)),
+    "many classes": (lambda root: None, ("task.num_classes=257",), "task.num_classes", ()),
     "damaged": (lambda root: (root / "train/images/003.png").write_bytes(b"no"), (), "", ("003.png", "not an image")),
     "damaged mask": (lambda root: (root / "train/masks/003.png").write_bytes(b"no"), (), "", ("mask", "003.png")),
     "mixed sizes": (
@@ -314,6 +320,10 @@ def test_models_of_smp_train(train: Callable[..., Any], rejected: Callable[..., 
              "data.batch_size=4", "data.image_size=32", "epochs=1", "max_steps=1")  # fmt: skip
     assert "miou" in train(*words).summary["last"]
     assert "resnet1`" in rejected("train", *words, "model.encoder=resnet1").err
+    from runner.models.smp_zoo import segmenter
+
+    # Neither a name that is known in lower case, nor weights that are not asked for, end it
+    assert segmenter("Unet", 2, encoder="resnet18", encoder_weights="imagenet", fetch_weights=False)
 
 
 def test_another_loss_and_another_metric(train: Callable[..., Any]) -> None:
@@ -333,3 +343,15 @@ def test_a_checkpoint_of_a_data_set_that_is_gone_still_knows_its_classes(
     shapes.rename("moved")
     words = ("data.root=moved", "split=val", "json=true")
     assert "per_label" in json.loads(accepted("eval", f"ckpt_path={directory}", *words).out)
+
+
+def test_image_files_are_predicted(train: Callable[..., Any], accepted: Callable[..., Any], workdir: Path) -> None:
+    directory = train(*TINY, "epochs=1").directory
+    accepted("predict", f"ckpt_path={directory}", "input=shapes/val/images", "output=files.jsonl", "pictures=true")
+    accepted("predict", f"ckpt_path={directory}", "input=val", "output=split.jsonl")
+    names = ("files.jsonl", "split.jsonl")
+    rows = [[json.loads(line) for line in (workdir / name).read_text().splitlines()] for name in names]
+    for of_file, of_split in zip(*rows, strict=True):
+        assert (workdir / of_file["mask"]).read_bytes() == (workdir / of_split["mask"]).read_bytes()
+        with Image.open(workdir / of_file["picture"]) as picture:
+            assert picture.size == (24, 24)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,9 +256,17 @@ def test_modules_start_from_those_of_another_run(train: Callable[..., Any]) -> N
     assert not weights_of(second)["model.weight"].equal(best["model.weight"])
 
 
-def test_a_run_that_is_never_evaluated_needs_no_evaluation_step(train: Callable[..., Any]) -> None:
-    never = ("evaluate.every_epochs=null", "evaluate.test=false")
-    assert train(*SEVERAL, "task._target_=networks.Unevaluated", *never).summary["status"] == "finished"
+def test_a_run_that_is_never_evaluated_needs_no_evaluation_step(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = ("task._target_=networks.Unevaluated", "evaluate.every_epochs=null", "evaluate.test=false")
+    assert train(*SEVERAL, *words).summary["status"] == "finished"
+    checked = run("check", *SEVERAL[:-1], *words, "only=[loop,outputs,trainable-set]", "json=true")
+    results = {each["name"]: each for each in json.loads(checked.out)["checks"]}
+    assert checked.status == 0, results
+    for name in ("modes", "mode-in-training", "evaluation-leaves-state", "trainable-set"):
+        assert results[name]["status"] == "skip"
+        assert "evaluation" in results[name]["evidence"]
 
 
 def test_verbs_that_measure_one_kind_of_update_say_so(run: Callable[..., Any]) -> None:

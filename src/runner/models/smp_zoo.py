@@ -8,12 +8,18 @@ from runner.base.errors import UserError, first_line
 
 
 def segmenter(
-    name: str, num_classes: int, in_channels: int = 3, encoder: str = "resnet34", encoder_weights: str | None = None
+    name: str,
+    num_classes: int,
+    in_channels: int = 3,
+    encoder: str = "resnet34",
+    encoder_weights: str | None = None,
+    *,
+    fetch_weights: bool = True,
 ) -> nn.Module:
     """Build a model for images (B, in_channels, H, W) that returns logits (B, num_classes, H, W).
 
-    Arguments are those of `segmentation_models_pytorch.create_model`. Raises `UserError` if the package is not installed, or
-    there is no such model, encoder or weights.
+    Arguments are those of `segmentation_models_pytorch.create_model`; without `fetch_weights`, `encoder_weights` is ignored.
+    Raises `UserError` if the package is not installed, or there is no such model, encoder or weights.
     """
     try:
         import segmentation_models_pytorch as smp
@@ -21,8 +27,9 @@ def segmenter(
         problem = "needs segmentation-models-pytorch, which is not installed"
         raise UserError("model", problem, "pip install 'runner[smp]'") from error
     try:
-        model: nn.Module = smp.create_model(name, encoder, encoder_weights, in_channels, num_classes)
+        weights = encoder_weights if fetch_weights else None
+        model: nn.Module = smp.create_model(name, encoder, weights, in_channels, num_classes)
     except (KeyError, OSError, RuntimeError) as error:
-        key = "name" if name not in smp.MODEL_ARCHITECTURES_MAPPING else "encoder, model.encoder_weights"
+        key = "name" if name.lower() not in smp.MODEL_ARCHITECTURES_MAPPING else "encoder, model.encoder_weights"
         raise UserError(f"model.{key}", f"cannot be built: {first_line(error)}") from error
     return model

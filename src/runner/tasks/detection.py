@@ -46,10 +46,11 @@ class Detection:
 
     @staticmethod
     def collate(samples: list[Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """Images and targets, each a list of plain tensors."""
+        """Images and targets, each a list of plain tensors; image files of a prediction have the target 0."""
         images = [image.as_subclass(Tensor) for image, _ in samples]
         plain: Any = lambda value: value.as_subclass(Tensor) if hasattr(value, "as_subclass") else value  # noqa: E731
-        return images, [{name: plain(value) for name, value in target.items()} for _, target in samples]
+        targets = (target if isinstance(target, Mapping) else {} for _, target in samples)
+        return images, [{name: plain(value) for name, value in target.items()} for target in targets]
 
     def training_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, Tensor]:
         """The sum of the losses of the model, and each of them; boxes around crowds do not count."""
@@ -58,7 +59,7 @@ class Detection:
         pairs = zip(targets, single, strict=True)
         kept = [{name: each[name][of] for name in _OF_OBJECTS if name in each} for each, of in pairs]
         losses: dict[str, Tensor] = modules["model"](images, kept)
-        return {"loss": torch.stack(list(losses.values())).sum(), **losses}
+        return {**losses, "loss": torch.stack(list(losses.values())).sum()}
 
     def evaluation_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, Any]:
         """What the model finds, and the targets."""
@@ -80,9 +81,11 @@ class Detection:
         """The image of a batch of one with the boxes whose score is above 0.5, uint8 (3, H, W)."""
         from torchvision.utils import draw_bounding_boxes
 
+        picture: Tensor = sample[0][0].cpu()
         kept = outputs["scores"].cpu() > _SHOWN
         labels = [str(int(label)) for label in outputs["labels"].cpu()[kept]]
-        picture: Tensor = draw_bounding_boxes(sample[0][0].cpu(), outputs["boxes"].cpu()[kept], labels)
+        if labels:  # torchvision warns of images without a box
+            picture = draw_bounding_boxes(picture, outputs["boxes"].cpu()[kept], labels)
         return picture
 
     def metric_names(self) -> list[str]:

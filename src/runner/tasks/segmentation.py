@@ -30,8 +30,10 @@ class Segmentation:
     expected = "masks of class numbers from 0 on; data.dataset.values, where there is one, for other values"
 
     def __init__(self, num_classes: int, ignore_index: int = 255, aux_weight: float = 0.5) -> None:
-        if num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {num_classes}; a background is a class too")
+        if not 2 <= num_classes <= 256:
+            raise ValueError(f"num_classes must be 2 to 256, got {num_classes}; a background is a class too")
+        if not 0 <= ignore_index <= 255:
+            raise ValueError(f"ignore_index must be 0 to 255, as masks are bytes, got {ignore_index}")
         if aux_weight < 0:
             raise ValueError(f"aux_weight must not be negative, got {aux_weight}")
         self.num_classes, self.ignore_index, self.aux_weight = num_classes, ignore_index, aux_weight
@@ -47,15 +49,14 @@ class Segmentation:
 
         for image, mask in samples:
             # Transforms leave plain tensors beside an image alone: the mask would not move with it
-            if not isinstance(image, Tensor) or not isinstance(mask, Mask):
+            if not isinstance(image, Tensor) or not isinstance(mask, Mask | int):  # 0 beside image files without masks
                 kinds = f"({type(image).__name__}, {type(mask).__name__})"
                 raise ValueError(f"a sample is {kinds}, and (tv_tensors.Image, tv_tensors.Mask) is expected")
         images = [image.as_subclass(Tensor) for image, _ in samples]
-        masks = [
-            mask.as_subclass(Tensor).squeeze(0) if mask.ndim == 3 else mask.as_subclass(Tensor) for _, mask in samples
-        ]
+        masks = [torch.as_tensor(mask).as_subclass(Tensor) for _, mask in samples]
+        masks = [mask.squeeze(0) if mask.ndim == 3 else mask for mask in masks]
         shapes = sorted({(tuple(image.shape), tuple(mask.shape)) for image, mask in zip(images, masks, strict=True)})
-        if len(shapes) > 1 or shapes[0][0][1:] != shapes[0][1]:
+        if len(shapes) > 1 or shapes[0][1] not in ((), shapes[0][0][1:]):
             given = " and ".join(f"{image} with {mask}" for image, mask in shapes[:2])
             cure = "transform=segmentation, or a resize or crop of both, gives one size"
             raise ValueError(f"images and masks have different shapes, such as {given}: {cure}")
@@ -120,15 +121,34 @@ class Segmentation:
 
     def metrics(self, device: torch.device) -> dict[str, Metric]:
         """Both over all pixels of the split that count, from one confusion matrix."""
-        return {"miou": self._counts(device, "miou"), "pixel_accuracy": self._counts(device, "accuracy")}
+        miou = self._counts(device, "miou")
+        return {"miou": miou, "pixel_accuracy": self._counts(device, "accuracy", miou)}
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """IoU and accuracy of each class, and the confusion matrix, in pixels."""
-        scores = {"label_iou": "iou", "per_class": "recall", "confusion": "matrix"}
-        return {name: self._counts(device, score) for name, score in scores.items()}
+        confusion = self._counts(device, "matrix")
+        others = {"label_iou": "iou", "per_class": "recall"}
+        return {"confusion": confusion} | {name: self._counts(device, others[name], confusion) for name in others}
 
-    def _counts(self, device: torch.device, score: Any) -> Metric:
-        return PixelCounts(self.num_classes, self.ignore_index, device, score)
+    def _counts(self, device: torch.device, score: Any, counted: Any = None) -> Any:
+        made = (self.num_classes, self.ignore_index, device, score)
+        return PixelCounts(*made) if counted is None else PixelScore(counted, *made)
+
+
+class PixelScore(PixelCounts):
+    """Another score of the pixels that `counted` counts."""
+
+    def __init__(self, counted: PixelCounts, *of: Any) -> None:
+        super().__init__(*of)
+        self._counted, self.states = counted, {}
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Nothing: the other metric counts."""
+
+    def compute(self) -> Tensor:
+        """As that of `PixelCounts`."""
+        self.matrix = self._counted.matrix
+        return super().compute()
 
 
 def _main(outputs: Any) -> Tensor:

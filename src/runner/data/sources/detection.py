@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,10 @@ class Annotated:
             unit = f"an image of {sides[0]}x{sides[1]} pixels" if self.size else "shares of the sides"
             shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
             self.problem = self.problem or f"the box in {place} is empty, or outside of the image: {shown}"
+        if isinstance(outline, list) and self.size:  # points far away take memory
+            limits = [(points[axis::2], self.size[axis]) for points in outline for axis in (0, 1)]
+            if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):
+                self.problem = self.problem or f"the polygon of {place} is more than a side outside of the image"
         self.boxes.append(inside)
         self.labels.append(label)
         self.crowd.append(crowd)
@@ -169,33 +173,43 @@ def coco(
 
 def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], dict[int, str]]:
     """The images with their objects, and the names of the categories by id."""
-    section, place = "file", 0
+    section, place = "file", None
     try:
         contents = json.loads(path.read_bytes())
         names, images = dict[int, str](), dict[int, Annotated]()
-        section = "categories"
+        section, place = "categories", None
         for place, entry in enumerate(contents[section]):  # noqa: B007
-            names[entry["id"]] = str(entry["name"])
-        section, labels = "images", {number: label for label, number in enumerate(sorted(names), 1)}
+            names[_new(entry["id"], names)] = str(entry["name"])
+        section, place, labels = "images", None, {number: label for label, number in enumerate(sorted(names), 1)}
         for place, entry in enumerate(contents[section]):  # noqa: B007
             size = int(entry["width"]), int(entry["height"])
-            images[entry["id"]] = Annotated(folder / entry["file_name"], int(entry["id"]), size)
-        section = "annotations"
+            images[_new(entry["id"], images)] = Annotated(folder / entry["file_name"], int(entry["id"]), size)
+        section, place = "annotations", None
         for place, entry in enumerate(contents[section]):
             (x, y, width, height), outline = entry["bbox"], entry["segmentation"] if masks else None
             if entry["image_id"] not in images or entry["category_id"] not in labels:
                 raise ValueError(f"no image {entry['image_id']}, or no category {entry['category_id']}")
+            if width == 0 or height == 0:  # such as two of COCO's own
+                continue
             box, crowd = (x, y, x + width, y + height), bool(entry.get("iscrowd"))
             label, image = labels[entry["category_id"]], images[entry["image_id"]]
             image.add(f"{section}[{place}] of {path}", box, label, crowd, outline)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError("data.dataset", f"{path} cannot be read: {reason}", "", nearest_path(path)) from error
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        where = f"{section}[{place}] of {path}" if section != "file" else f"{path}, which is not JSON or cut short,"
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        where = f"{section}{'' if place is None else f'[{place}]'} of {path}"
+        where = where if section != "file" else f"{path}, which is not JSON or cut short,"
         problem = f"{where} cannot be used: {type(error).__name__}: {error}"
         raise UserError("data.dataset", problem, "a file of COCO's format") from error
     return list(images.values()), dict(sorted(names.items()))
+
+
+def _new(number: int, known: Container[int]) -> int:
+    """An id; raises `ValueError` if it is known."""
+    if number in known:
+        raise ValueError(f"another one has the id {number}")
+    return number
 
 
 def yolo(
@@ -219,7 +233,7 @@ def yolo(
     path, plain = base / description, base / "classes.txt"
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8").split("\n")
+        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").split("\n")
         names = tuple(filter(None, (str(names[number]).strip() for number in range(len(names)))))  # a mapping, too
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
@@ -231,8 +245,8 @@ def yolo(
             images = [Annotated(file, number, None) for number, file in enumerate(sorted(images_below(folder)))]
             for image in images:
                 text = image.path.with_suffix(".txt")  # beside the image where there is no folder `images`
-                head, _, tail = text.as_posix().rpartition("/images/")
-                text = Path(f"{head}/labels/{tail}") if head else text
+                head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
+                text = Path(f"{head}/labels/{tail}"[1:]) if found else text
                 image.problem = _add_lines(image, text, len(names), masks)
             if images and not any(image.boxes or image.problem for image in images):
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
@@ -247,7 +261,10 @@ def yolo(
 
 def _add_lines(image: Annotated, path: Path, classes: int, masks: bool) -> str:
     """Add the objects of a file; returns what is wrong with it, or nothing."""
-    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
+    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines() if path.is_file() else []
+    for line, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
         place = f"line {line} of {path}"
         try:
             label, *numbers = map(float, text.split())

@@ -138,14 +138,16 @@ def read_image(
 def read_mask(path: Path, *, max_pixels: int = Data.max_pixels) -> Tensor:
     """Decode a file with a number for each pixel: the grey value, or the place in the palette.
 
-    Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, and for colours without a
-    palette.
+    Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, for colours without a
+    palette, and for PPM files.
     """
     with _explained(path, "mask"), open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
         _check_pixels(path, opened, max_pixels)
         if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
+        if opened.format == "PPM":  # Pillow stretches grey values to 255
+            raise ValueError("PPM files, PGM among them, are not read as masks, but PNG, BMP, GIF and TIFF are")
         layout = opened.tile[0][3] if opened.tile else None
         stretch = _STRETCHED.get(layout if isinstance(layout, str) else "", 1)
         values = np.array(opened)

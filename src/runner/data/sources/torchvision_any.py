@@ -55,7 +55,9 @@ def torchvision_set(
         raise UserError("data.dataset.name", f"there is no '{name}'", ", ".join(known), nearest(name, known))
     kind: Any = getattr(datasets, name)
     taken = inspect.signature(kind).parameters
-    arguments |= {key: value for key, value in (("root", root), ("download", download)) if key in taken}
+    passed = any(each.kind is each.VAR_KEYWORD for each in taken.values())  # to a base class, which has a root
+    arguments |= {"root": root} if passed or "root" in taken else {}
+    arguments |= {"download": True} if download and (passed or "download" in taken) else {}
     chooser = next((each for each in _CHOOSERS if each in taken), "")
     found: dict[str, Any] = {}
     if not chooser or chooser in arguments:

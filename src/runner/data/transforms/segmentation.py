@@ -32,7 +32,7 @@ class ScaleCrop:
         self.size, self.scale, self.ignore_index = size, scale, ignore_index
 
     def __call__(self, sample: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Transform an image (C, H, W) and its mask (H, W) or (1, H, W)."""
+        """Transform an image (C, H, W) and its mask (H, W) or (1, H, W); targets of other types stay as they are."""
         from torchvision.transforms.v2 import functional as F  # takes a second, and most runs do not use it
 
         size, (height, width) = self.size, sample[0].shape[-2:]
@@ -44,4 +44,6 @@ class ScaleCrop:
         def cut(part: Any, fill: int) -> Any:
             return F.crop(F.pad(F.resize(part, [rows, columns]), padding, fill=fill), top, left, size, size)
 
-        return cut(sample[0], 0), cut(sample[1], self.ignore_index)
+        return cut(sample[0], 0), cut(sample[1], self.ignore_index) if isinstance(sample[1], torch.Tensor) else sample[
+            1
+        ]

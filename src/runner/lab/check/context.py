@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.checkpoint import find, resume, rng
+from runner.config.rules import never_evaluates
 from runner.config.schema.verbs import Check
 from runner.config.targets import build
 from runner.data.build import read_data
@@ -245,6 +246,13 @@ class CheckContext:
         """Targets of a batch as the loss takes them."""
         targets: Tensor = self.training.task.targets(batch.targets)
         return targets
+
+    def evaluated(self, data: Any) -> Any:
+        """What the task evaluates of a batch; skips the check if it cannot, and the run is never evaluated."""
+        task, never = self.training.task, never_evaluates(self.config) and not self.config.evaluate.test
+        own = isinstance(self.training.steps, Supervised) or hasattr(task, "evaluation_step")
+        need(own or not never, "the task has no evaluation_step, and the run has no evaluations")
+        return self.training.steps.evaluated(data)
 
     def loss(self) -> Tensor:
         """The loss of `batch`, with its graph."""

@@ -227,10 +227,14 @@ def is_boxes(leaf: Any) -> bool:
 
 
 def digest_of(value: Any) -> bytes:
-    """A hash of the bytes of everything in nested containers."""
+    """A hash of the bytes of everything in nested containers; of plain objects, that of their attributes."""
     found = hashlib.blake2b(digest_size=16)
     for leaf in leaves_of(value):
-        leaf = leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf
+        kind: Any = type(leaf)
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous().as_subclass(Tensor).flatten().view(torch.uint8).numpy()
+        elif kind.__repr__ is object.__repr__:  # an address
+            leaf = digest_of(getattr(leaf, "__dict__", kind.__name__))
         found.update(leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode())
     return found.digest()
 

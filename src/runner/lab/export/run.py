@@ -82,7 +82,8 @@ def run(composition: Composition) -> float:
     with torch.inference_mode():
         outputs = exported(images)
     if not isinstance(outputs, Tensor):
-        raise UserError("model", f"gives a {type(outputs).__name__}, and exported models give a tensor", "such a model")
+        problem = f"returns {type(outputs).__name__}; only models that return one tensor can be exported"
+        raise UserError("model", problem, "a model that returns a tensor")
     run_directory = run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")

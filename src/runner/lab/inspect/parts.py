@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runner.base.errors import UserError
 from runner.config.rules import never_evaluates
 from runner.config.schema.verbs import Inspect
 from runner.data.bad_samples import path_of
@@ -296,7 +297,10 @@ def _largest_losses(found: Inspection, split: SplitData) -> None:
                 with training.precision.autocast():
                     evaluated = training.steps.evaluated(data)
                 if "loss" not in evaluated:
-                    found.skipped.append("errors: the evaluation_step of the task gives no loss")
+                    why = "the evaluation_step of the task gives no loss"
+                    if config.what:
+                        raise UserError("what", f"names errors, and {why}", "other parts")
+                    found.skipped.append(f"errors: {why}")
                     return
                 index, loss = int(indices), float(evaluated["loss"])
                 file = path_of(training.data.parts[config.split][0], index)

@@ -20,6 +20,7 @@ from runner.base.errors import UserError
 from runner.base.files import write_atomically, writing
 from runner.config.app import Composition
 from runner.config.schema.verbs import Predict
+from runner.config.validate import shown
 from runner.data.bad_samples import BadSample
 from runner.data.loaders import Batch, Loader
 from runner.data.module import DataModule, callables
@@ -150,8 +151,9 @@ def _predictor(
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         for key in ("top_k", "probabilities", "logits", "features", "tta"):
-            if getattr(config, key) != Predict.__dataclass_fields__[key].default:
-                raise UserError(key, "does not apply to rows that the task makes in predict_step", "its default")
+            if getattr(config, key) != (default := Predict.__dataclass_fields__[key].default):
+                problem = "does not apply to rows that the task makes in predict_step"
+                raise UserError(key, problem, shown(default))
         return Predictions(config, task, modules, config.pictures), None, FieldRows()
     model = model_of(modules)
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None

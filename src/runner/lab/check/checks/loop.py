@@ -130,7 +130,7 @@ def build_loop(
         values = evaluate(
             training.model,
             held_out,
-            training.steps.evaluated,
+            context.evaluated,
             loss=training.loss,
             metrics=metrics(),
             autocast=training.precision.autocast,
@@ -297,7 +297,7 @@ def evaluation_leaves_state(context: CheckContext) -> Result:
     # Not `evaluate`, which restores buffers.
     with torch.no_grad(), training.precision.autocast():
         for batch in map(context.shortened, held_out_loader(context).batches(0, 0, 1)):
-            training.steps.evaluated(batch.data)
+            context.evaluated(batch.data)
     after = _tensors(context)
     fix = "change buffers in forward only `if self.training`"
     otherwise = f"{len(after)} tensors are unchanged"

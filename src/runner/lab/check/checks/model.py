@@ -361,7 +361,7 @@ def trainable_set(context: CheckContext) -> Result:
     changed = before ^ trainable()
     context.model.eval()
     with torch.no_grad():
-        context.training.steps.evaluated(context.batch.data)
+        context.evaluated(context.batch.data)
     changed |= before ^ trainable()
     fix = "freeze=..., or set requires_grad once in the constructor"
     return none_of(sorted(changed), "parameters change requires_grad", fix, f"{len(before)} stay trainable")

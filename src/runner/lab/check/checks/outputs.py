@@ -79,9 +79,7 @@ def modes(context: CheckContext) -> Result:
     for training, stuck_in, call in ((False, "training", "eval"), (True, "evaluation", "train")):
         model.train(training)
         with torch.no_grad():
-            (context.training.steps if training else context.training.steps.evaluated)(
-                context.batch.data
-            )  # may change modes
+            (context.training.steps if training else context.evaluated)(context.batch.data)  # may change modes
         stuck = {name or "the model": each for name, each in model.named_modules() if each.training != training}
         if stuck:
             evidence = f"{len(stuck)} modules stay in {stuck_in} mode after {call}(): {join_names(list(stuck))}"
