@@ -1,4 +1,4 @@
-"""Tasks with steps of their own that are tormented: a variational autoencoder and a generative adversarial network."""
+"""Tasks that compute their steps and are tormented: a variational autoencoder and a generative adversarial network."""
 
 from __future__ import annotations
 
