@@ -82,6 +82,15 @@ def test_the_loss_is_that_of_the_paper() -> None:
     torch.testing.assert_close(task.training_step(modules, (inputs, targets))["loss"], expected)
 
 
+def test_a_custom_task_of_the_same_name_needs_no_teacher(
+    train: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from runner.tasks.classification import Classification\n\n\nclass Distillation(Classification):\n    pass\n"
+    (workdir / "own_distillation.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(workdir)
+    assert train("task._target_=own_distillation.Distillation", "max_steps=1").summary["status"] == "finished"
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [

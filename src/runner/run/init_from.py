@@ -86,7 +86,7 @@ def set_initial_weights(
     files = dict(given) if isinstance(given, dict) else {"model": given} if given is not None else {}
     if unknown := [name for name in files if name not in modules]:
         raise UserError("init_from", f"names '{unknown[0]}', and the task has no such module", ", ".join(modules))
-    if str(config.task["_target_"]).endswith(".Distillation") and "teacher" not in files:
+    if config.task["_target_"] == "runner.tasks.distillation.Distillation" and "teacher" not in files:
         problem = "names no weights for task.teacher, which would teach at random"
         raise UserError("init_from", problem, "init_from={teacher: PATH}")
     others: dict[str, InitialWeights] = {}

@@ -132,10 +132,10 @@ class Segmentation:
 
     def _counts(self, device: torch.device, score: Any, counted: Any = None) -> Any:
         made = (self.num_classes, self.ignore_index, device, score)
-        return PixelCounts(*made) if counted is None else PixelScore(counted, *made)
+        return PixelCounts(*made) if counted is None else SharedPixelCounts(counted, *made)
 
 
-class PixelScore(PixelCounts):
+class SharedPixelCounts(PixelCounts):
     """Another score of the pixels that `counted` counts."""
 
     def __init__(self, counted: PixelCounts, *of: Any) -> None:

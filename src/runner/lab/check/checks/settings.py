@@ -287,7 +287,9 @@ def frozen_start(context: CheckContext) -> Result:
     config, node = context.config, context.config.model
     need(config.freeze is not None, "freeze is not set")
     need(within(str(node["_target_"]), ["runner.models"]), "a custom model may load weights itself")
-    if config.init_from or config.ckpt_path or node.get("weights") or node.get("pretrained"):
+    given = config.init_from
+    loaded = given.get("model") if isinstance(given, dict) else given  # not those of modules that the task adds
+    if loaded or config.ckpt_path or node.get("weights") or node.get("pretrained"):
         return passed("the weights are pretrained")
     sizes = Counter(dict.fromkeys((True, False), 0))
     for parameter in context.model.parameters():
