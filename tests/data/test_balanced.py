@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def loader(workers: int | None = None, transforms: Any = (), rank: int = 0, rank
     made: Loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU)
     if workers is not None:
         made = WorkerLoader(SeededDataset(ARRAYS, 3, transforms), plan, CPU, workers=workers, persistent=False)
-    made.balance, made.world = BALANCE, World(rank=rank, size=ranks)
+    made.draws, made.world = functools.partial(BalancedOrder, BALANCE, 3), World(rank=rank, size=ranks)
     return made
 
 

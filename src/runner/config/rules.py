@@ -164,6 +164,9 @@ def _of_data(config: Train) -> Broken:
     if data.sampler is not None and not data.shuffle:
         message = "is false, but data.sampler=balanced draws in random order"
         yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
+    if data.batch_sampler is not None and (data.sampler is not None or not data.shuffle):
+        key, message = ("data.shuffle", "is false") if data.sampler is None else ("data.sampler", f"is {data.sampler}")
+        yield key, f"{message}, and data.batch_sampler gives the order of the samples", "only one of them"
     if data.sampler is not None and config.task.get("_target_") == "runner.tasks.regression.Regression":
         message = "is balanced, which draws every class equally often, and task=regression has none"
         yield "data.sampler", message, "data.sampler=null, or task=classification"

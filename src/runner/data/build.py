@@ -19,10 +19,18 @@ from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, Replaceme
 from runner.data.consistency import Examples, check_classes, check_images, class_counts, known_targets, shared_groups
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import BatchPlan, Loader, MemoryLoader
-from runner.data.module import DataModule, SplitData, as_splits, callables, make_callable, read_dataset
+from runner.data.module import (
+    DataModule,
+    SplitData,
+    as_splits,
+    callables,
+    make_callable,
+    read_dataset,
+    use_batch_sampler,
+)
 from runner.data.placement import DataPlacement, plan_placement
 from runner.data.sample_rng import preserved_rng
-from runner.data.sampler import AllSamples, ClassBalance, Indices
+from runner.data.sampler import AllSamples, BalancedOrder, ClassBalance, Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import Parts, make_splits, targets_of
@@ -91,16 +99,17 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
         prepare = Pipeline(steps, mean, std, config.seed, device, channels_last=memory, dtype=dtype)
         mix, transforms = (mixing, sample_train) if training else (None, sample_eval)
         loader = loaders.build(name, transforms, prepare, mix, training=training)
-        return SplitData(loader, prepare, loader.samples, mix)
+        return SplitData(loader, prepare, mix)
 
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
     train, train_for_eval = split("train", training=True), split("train")
     # Balanced sampling is only for training: evaluations count every sample once
     if data.sampler == "balanced":
-        train.loader.balance = _balance(known.get("train"), train_indices, len(classes))
-        sizes = train.loader.balance.sizes
+        balance = _balance(known.get("train"), train_indices, len(classes))
+        train.loader.draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
         amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
         choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
+    use_batch_sampler(config, train.loader, parts)
     return DataModule(
         train=train,
         val=split("val") if "val" in parts else None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.cache_file import StoredImages
-from runner.data.sampler import BalancedOrder, ClassBalance, EpochOrder, Indices, sample_of
+from runner.data.sampler import EpochOrder, Indices, sample_of
 from runner.distributed.share import gathered_rows, rows
 from runner.distributed.world import World
 from runner.instrument.nested import mapped_items, rows_of, tensors_in
@@ -148,7 +148,9 @@ class Loader:
         self._chunk = 1  # batches that are made together
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
-        self.balance: ClassBalance | None = None  # draws with replacement, every class equally often
+        self.draws: Callable[[int], EpochOrder] | None = (
+            None  # the order of an epoch that numbers its draws; see `sample_of`
+        )
 
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
         """Data and places on the device, in the same pieces; see `sample_of`."""
@@ -158,8 +160,11 @@ class Loader:
         """Batches `start` to `stop` - 1 of an epoch, or every `step`-th of them; of each batch the rows of this rank."""
         # The order is a function of seed and epoch, so any part of it can be computed without the rest
         size, order = self.batch_size, EpochOrder(self.samples, self._plan.seed, epoch, self._plan.shuffle)
-        if self.balance is not None:
-            order = BalancedOrder(self.balance, self._plan.seed, epoch)
+        if self.draws is not None:
+            order = self.draws(epoch)
+            if order.samples != self.samples:
+                problem = f"gives {order.samples:,} samples in epoch {epoch + 1}, and {self.samples:,} in the first one"
+                raise UserError("data.batch_sampler", problem, "the same number in each epoch")
         # One rank and all batches: positions can be computed many batches at a time.
         if self.world.size == step == 1:
             pieces = order.pieces(self._chunk * size, start * size, stop * size)
@@ -182,14 +187,14 @@ class Loader:
             batches = (
                 Batch(mix(batch.images, batch.targets, batch.indices, epoch), batch.indices) for batch in batches
             )
-        # Balanced sampling numbers its draws; callers want the numbers of the samples
+        # Callers want the numbers of the samples
         return (
-            batches if self.balance is None else (batch._replace(indices=sample_of(batch.indices)) for batch in batches)
+            batches if self.draws is None else (batch._replace(indices=sample_of(batch.indices)) for batch in batches)
         )
 
     def _places(self, positions: Tensor) -> Tensor:
-        """The samples of the data set at positions of the split; with `balance` both may have the numbers of draws."""
-        if self.balance is None:
+        """The samples of the data set at positions of the split; with `draws` both may have the numbers of draws."""
+        if self.draws is None:
             return self._plan.indices[positions]
         samples: Tensor = sample_of(positions)
         return positions - samples + self._plan.indices[samples]
@@ -282,7 +287,7 @@ class MemoryLoader(Loader):
             chosen = sources = _moved(some, home)
             if self._source_of is not None:
                 sources = _moved(self._source_of(sample_of(some), epoch), home)
-            elif self.balance is not None:
+            elif self.draws is not None:
                 sources = sample_of(chosen)
             images, targets = self._images.index_select(0, sources), self._targets.index_select(0, sources)
             yield (_moved(images, device), _moved(targets, device)), _moved(chosen, device)

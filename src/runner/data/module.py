@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
+from runner.config.schema.train import Train
 from runner.config.targets import FACTS, build
 from runner.data.bad_samples import BadSampleLog
 from runner.data.consistency import Examples
 from runner.data.loaders import Batch, Loader
-from runner.data.splits import Parts
+from runner.data.sampler import GivenOrder
+from runner.data.splits import Parts, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 
@@ -26,8 +30,12 @@ class SplitData:
 
     loader: Loader
     prepare: Pipeline
-    samples: int
     mix: Mixing | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        return self.loader.samples
 
 
 @dataclass
@@ -100,6 +108,27 @@ def as_splits(made: Any) -> dict[str, Dataset[Any]]:
                 "a map-style data set giving (image, target), or a mapping of split names to such",
             )
     return datasets
+
+
+def use_batch_sampler(config: Train, loader: Loader, parts: Parts) -> None:
+    """Let the function of `data.batch_sampler`, if any, give the order of the training samples.
+
+    Raises:
+        UserError: if it gives no samples of the training split, or others when it is called again.
+    """
+    if (node := config.data.batch_sampler) is None:
+        return
+    dataset, indices = parts["train"]
+    some = Subset(dataset, indices[:].tolist())
+    if (targets := targets_of(dataset)) is not None:
+        some.targets = targets[indices[:]]  # type: ignore[attr-defined]  # classes are known without reading samples
+    function = functools.partial(make_callable("data.batch_sampler", node), some, config.data.samples_a_batch)
+    loader.draws = functools.partial(GivenOrder, function, len(some), config.seed)
+    once, again = (loader.draws(0).slice(0, None) for _ in range(2))
+    if not torch.equal(once, again):
+        problem = "gives other samples when it is called again for the same epoch, so a run could not be resumed"
+        raise UserError("data.batch_sampler", problem, "random numbers from its argument generator alone, and no state")
+    loader.samples = len(once)
 
 
 def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.base.errors import UserError
 from runner.data.sample_rng import hash_ints, splitmix64
 
 LISTED = 2**16
 """Up to so many samples an order is a list."""
 _SAMPLE_BITS = 32
-_BALANCED = 3  # separates these random numbers from those of other orders
+_BALANCED, _GIVEN = 3, 4  # separate these random numbers from those of other orders
 _AT_ONCE = 2**14  # positions that are computed together: for few, calls cost more than numbers
 _TURNS = 8
 
@@ -52,7 +53,7 @@ Indices: TypeAlias = Tensor | AllSamples
 
 
 def sample_of(place: Any) -> Any:
-    """The sample of a place, an integer or int64 of any shape: without the number of its draw, which `BalancedOrder` adds."""
+    """The sample of a place, an integer or int64 of any shape: without the number of its draw, which some orders add."""
     return place & (2**_SAMPLE_BITS - 1)
 
 
@@ -163,6 +164,35 @@ class BalancedOrder(EpochOrder):
         place = _below(splitmix64(bits + np.uint64(key)), balance.sizes[group]) + balance.starts[group]
         drawn = balance.members[place].astype(np.uint64) | draws << np.uint64(_SAMPLE_BITS)
         return torch.from_numpy(drawn.view(np.int64))
+
+
+class GivenOrder(EpochOrder):
+    """The order that the function of `data.batch_sampler` gives for an epoch; places have numbers of draws, as above.
+
+    Args:
+        batch_sampler: (generator) -> samples, int64 (N,) or a list, from 0 to below `samples`.
+        samples: of the split.
+
+    Raises:
+        UserError: if the function gives something else.
+    """
+
+    def __init__(self, batch_sampler: Callable[[torch.Generator], Any], samples: int, seed: int, epoch: int) -> None:
+        given = batch_sampler(torch.Generator().manual_seed(hash_ints(seed, epoch, 0, _GIVEN)))
+        drawn = torch.as_tensor(given)
+        if drawn.ndim != 1 or not len(drawn) or drawn.is_floating_point() or drawn.min() < 0 or drawn.max() >= samples:
+            allowed = (
+                f"a list or an int64 tensor (N,) of numbers from 0 to {samples - 1:,}, the samples of an epoch in order"
+            )
+            raise UserError(
+                "data.batch_sampler", f"does not give samples of the training split in epoch {epoch + 1}", allowed
+            )
+        super().__init__(len(drawn), seed, epoch)
+        self._places = drawn.long() | torch.arange(len(drawn)) << _SAMPLE_BITS
+
+    def slice(self, start: int, stop: int | None) -> Tensor:
+        """See `EpochOrder.slice`; places instead of samples."""
+        return self._places[start:stop]
 
 
 def _below(bits: np.ndarray, sizes: Any) -> np.ndarray:

@@ -20,7 +20,15 @@ from runner.config.targets import resolve
 from runner.data.bad_samples import BadSampleLog, ReplacementSampler
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields
-from runner.data.module import DataModule, SplitData, as_splits, callables, make_callable, read_dataset
+from runner.data.module import (
+    DataModule,
+    SplitData,
+    as_splits,
+    callables,
+    make_callable,
+    read_dataset,
+    use_batch_sampler,
+)
 from runner.data.num_workers import choose_num_workers
 from runner.data.sampler import AllSamples
 from runner.data.samples import Collate, SeededDataset, stacked
@@ -161,11 +169,13 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
 
     def split(name: str, training: bool = False) -> SplitData:
         loader = loaders.build(name, training)
-        return SplitData(loader, prepare, loader.samples)
+        return SplitData(loader, prepare)
 
+    train = split("train", training=True)
+    use_batch_sampler(config, train.loader, parts)
     sources, full = {name: dataset for name, (dataset, _) in parts.items()}, data.identity == "full"
     return DataModule(
-        train=split("train", training=True),
+        train=train,
         val=split("val") if "val" in parts else None,
         test=split("test") if "test" in parts else None,
         train_for_eval=split("train"),

@@ -121,6 +121,7 @@ class Data(Section):
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
     shuffle: bool = True
     sampler: Literal["balanced"] | None = None
+    batch_sampler: Node | None = None
     drop_last: bool = False
     placement: Literal["auto", "device", "ram", "disk"] = "auto"
     cache: Literal["disk"] | None = None

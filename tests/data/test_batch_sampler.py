@@ -1,0 +1,155 @@
+"""`data.batch_sampler`: a function chooses the samples of each training batch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runner.config.resolve import problems_in
+from runner.config.schema import VERBS
+from runner.data.build import read_data
+
+MODULE = '''
+import torch
+
+CALLS = []
+
+
+def pk(dataset, batch_size, generator, classes=4):
+    """Batches of so many classes, each with as many samples."""
+    groups = [torch.nonzero(dataset.targets == each).flatten() for each in dataset.targets.unique()]
+    chosen = []
+    for _ in range(len(dataset) // batch_size):
+        for place in torch.randperm(len(groups), generator=generator)[:classes].tolist():
+            members = groups[place]
+            chosen.append(members[torch.randint(len(members), (batch_size // classes,), generator=generator)])
+    return torch.cat(chosen)
+
+
+def first_ones(dataset, batch_size, generator, samples):
+    return list(range(samples))
+
+
+def beyond(dataset, batch_size, generator):
+    return [len(dataset)]
+
+
+def remembering(dataset, batch_size, generator):
+    CALLS.append(0)
+    return [len(CALLS)]
+
+
+def growing(dataset, batch_size, generator):
+    CALLS.append(0)
+    return [0, 1] if len(CALLS) < 4 else [0, 1, 2]
+
+
+def twice(dataset, batch_size, generator):
+    return [*range(20), *range(20)]
+
+
+class Vectors(torch.utils.data.Dataset):
+    """Samples without a target."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index))
+'''
+SAMPLER = "data.batch_sampler={_target_: chosen.%s, _partial_: true%s}"
+TRAIN = ("logger=none", "log.progress=false", "model=mlp", "evaluate.test=false")
+
+
+@pytest.fixture
+def package(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workdir / "chosen.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "chosen")
+    return workdir
+
+
+def read(compose: Any, *words: str) -> Any:
+    composition = compose(*words)
+    config, found = problems_in(composition.values, composition, VERBS["train"])
+    assert not found
+    return read_data(config, torch.device("cpu"), dtype=torch.float32)
+
+
+def batches_of(data: Any, epoch: int = 0) -> list[Any]:
+    loader = data.train.loader
+    return list(loader.batches(epoch, 0, math.ceil(data.train.samples / loader.batch_size)))
+
+
+PK = SAMPLER % ("pk", ", classes: 4")
+
+
+def test_each_batch_has_the_chosen_samples(package: Path, compose: Any) -> None:
+    data = read(compose, PK, "data.batch_size=16")
+    batches = batches_of(data)
+    assert len(batches) == len(data.parts["train"][1]) // 16
+    for batch in batches:
+        assert torch.bincount(batch.targets)[batch.targets.unique()].tolist() == [4, 4, 4, 4]
+        assert torch.isin(batch.indices, data.parts["train"][1]).all()
+    again, other = batches_of(read(compose, PK, "data.batch_size=16")), batches_of(data, epoch=1)
+    assert all(torch.equal(one.indices, two.indices) for one, two in zip(batches, again, strict=True))
+    assert not torch.equal(batches[0].indices, other[0].indices)
+
+
+def test_a_sample_is_augmented_anew_each_time_that_it_occurs(package: Path, compose: Any) -> None:
+    twice = "data.batch_sampler={_target_: chosen.twice, _partial_: true}"
+    images = batches_of(read(compose, twice, "data.shift=0.5", "data.batch_size=40"))[0].images
+    assert not torch.equal(images[:20], images[20:])
+
+
+def test_samples_of_any_kind_are_chosen_too(package: Path, compose: Any) -> None:
+    words = (
+        "data.images=[]",
+        "transform=none",
+        "data.dataset._target_=chosen.Vectors",
+        "data.split.val=0.5",
+        "loss=none",
+    )
+    (batch,) = batches_of(read(compose, *words, SAMPLER % ("first_ones", ", samples: 7")))
+    assert batch.data[:, 0].long().tolist() == batch.indices.tolist()
+    assert len(batch.indices) == 7
+
+
+@pytest.mark.parametrize("changed", [("data.num_workers=2", "data.placement=disk"), ("devices=2",)])
+def test_workers_and_ranks_train_the_same_weights(package: Path, train: Any, changed: tuple[str, ...]) -> None:
+    words = (*TRAIN, PK, "data.batch_size=16", "dtype=float64", "max_steps=6", "transform=none")
+    one, other = (
+        load_file(train(*words, *each).directory / "checkpoints" / "last.safetensors") for each in ((), changed)
+    )
+    assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-10) for name in one)
+
+
+def test_a_killed_run_resumes_to_the_same_bits(package: Path, train: Any, killed: Any) -> None:
+    words = (*TRAIN, PK, "data.batch_size=16", "max_steps=100")
+    whole = train(*words)
+    directory = killed(80, "threads=1", "checkpoint.every_steps=1", *words)
+    resumed = train(f"ckpt_path={directory}", "callbacks=none", "data.num_workers=2", "data.placement=disk")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((SAMPLER % ("beyond", ""),), "does not give samples"),
+        ((SAMPLER % ("first_ones", ", samples: 0"),), "does not give samples"),
+        ((SAMPLER % ("remembering", ""),), "other samples when it is called again"),
+        ((SAMPLER % ("growing", ""), "epochs=2"), "gives 3 samples in epoch 2"),
+        ((PK, "data.sampler=balanced"), "gives the order"),
+        ((PK, "data.shuffle=false"), "gives the order"),
+        (("data.batch_sampler={_target_: chosen.Vectors}",), "cannot be called"),
+    ],
+)
+def test_bad_functions_are_refused(package: Path, rejected: Any, words: tuple[str, ...], reason: str) -> None:
+    result = rejected("train", *TRAIN, *words)
+    assert "data.batch_sampler" in result.err
+    assert reason in result.err
