@@ -181,7 +181,7 @@ BUDGET = {
     "base": 900,
     "checkpoint": 1_560,
     "config": 4_130,
-    "data": 7_050,
+    "data": 7_150,
     "distributed": 1_100,
     "engine": 3_200,
     "instrument": 690,

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from runner.base.errors import UserError, first_line
 from runner.base.user_frames import own_frames
 from runner.checkpoint import file, resume
@@ -23,9 +25,11 @@ from runner.engine.callbacks import Checkpointing
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
+from runner.instrument.no_trace import evaluating
 from runner.run.data_check import compare_data, source_digests
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.model import example_input, model_of
+from runner.run.model import example_batch, example_input, model_of
+from runner.run.outputs import Predictions
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
 from runner.tracking.environment import versions
@@ -33,6 +37,7 @@ from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.tensorboard_extras import Watched
 
+_DRAWN = 2  # samples
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 
 
@@ -261,7 +266,8 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
     """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config on the first rank."""
     samples = {split: image for split, (image, _) in run.data.examples.items()}
     takes_images = run.data.trial is None and model_of(run.model) is run.model
-    watched = Watched(run.model, lambda: example_input(run.data), samples) if takes_images else None
+    example = functools.partial(example_input, run.data) if takes_images else None
+    watched = Watched(run.model, example, samples, functools.partial(_drawn, run))
     facts = {"warn": warn, "watched": watched}
     chosen = run.config.logger if world().first else {}
     loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
@@ -270,6 +276,16 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
         if not type(logger).__module__.startswith("runner."):
             loggers[name] = _sheltered(name, logger, warn)
     return [JsonLines(), *loggers.values()]
+
+
+def _drawn(run: Run) -> list[Tensor]:
+    """Pictures of predictions of the first training samples, uint8 (3, H, W); none if the task draws none."""
+    # One rank cannot compute alone what is divided among several
+    if world().size > 1 or not (hasattr(run.task, "predict_step") and hasattr(run.task, "draw")):
+        return []
+    with evaluating(run.model), run.precision.autocast():
+        rows = Predictions(run.config, run.task, run.model, draws=True)(example_batch(run.data, _DRAWN))
+    return [row["picture"] for row in rows]
 
 
 def open_loggers(loggers: Sequence[Logger], record: RunRecord, step: int | None, ending: ExitStack) -> None:

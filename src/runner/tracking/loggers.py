@@ -148,7 +148,8 @@ class TensorBoard:
         hparams: whether the config and the metrics of evaluations are written for the page HPARAMS when the run ends.
         histograms: whether the weights are written at each checkpoint.
         graph: whether the graph of the model is written at the start.
-        images: whether the first sample of each split is written at the start.
+        images: whether the first sample of each split is written at the start, and at each checkpoint what the task draws of its
+            predictions.
         watched: see `runner.tracking.tensorboard_extras.Watched`; without it, only scalars and `hparams` are written.
         warn: called with a sentence if the graph cannot be drawn.
     """
@@ -199,6 +200,8 @@ class TensorBoard:
             with writing(self._path):
                 if self._histograms and self._watched is not None:
                     self._put_extras(lambda: _extras().histograms(self._watched))
+                if self._images and self._watched is not None:
+                    self._put_extras(lambda: _extras().pictures(self._watched))
                 self._flush()
 
     def close(self) -> None:

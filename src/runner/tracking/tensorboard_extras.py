@@ -28,8 +28,11 @@ class Watched:
     """Parts of a run that a logger may look at, and must leave as they are."""
 
     model: nn.Module
-    example: Callable[[], Tensor]  # a sample as the model takes it, (1, C, H, W)
+    example: (
+        Callable[[], Tensor] | None
+    )  # a sample as the model takes it, (1, C, H, W); None if it takes something else
     samples: Mapping[str, Tensor]  # the first sample of each split, (C, H, W), before `transform.eval`
+    pictures: Callable[[], list[Tensor]] = list  # of predictions as they are now, uint8 (3, H, W)
 
 
 def histograms(watched: Watched) -> Iterator[dict[str, Any]]:
@@ -52,6 +55,12 @@ def images(watched: Watched) -> Iterator[dict[str, Any]]:
         yield {"summary": _summary().image(f"first sample/{split}", shown, dataformats="CHW")}
 
 
+def pictures(watched: Watched) -> Iterator[dict[str, Any]]:
+    """What the model predicts of a few samples, drawn by the task."""
+    for place, picture in enumerate(watched.pictures()):
+        yield {"summary": _summary().image(f"prediction/{place}", picture.numpy(), dataformats="CHW")}
+
+
 def graph(watched: Watched) -> Iterator[dict[str, Any]]:
     """The graph of the model, from a forward pass of a copy on the CPU.
 
@@ -61,11 +70,13 @@ def graph(watched: Watched) -> Iterator[dict[str, Any]]:
     from torch.utils.tensorboard import _pytorch_graph
 
     trace: Any = _pytorch_graph.graph
+    if (example := watched.example) is None:
+        raise ValueError("the graph of a model that does not take images alone is not drawn")
     # Tracing runs the model, so a copy is used, and the generators stay as they are
     model = copy.deepcopy(watched.model).cpu().eval()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found, _ = trace(model, watched.example().cpu().float())
+        found, _ = trace(model, example().cpu().float())
     yield {"graph_def": found.SerializeToString()}
 
 
