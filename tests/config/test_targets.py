@@ -191,6 +191,13 @@ def test_a_target_without_a_readable_signature_is_left_to_itself():
 # Building
 
 
+def test_a_null_that_another_target_has_left_is_left_out(package):
+    node = {"_target_": f"{package}.Typed", "width": 3, "weights": None}
+    assert bound(node) == {}
+    assert build("model", node).width == 3
+    assert build("model", {"_target_": f"{package}.Box", "weights": None}).kwargs == {"weights": None}
+
+
 def test_building_calls_the_target_with_the_arguments(package):
     made = build("model", {"_target_": f"{package}.Typed", "width": 3, "sizes": [1, 2]})
     assert (made.width, made.sizes) == (3, [1, 2])

@@ -87,6 +87,14 @@ def test_predictions_of_a_split_are_as_often_right_as_eval_says(predict: Any, ru
     assert right == pytest.approx(found["metrics"]["accuracy"])
 
 
+def test_a_run_in_float64_predicts_in_float32(train: Any, accepted: Any) -> None:
+    directory = train(*SMALL, "dtype=float64", "logger=none").directory
+    accepted(*CALL, f"ckpt_path={directory}", "input=test", "output=rows.csv", "logits=true")
+    found = json.loads(accepted("eval", "json=true", f"ckpt_path={directory}").out)
+    right = sum(row["prediction"] == row["target"] for row in cells())
+    assert right / len(cells()) == pytest.approx(found["metrics"]["accuracy"])
+
+
 def test_three_broken_images_are_named_and_the_rest_predicted(accepted: Any, trained: Path, photos: Path) -> None:
     (photos / "03.png").write_bytes(b"not an image")
     (photos / "07.png").write_bytes((photos / "08.png").read_bytes()[:40])

@@ -112,8 +112,14 @@ class Component:
         self.known_extras = [name for name in keys.hints(extras) if not self.takes(name)] if extras else []
         self.extras = {name: node[name] for name in self.known_extras if name in node}
         self.positional: Any = node.get("_args_", [])
+        takes_any = self.parameters is None or any(each.kind is each.VAR_KEYWORD for each in self.parameters.values())
+        # An option lists null for what it leaves open, and another target may have been put into it
         self.arguments = {
-            name: value for name, value in node.items() if not name.startswith("_") and name not in self.extras
+            name: value
+            for name, value in node.items()
+            if not name.startswith("_")
+            and name not in self.extras
+            and (value is not None or takes_any or self.takes(name))
         }
 
     def takes(self, name: str) -> bool:

@@ -73,7 +73,7 @@ def run(composition: Composition) -> float:
     """
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Predict, MODEL)
-    resolved = _listing_unreadable(resolved)
+    resolved = _for_predicting(resolved)
     config = resolved.config
     words = as_list(config.input)
     if not words:
@@ -190,11 +190,11 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], data: Known
     return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
 
 
-def _listing_unreadable(resolved: ResolvedCheckpoint[Predict]) -> ResolvedCheckpoint[Predict]:
-    """With data whose unreadable samples are listed, as files are; the one that replaces it in training gets no row."""
+def _for_predicting(resolved: ResolvedCheckpoint[Predict]) -> ResolvedCheckpoint[Predict]:
+    """In float32, with data whose unreadable samples are listed, as files are; what replaces one in training gets no row."""
     config = resolved.config
     section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
-    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
+    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section, dtype="float32"))
 
 
 def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
