@@ -16,10 +16,8 @@ COMMON = (
 _STRONG = ("transform=strong", "data.shift=0.125", "model.dropout=0.2")
 _WORKERS = (*_STRONG, "data.placement=disk", "epochs=3")
 
-_VECTORS = (
-    f"--config-dir={Path(__file__).with_name('conf')}", "experiment=vectors", "model=mlp", "~model.hidden", "~model.dropout",
-    "epochs=4",
-)  # fmt: skip
+_OWN = (f"--config-dir={Path(__file__).with_name('conf')}", "model=mlp", "~model.hidden", "~model.dropout")
+_VECTORS = (*_OWN, "experiment=vectors", "epochs=4")
 _NETWORK = ("model._target_=torch.nn.Linear", "+model.in_features=8", "+model.out_features=64")
 
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
@@ -55,6 +53,22 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
         "data.num_workers=2",
     ),
     "l-bfgs": ("model=mlp", "model.hidden=[16]", "optimizer=lbfgs", "optimizer.max_iter=3", "optimizer.lr=0.1", "epochs=4"),
+    "segmentation": (
+        *_OWN, "experiment=masks", "model._target_=faults.scenes.Segmenter", "data.batch_size=7", "epochs=2", "ema=0.9",
+        "data.num_workers=0",
+    ),
+    "segmentation, fp16, 2 workers": (
+        *_OWN, "experiment=masks", "model._target_=faults.scenes.Segmenter", "data.batch_size=7", "epochs=2", "amp=fp16",
+        "accumulate=2", "data.num_workers=2",
+    ),
+    "detection": (
+        *_OWN, "experiment=boxes", "model._target_=faults.scenes.Detector", "data.batch_size=7", "epochs=2",
+        "data.num_workers=0",
+    ),
+    "detection, 2 workers": (
+        *_OWN, "experiment=boxes", "model._target_=faults.scenes.Detector", "data.batch_size=7", "epochs=2", "accumulate=2",
+        "grad_clip.norm=1.0", "data.num_workers=2",
+    ),
     "all together": (
         *_STRONG, "accumulate=3", "amp=fp16", "data.placement=disk", "data.num_workers=2", "evaluate.every_steps=4",
         "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.transforms.mixing.Mixup}", "epochs=5",
