@@ -37,7 +37,11 @@ class Scenes(torch.utils.data.Dataset[Any]):
         if not self.boxes:
             return tv_tensors.Image(image), tv_tensors.Mask(mask)
         found = tv_tensors.BoundingBoxes(torch.tensor(boxes).float(), format="XYXY", canvas_size=(_SIDE, _SIDE))
-        target = {"boxes": found, "labels": torch.tensor(labels), "iscrowd": torch.zeros(len(labels), dtype=torch.int64)}
+        target = {
+            "boxes": found,
+            "labels": torch.tensor(labels),
+            "iscrowd": torch.zeros(len(labels), dtype=torch.int64),
+        }
         return tv_tensors.Image(image), target | {"image_id": index}
 
 
@@ -45,7 +49,13 @@ class Segmenter(nn.Sequential):
     """Logits (B, num_classes, H, W); BatchNorm and dropout have a state that a resume could get wrong."""
 
     def __init__(self, num_classes: int) -> None:
-        layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(8, num_classes, 1))
+        layers = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Conv2d(8, num_classes, 1),
+        )
         super().__init__(*layers)
 
 

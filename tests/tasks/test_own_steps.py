@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from runner.checkpoint.file import read, write
 
 MODULE = '''
+import copy
+
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -115,6 +117,23 @@ class Wrong:
 
     def compute(self):
         return torch.tensor(float(self.wrong))
+
+
+class MomentumHead(CountBoxes):
+    """A second head follows the first one, which also learns from it."""
+
+    def modules(self, model, loss):
+        head = nn.Linear(8, 3)
+        return {"model": model, "head": head, "slow": copy.deepcopy(head).requires_grad_(False)}
+
+    def training_step(self, modules, batch):
+        features = modules["model"](batch["image"])
+        apart = (modules["head"](features) - modules["slow"](features)).square().mean()
+        return super().training_step(modules, batch) + apart
+
+    def after_step(self, modules):
+        for slow, fast in zip(modules["slow"].parameters(), modules["head"].parameters()):
+            slow.lerp_(fast, 0.1)
 
 
 class MeanOverBoxes(CountBoxes):
@@ -258,7 +277,18 @@ def test_modules_that_a_task_adds_are_trained_averaged_and_saved(
     assert json.loads(evaluated.out)["metrics"] == result.summary["test"]
 
 
-@pytest.mark.parametrize("task", ["CountBoxes", "MeanOverBoxes"])
+def test_a_task_goes_on_from_the_weights_after_each_step(train: Callable[..., Any]) -> None:
+    words = (*BOXES, "task._target_=own_steps.MomentumHead", "max_steps=1", "dtype=float64")
+    start, after = (
+        load_file(train(*words, rate).directory / "checkpoints" / "last.safetensors")
+        for rate in ("optimizer.lr=0", "optimizer.lr=0.1")
+    )
+    expected = start["slow.weight"].lerp(after["head.weight"], 0.1)
+    torch.testing.assert_close(after["slow.weight"], expected, rtol=0, atol=1e-12)
+    assert not torch.equal(start["slow.weight"], after["slow.weight"])
+
+
+@pytest.mark.parametrize("task", ["CountBoxes", "MeanOverBoxes", "MomentumHead"])
 def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding(
     train: Callable[..., Any], task: str
 ) -> None:
@@ -272,7 +302,7 @@ def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding
     weights = load_file(one.directory / "checkpoints" / "last.safetensors")
     for other in others:
         found = load_file(other.directory / "checkpoints" / "last.safetensors")
-        for name in ("model.features.1.weight", "head.weight"):
+        for name in weights.keys() & {"model.features.1.weight", "head.weight", "slow.weight"}:
             torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
         assert other.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], abs=1e-10)
 

@@ -59,6 +59,7 @@ class StepConfig:
     # over the ranks, where backward has not done it
     average_gradients: Callable[[Sequence[nn.Parameter]], None] | None = None
     on_gradients: Callable[[], None] | None = None  # called before each update, while there are gradients
+    after_step: Callable[[], object] | None = None  # called when the weights are updated, unless the guard forbade it
 
     @property
     def clips(self) -> bool:
@@ -198,8 +199,11 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def end_step(state: TrainState, parts: StepConfig, allowed: bool) -> None:
-    """Average the weights and note the outcome of the step, once all of its updates are done."""
+    """Let the task go on from the updated weights, average them, and note the outcome, once all updates are done."""
     guard = parts.guard
+    if allowed and parts.after_step is not None:
+        with torch.no_grad():
+            parts.after_step()
     # After the update, as it is the updated weights that are averaged
     if allowed and state.averaged is not None:
         state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)

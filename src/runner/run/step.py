@@ -73,6 +73,10 @@ class TaskSteps:
             if not first:
                 return
 
+    def after_step(self) -> None:
+        """Let the task go on from the updated weights."""
+        self._task.after_step(self.modules)
+
     def feed(self, data: Any) -> None:
         """Send a batch through the modules."""
         self.evaluated(data)
@@ -143,6 +147,7 @@ def build_parts(
         equivalent=toggled.objective_of(task.targets),
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
+        after_step=steps.after_step if isinstance(steps, TaskSteps) and _has(task, "after_step") else None,
     )
 
 
