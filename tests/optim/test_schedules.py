@@ -255,6 +255,7 @@ WARMED = {"schedulers": [{"name": "LinearLR", "options": {"total_iters": 4}}, CO
     [
         ("StepLR", {"step_size": 3}, lambda kinds, optimizer: kinds.StepLR(optimizer, 3)),
         ("CosineAnnealingLR", {"eta_min": 0.01}, lambda kinds, optimizer: kinds.CosineAnnealingLR(optimizer, 20, 0.01)),
+        ("PolynomialLR", {"power": 0.9}, lambda kinds, optimizer: kinds.PolynomialLR(optimizer, 20, 0.9)),
         (
             "OneCycleLR",
             {"max_lr": 0.7},

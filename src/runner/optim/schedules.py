@@ -200,8 +200,8 @@ class Torch(Schedule):
 
     Args:
         total_steps, warmup, clock: see `Schedule`.
-        options: arguments of the scheduler; `T_max` and `total_steps` are those of the run if they are missing. `schedulers`
-            is a list of mappings with name and options.
+        options: arguments of the scheduler; `T_max`, `total_steps` and the `total_iters` of PolynomialLR are those of the run
+            if they are missing. `schedulers` is a list of mappings with name and options.
         interval: unit in which the scheduler counts.
         lr: learning rate of the optimizer.
     """
@@ -261,6 +261,8 @@ class Torch(Schedule):
         # Most of torch's schedules ask for their length, which is known here
         length = self.total_steps if self.interval == "step" else math.ceil(self.total_steps / self.steps_per_epoch)
         given = {"T_max": length} | ({} if "epochs" in given else {"total_steps": length}) | given
+        if name == "PolynomialLR":  # of the warm-ups, total_iters is not the length of the run
+            given = {"total_iters": length} | given
         given = {word: value for word, value in given.items() if word in takes or word in options}
         # Some schedules are made of others
         if "schedulers" in given:
