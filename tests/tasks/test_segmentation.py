@@ -101,6 +101,15 @@ def test_the_size_of_batches_does_not_change_an_evaluation(
         assert each["loss"] == pytest.approx(found[0]["loss"], rel=1e-6)
 
 
+def test_images_of_different_sizes_are_evaluated_one_at_a_time(train: Callable[..., Any], shapes: Path) -> None:
+    for split in ("train", "val"):
+        for number, file in enumerate(sorted((shapes / split).glob("*/*.png"))):
+            image = Image.open(file)
+            image.resize((24, 24 + 8 * (number % 2)), Image.Resampling.NEAREST).save(file)
+    found = train(*TINY, "transform.sample_eval=[]", "evaluate.batch_size=1")
+    assert found.summary["last"]["miou"] > 0
+
+
 def test_a_step_in_which_no_pixel_counts_changes_no_weight(train: Callable[..., Any], shapes: Path) -> None:
     for file in (shapes / "train" / "masks").iterdir():
         Image.new("L", (24, 24), 255).save(file)
@@ -192,7 +201,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
         lambda root: Image.new("L", (24, 24)).save((root / "train/masks/003.png").rename(root / "train/masks/003.pgm")),
         (), "", ("003.pgm", "PPM"),
     ),
-    "ignored value": (lambda root: None, ("task.ignore_index=-100",), "task.ignore_index", ("0 to 255",)),
+    "ignored value": (lambda root: None, ("task.ignore_index=-100",), "transform.sample_train.0.ignore_index", ("0 to 255",)),
     "many classes": (lambda root: None, ("task.num_classes=257",), "task.num_classes", ()),
     "damaged": (lambda root: (root / "train/images/003.png").write_bytes(b"no"), (), "", ("003.png", "not an image")),
     "damaged mask": (lambda root: (root / "train/masks/003.png").write_bytes(b"no"), (), "", ("mask", "003.png")),
@@ -202,7 +211,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
     "no classes": (lambda root: (root / "classes.txt").unlink(), (), "data.dataset.classes", ("classes.txt",)),
     "black and white": (white, (), "data.dataset.values", ("0 and 255",)),
     "values": (white, ("data.dataset.values=[0,255]",), "data.dataset.values", ("3 classes",)),
-    "no size": (lambda root: None, ("data.image_size=null",), "transform.sample_eval.0", ("size is null", "data.image_size")),
+    "no size": (lambda root: None, ("data.image_size=null",), "transform.sample_train.0", ("size is null", "data.image_size")),
     "no images": (lambda root: None, ("data.root=shapes/val/images",), "data.dataset.classes", ("classes.txt",)),
     "no folder": (lambda root: (root / "train").rename(root / "old"), (), "data.root", ("shapes/images",)),
     "logits": (lambda root: None, ("+model.pooled=true",), "task", ("(B, C, H, W)", "(2, 3)")),

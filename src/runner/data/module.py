@@ -70,6 +70,8 @@ class DataModule:
     trial: Batch | None = None
     # Makes a batch of so many copies of these samples; None where there is no `trial`.
     repeated: Callable[[int], Batch] | None = None
+    # Reads the first samples of an evaluated split as evaluations do, at most two; None where there is no `trial`.
+    evaluated: Callable[[], Batch] | None = None
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

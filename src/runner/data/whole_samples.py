@@ -76,6 +76,11 @@ class _Loaders:
         transforms = callables(f"transform.sample_{key}", nodes)
         return SeededDataset(dataset, self.config.seed, transforms, replacements, name, pairs=False)
 
+    def first(self, name: str, batch_size: int, training: bool = False) -> tuple[torch.Tensor, Sequence[Any]]:
+        """The indices of the first samples of a split, at most two and a batch, and these samples."""
+        indices = self.parts[name][1][: min(_TRIED, batch_size)]
+        return indices, self.reader(name, training).__getitems__([(0, index) for index in indices.tolist()])
+
     def build(self, name: str, training: bool = False) -> WorkerLoader:
         """The loader of a split."""
         (dataset, indices), data = self.parts[name], self.config.data
@@ -146,15 +151,22 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
     fields, prepare, bad_samples = loaders.fields, loaders.prepare, loaders.bad_samples
 
     # The first samples tell how large batches are, and are tried before training
-    tried = parts["train"][1][: min(_TRIED, data.samples_a_batch)]
-    items = loaders.reader("train", False).__getitems__([(0, index) for index in tried.tolist()])
+    tried, items = loaders.first("train", data.samples_a_batch, training=True)
+
+    def batch(samples: Sequence[Any], indices: torch.Tensor) -> Batch:
+        # A collation may change what it is given
+        read = loaders.make_batch([copy.deepcopy(sample) for sample in samples])
+        moved = tensors_moved(mapped_items(read.data, np.ndarray, as_numbers), device)
+        return Batch(fields.of(moved), indices.to(device))
 
     def repeated(samples: int) -> Batch:
         places = torch.arange(samples) % len(items)
-        # A collation may change what it is given
-        read = loaders.make_batch([copy.deepcopy(items[place]) for place in places.tolist()])
-        moved = tensors_moved(mapped_items(read.data, np.ndarray, as_numbers), device)
-        return Batch(fields.of(moved), tried[places].to(device))
+        return batch([items[place] for place in places.tolist()], tried[places])
+
+    def evaluated() -> Batch:
+        name = next(each for each in ("val", "test", "train") if each in parts)
+        indices, samples = loaders.first(name, config.evaluate.batch_size)
+        return batch(samples, indices)
 
     sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
     choice = choose_num_workers(
@@ -193,4 +205,5 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
         parts=parts,
         trial=repeated(len(tried)),
         repeated=repeated,
+        evaluated=evaluated,
     )

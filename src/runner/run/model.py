@@ -366,6 +366,11 @@ def example_batch(data: DataModule, samples: int) -> Batch:
     return Batch((images, example_targets(data, samples)), indices_for(images))
 
 
+def evaluated_batch(data: DataModule) -> Batch:
+    """A batch of two samples as evaluations get them; one where they evaluate one at a time."""
+    return example_batch(data, 2) if data.evaluated is None else data.evaluated()
+
+
 def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
     """Images after `transform.eval` and normalisation."""
     with explaining("transform.eval", f"cannot take images of {tuple(images.shape)}: ", TAKES_BATCHES):

@@ -16,7 +16,15 @@ from runner.instrument.nested import rows_of
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.instrument.observer import Observer
 from runner.run.finetune import explaining, try_forward
-from runner.run.model import TAKES_BATCHES, example_batch, example_input, example_targets, indices_for, model_of
+from runner.run.model import (
+    TAKES_BATCHES,
+    evaluated_batch,
+    example_batch,
+    example_input,
+    example_targets,
+    indices_for,
+    model_of,
+)
 from runner.run.step import TaskSteps, steps_of
 from runner.tasks.task import Task
 
@@ -59,7 +67,7 @@ def _probe_evaluation(task: Task, steps: TaskSteps | Any, model: nn.Module, loss
     """Evaluate a few samples."""
     own = hasattr(task, "evaluation_step")
     allowed = "" if own else "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
-    batch, _ = data.trial or example_batch(data, 2)
+    batch = evaluated_batch(data).data
     with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
         found = steps.evaluated(batch)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
@@ -96,7 +104,7 @@ class FirstSamples(NamedTuple):
     def feed(self) -> None:
         """Send two as an evaluation does; everything is left as it is."""
         with evaluating(self.model, self.loss):
-            steps_of(self.task, self.model, self.loss).feed(example_batch(self.data, 2).data)
+            steps_of(self.task, self.model, self.loss).feed(evaluated_batch(self.data).data)
 
     def send(self, samples: int) -> Any:
         """Send some as training does; what is returned holds the graph."""

@@ -29,6 +29,8 @@ class ScaleCrop:
             raise ValueError("size is null: set data.image_size to the edge of the squares, in pixels")
         if size < 1 or not 0 < scale[0] <= scale[1]:
             raise ValueError(f"size and scale must be positive, and scale not fall, got {size} and {list(scale)}")
+        if not 0 <= ignore_index <= 255:
+            raise ValueError(f"ignore_index must be 0 to 255, as masks are bytes, got {ignore_index}")
         self.size, self.scale, self.ignore_index = size, scale, ignore_index
 
     def __call__(self, sample: tuple[Any, Any]) -> tuple[Any, Any]:

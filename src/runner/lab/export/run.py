@@ -149,7 +149,7 @@ def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
     """What is known of the image of samples of any kind, of which the first are read."""
     names = resolved.config.data.images or []
     with contextlib.closing(resolved.data(_CPU)) as splits:
-        data: Any = splits.trial.data if splits.trial else None
+        data: Any = splits.evaluated().data if splits.evaluated else None
     fields = [data[name if isinstance(data, Mapping) else int(name)] for name in names]
     if len(fields) != 1 or not isinstance(fields[0], Tensor):
         problem = f"is {names}, of which a batch has {[type(field).__name__ for field in fields]}, not one tensor"
