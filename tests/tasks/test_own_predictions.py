@@ -87,6 +87,18 @@ class Shown(Segment):
         return draw_segmentation_masks(sample[0][0], outputs["mask"].bool(), alpha=0.5, colors="red")
 
 
+class Rows:
+    """A supervised task in all but its rows."""
+
+    def predict_step(self, modules, batch):
+        return {"mean": modules["model"](batch[0]).mean((1, 2, 3))}
+
+
+class Gap(nn.Module):
+    def forward(self, outputs, masks):
+        return (outputs.mean(1) - masks.float()).square().mean()
+
+
 class Count(nn.Module):
     """The mean of each image, whatever its size."""
 
@@ -286,6 +298,12 @@ def test_rows_of_pairs_come_from_the_modules_that_the_task_adds(
     assert {row["odd"] for row in rows} == {"0", "1"}
     ok("predict", f"ckpt_path={directory}", f"input={rows[0]['picture']}", "output=file.jsonl")
     assert json.loads(Path("file.jsonl").read_text())["odd"] == int(rows[0]["odd"])
+
+
+def test_a_task_with_rows_alone_trains_as_a_supervised_one(train: Callable[..., Any], ok: Callable[..., Any]) -> None:
+    words = (*MASKS, "task._target_=own_predictions.Rows", "loss._target_=own_predictions.Gap")
+    ok("predict", f"ckpt_path={train(*words).directory}", "input=test", "output=rows.jsonl")
+    assert set(json.loads(Path("rows.jsonl").read_text().splitlines()[0])) == {"sample", "mean"}
 
 
 def test_inspect_shows_the_samples_with_the_largest_loss(train: Callable[..., Any], ok: Callable[..., Any]) -> None:
