@@ -291,7 +291,7 @@ def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, co
     [
         ("threads", 10**6), ("devices", 10**6), ("devices", list(range(2000))), ("max_restarts", 10**9),
         ("data.num_workers", 10**6), ("data.prefetch", 10**6), ("data.split.folds", 10**9), ("data.image_size", 10**6),
-        ("epochs", 10**15), ("model.dropout", 1e9), ("model.hidden", [3, 10**9]),
+        ("epochs", 10**15), ("model.dropout", 1e9), ("model.hidden", [3, 10**9]), ("task.num_classes", 10**9),
         ("transform.eval", [{"_target_": "torchvision.transforms.Resize", "size": 10**9}]),
     ],
     ids=str,
@@ -304,6 +304,12 @@ def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, given: A
         merge_with_checkpoint(text, "c.pt", compose())
     if "." not in key or key.startswith("data"):
         assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
+
+
+def test_a_file_may_weigh_a_term_of_a_loss_with_any_float(original, compose) -> None:
+    original["task"]["style_weight"] = 1e10
+    values, _ = merge_with_checkpoint(stored.dump(original), "c.pt", compose())
+    assert values["task"]["style_weight"] == 1e10
 
 
 def test_loggers_that_may_send_elsewhere_come_from_the_command_line_alone(original, compose, monkeypatch) -> None:

@@ -39,6 +39,7 @@ _MOST = {
     "data.batch_size": 2**20, "evaluate.batch_size": 2**20, "data.split.folds": 10**4, "checkpoint.keep": 10**4,
     "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
 }  # fmt: skip
+_WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
 _LONGEST_NAME = 200
 
 
@@ -147,7 +148,8 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
     for section, most in _MOST.items():
         for key, value in keys.walk(keys.at(values, section), section):
             number = len(value) if isinstance(value, list) else value
-            if isinstance(number, int | float) and number > most and value != keys.at(composed, key):
+            multiplies = isinstance(number, int if section in _WEIGHED else int | float)
+            if multiplies and number > most and value != keys.at(composed, key):
                 what = f"{len(value):,} items" if isinstance(value, list) else shown(value)
                 allowed = f"at most {most:,}, or {key}=... on the command line"
                 problems.append(Problem(key, f"cannot be {what}, as it comes from a file", allowed))
