@@ -28,7 +28,7 @@ from runner.engine.state import TrainState, not_finite
 from runner.instrument.no_trace import evaluating
 from runner.run.data_check import compare_data, source_digests
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.model import example_batch, example_input, model_of
+from runner.run.model import evaluated_batch, example_input, model_of
 from runner.run.outputs import Predictions
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
@@ -37,7 +37,6 @@ from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.tensorboard_extras import Watched
 
-_DRAWN = 2  # samples
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 
 
@@ -279,12 +278,12 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
 
 
 def _drawn(run: Run) -> list[Tensor]:
-    """Pictures of predictions of the first training samples, uint8 (3, H, W); none if the task draws none."""
+    """Pictures of predictions of two samples that are evaluated, uint8 (3, H, W); none if the task draws none."""
     # One rank cannot compute alone what is divided among several
     if world().size > 1 or not (hasattr(run.task, "predict_step") and hasattr(run.task, "draw")):
         return []
     with evaluating(run.model), run.precision.autocast():
-        rows = Predictions(run.config, run.task, run.model, draws=True)(example_batch(run.data, _DRAWN))
+        rows = Predictions(run.config, run.task, run.model, draws=True)(evaluated_batch(run.data))
     return [row["picture"] for row in rows]
 
 
