@@ -1,4 +1,4 @@
-"""The number of workers is measured, reported with its reason, and changes nothing else."""
+"""The number of workers is chosen by what reading takes, reported with its reason, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,37 +18,9 @@ from torch.utils.data import Dataset
 
 from runner.config.schema.sections import Data
 from runner.data import num_workers
-from runner.data.num_workers import WorkerChoice, choose_num_workers, enough, spread_places
+from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.placement import plan_placement
 from runner.data.samples import SeededDataset
-
-
-@pytest.mark.parametrize(
-    ("read_ms", "handed_over_ms", "epoch_s", "cores", "allowed", "workers", "reason"),
-    [
-        (1.5, 0.5, 60, 8, 99, 0, "auto: a batch takes 1.5 ms to read, too little to transfer"),
-        (70, 40, 60, 8, 99, 0, "auto: a batch takes 70 ms to read, too little to transfer"),
-        (30, 1, 0.09, 8, 99, 0, "auto: an epoch takes 90 ms to read, less than starting a process"),
-        (5, 2, 60, 8, 99, 3, "auto: a batch takes 5.0 ms to read on one core and 2.0 ms to transfer"),
-        (180, 5, 60, 2, 99, 2, "auto: a batch takes 180 ms to read on one core; 2 cores"),
-        (180, 5, 60, 64, 4, 4, "auto: a batch takes 180 ms to read on one core; /dev/shm has room for as many"),
-        (1800, 5, 60, 64, 99, 16, "auto: a batch takes 1,800 ms to read on one core; at most 16"),
-    ],
-)
-def test_the_fewest_that_keep_ahead_are_chosen(
-    read_ms: float, handed_over_ms: float, epoch_s: float, cores: int, allowed: int, workers: int, reason: str
-) -> None:
-    count, told = enough(read_ms / 1000, handed_over_ms / 1000, epoch_s, cores, allowed)
-    assert count == workers
-    assert told.startswith(reason)
-
-
-def test_the_samples_that_are_timed_are_spread_from_the_first_to_the_last() -> None:
-    assert spread_places(9, 3).tolist() == [0, 4, 8]
-    assert spread_places(5, 1).tolist() == [0]
-    for samples in (2**24 + 4, 2**30):
-        places = spread_places(samples, 256)
-        assert (int(places[0]), int(places[-1])) == (0, samples - 1)
 
 
 class Slow(Dataset[Any]):
@@ -76,17 +49,18 @@ def chosen(
         indices,
         batch,
         bytes_ahead=prefetch * batch * sample_bytes,
-        sample_bytes=sample_bytes,
     )
 
 
 def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(num_workers, "cores", lambda: 3)
     found = chosen(Slow(0.004))
-    assert found.workers == 3
-    assert found.reason.endswith(" ms to read on one core; 3 cores")
+    assert found == WorkerChoice(3, "auto: 3 cores")
+    assert chosen(Slow(0), batch=4).reason.startswith("auto: a sample takes 0.")
     assert chosen(Slow(0), batch=4).workers == 0
     assert chosen(Slow(0.004, samples=5)).workers == 0
+    monkeypatch.setattr(num_workers, "cores", lambda: 64)
+    assert chosen(Slow(0.004)).workers == 16
 
 
 def test_measuring_is_short_and_draws_nothing() -> None:
@@ -106,17 +80,19 @@ def test_a_number_that_was_set_is_taken_without_reading() -> None:
     assert dataset.read == 0
 
 
+def shared_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(num_workers, "shutil", SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=free)))
+
+
 def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(num_workers, "_free_shared_memory", lambda: 64 * 2**20)
+    shared_memory(monkeypatch, 64 * 2**20)
     monkeypatch.setattr(num_workers, "cores", lambda: 2)
-    few = chosen(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
-    assert few.workers == 4
-    assert few.warnings[0] == "data.num_workers=4 is more than the 2 available CPU cores"
-    assert few.warnings[1].startswith(
-        "data.num_workers=4 reads up to 800 MiB of batches ahead, and /dev/shm has 64 MiB"
-    )
-    none = chosen(Slow(0.01), batch=100, sample_bytes=2**20)
-    assert none == WorkerChoice(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
+    many = chosen(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
+    assert many.workers == 4
+    assert many.warnings[0] == "data.num_workers=4 is more than the 2 available CPU cores"
+    assert many.warnings[1].startswith("data.num_workers=4 is more than the 0 whose batches /dev/shm has room for")
+    assert chosen(Slow(0.01), batch=100, sample_bytes=2**20) == WorkerChoice(0, "auto: room in /dev/shm")
+    assert chosen(Slow(0.01), batch=20, sample_bytes=2**20) == WorkerChoice(1, "auto: room in /dev/shm")
     assert chosen(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
 
 
@@ -131,11 +107,11 @@ def test_shared_memory_has_to_hold_the_batches_of_all_loaders_that_have_some_at_
     data = dataclasses.replace(data, **keys, cache_dir=str(tmp_path) if keys else None)
     dataset = Listed()
     parts = {"train": (dataset, torch.arange(100)), "val": (dataset, torch.arange(10))}
-    for room, said in ((ahead, []), (ahead - 1, ["data.num_workers=2 reads up to"])):
-        monkeypatch.setattr(num_workers, "_free_shared_memory", lambda room=room: room)
+    for room, said in ((ahead, []), (ahead - 1, ["data.num_workers=2 is more than"])):
+        shared_memory(monkeypatch, room)
         monkeypatch.setattr(num_workers, "cores", lambda: 2)
         plan = plan_placement(data_config(data, batch_size=16), parts, ([], []), torch.device("cpu"), dataset[0][0])
-        assert [warning[:30] for warning in plan.warnings if "shm" in warning] == said
+        assert [warning[:31] for warning in plan.warnings if "shm" in warning] == said
 
 
 class Listed(Dataset[Any]):

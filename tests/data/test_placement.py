@@ -18,6 +18,7 @@ from runner.config.schema.sections import Data
 from runner.data.cache_file import CachedImages
 from runner.data.placement import DataPlacement, plan_placement
 from runner.data.sources.synthetic import synthetic
+from runner.data.workers import worker_options
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ARRAYS = synthetic(samples=24, image_size=6)["train"]
@@ -88,10 +89,15 @@ def test_settings_without_effect_on_images_read_one_by_one(keys: dict[str, Any],
 
 def test_memory_is_pinned_for_cuda_alone_and_not_against_the_users_will() -> None:
     reading = {"num_workers": 0}
-    assert plan(Read(), CUDA, **reading).pin
-    assert plan(Read(), CUDA, pin_memory=True, **reading).pin
-    assert not plan(Read(), CUDA, pin_memory=False, **reading).pin
-    assert not plan(Read(), CPU, pin_memory=True, **reading).pin
+
+    def pins(device: torch.device, **keys: Any) -> bool:
+        options = worker_options(Data(dataset={"_target_": "some.where"}, **reading, **keys), device)
+        return bool(options["pin"])
+
+    assert pins(CUDA)
+    assert pins(CUDA, pin_memory=True)
+    assert not pins(CUDA, pin_memory=False)
+    assert not pins(CPU, pin_memory=True)
     assert plan(Read(), CUDA, non_blocking=False, **reading).warnings == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ from runner.config.schema.train import Train
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.consistency import Examples, check_classes, check_images, class_counts, known_targets, shared_groups
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.loaders import BatchPlan, Loader, MemoryLoader
+from runner.data.loaders import Loader, MemoryLoader
 from runner.data.module import (
     DataModule,
     SplitData,
     as_splits,
+    batch_plan,
     callables,
     make_callable,
     read_dataset,
@@ -37,7 +37,7 @@ from runner.data.splits import Parts, make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 from runner.data.whole_samples import read_whole_samples
-from runner.data.workers import WorkerLoader
+from runner.data.workers import WorkerLoader, worker_options
 
 _MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
 _MEASURED = 2048  # images that statistics are measured on if they are read one by one
@@ -158,10 +158,8 @@ class _LoaderBuilder:
     def build(
         self, name: str, transforms: list[SampleTransform], prepare: Pipeline, mix: Mixing | None, *, training: bool
     ) -> Loader:
-        (dataset, indices), data = self.parts[name], self.config.data
-        plan = BatchPlan(indices, self.config.evaluate.batch_size, self.config.seed)
-        if training:
-            plan = dataclasses.replace(plan, batch_size=data.samples_a_batch, shuffle=data.shuffle)
+        dataset, indices = self.parts[name]
+        plan = batch_plan(self.config, indices, training)
         replacements, note = self.replacements.get(name), self.bad_samples.noting(name, dataset, len(indices))
         # Workers read files; what is in memory or in a cache needs no processes
         if self.placement.in_memory is None:
@@ -171,14 +169,10 @@ class _LoaderBuilder:
                 plan,
                 self.device,
                 workers=self.placement.workers,
-                prefetch=data.prefetch,
-                persistent=data.persistent_workers,
-                pin=self.placement.pin,
-                non_blocking=data.non_blocking,
                 prepare=prepare,
                 mix_batch=mix,
                 on_skipped=note,
-                timeout_s=data.timeout_s,
+                **worker_options(self.config.data, self.device),
             )
         # A cache knows already which images cannot be read, so that they are noted before training.
         unreadable, source_of = self.placement.unreadable(dataset), None

@@ -17,8 +17,8 @@ from runner.config.schema.train import Train
 from runner.config.targets import FACTS, build
 from runner.data.bad_samples import BadSampleLog
 from runner.data.consistency import Examples
-from runner.data.loaders import Batch, Loader
-from runner.data.sampler import GivenOrder
+from runner.data.loaders import Batch, BatchPlan, Loader
+from runner.data.sampler import GivenOrder, Indices
 from runner.data.splits import Parts, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
@@ -110,6 +110,13 @@ def as_splits(made: Any) -> dict[str, Dataset[Any]]:
                 "a map-style data set giving (image, target), or a mapping of split names to such",
             )
     return datasets
+
+
+def batch_plan(config: Train, indices: Indices, training: bool) -> BatchPlan:
+    """How samples are divided into batches, in training or in evaluations."""
+    if training:
+        return BatchPlan(indices, config.data.samples_a_batch, config.seed, config.data.shuffle)
+    return BatchPlan(indices, config.evaluate.batch_size, config.seed)
 
 
 def use_batch_sampler(config: Train, loader: Loader, parts: Parts) -> None:

@@ -35,7 +35,6 @@ class DataPlacement:
 
     in_memory: torch.device | None = None  # where images are gathered from; None to read them one by one
     workers: int = 0  # processes that read them one by one
-    pin: bool = False  # whether batches that are read one by one go through page-locked memory
     choices: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # settings without effect, and other advice
     cache_missing: bool = False
@@ -93,9 +92,7 @@ def plan_placement(
     def choose(dataset: Dataset[Any]) -> WorkerChoice:
         reader, size = SeededDataset(dataset, 0, transforms[0], replacements), data.samples_a_batch
         bytes_ahead = data.prefetch * ahead * example.nbytes
-        return choose_num_workers(
-            data.num_workers, reader, indices, size, bytes_ahead=bytes_ahead, sample_bytes=example.nbytes
-        )
+        return choose_num_workers(data.num_workers, reader, indices, size, bytes_ahead=bytes_ahead)
 
     decoding = functools.cache(lambda: choose(train))  # called only if a cache is made
     # The cache comes first, as images may be placed from it
@@ -116,7 +113,6 @@ def plan_placement(
     if plan.in_memory is None:
         choice = choose(plan.source(train))
         plan.workers = choice.workers
-        plan.pin = device.type == "cuda" and data.pin_memory is not False
     if choice is not None:
         plan.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
         plan.warnings += choice.warnings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,12 @@ from runner.config.schema.train import Train
 from runner.config.targets import resolve
 from runner.data.bad_samples import BadSampleLog, ReplacementSampler
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.loaders import Batch, BatchPlan, Fields
+from runner.data.loaders import Batch, Fields
 from runner.data.module import (
     DataModule,
     SplitData,
     as_splits,
+    batch_plan,
     callables,
     make_callable,
     read_dataset,
@@ -36,7 +36,7 @@ from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
 from runner.data.splits import Parts, make_splits
 from runner.data.transforms.augment import Pipeline
-from runner.data.workers import WorkerLoader, as_numbers
+from runner.data.workers import WorkerLoader, as_numbers, worker_options
 from runner.instrument.nested import mapped_items, tensors_in, tensors_moved
 
 _TRIED = 2  # samples
@@ -83,23 +83,16 @@ class _Loaders:
 
     def build(self, name: str, training: bool = False) -> WorkerLoader:
         """The loader of a split."""
-        (dataset, indices), data = self.parts[name], self.config.data
-        plan = BatchPlan(indices, self.config.evaluate.batch_size, self.config.seed)
-        if training:
-            plan = dataclasses.replace(plan, batch_size=data.samples_a_batch, shuffle=data.shuffle)
+        dataset, indices = self.parts[name]
         return WorkerLoader(
             self.reader(name, training),
-            plan,
+            batch_plan(self.config, indices, training),
             self.device,
             workers=self.workers,
-            prefetch=data.prefetch,
-            persistent=data.persistent_workers,
-            pin=self.device.type == "cuda" and data.pin_memory is not False,
-            non_blocking=data.non_blocking,
             prepare=self.fields,
             on_skipped=self.bad_samples.noting(name, dataset, len(indices)),
-            timeout_s=data.timeout_s,
             collate=self.make_batch,
+            **worker_options(self.config.data, self.device),
         )
 
 
@@ -175,13 +168,11 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
         parts["train"][1],
         data.samples_a_batch,
         bytes_ahead=data.prefetch * data.samples_a_batch * sample_bytes,
-        sample_bytes=sample_bytes,
     )
     loaders.workers = choice.workers
 
     def split(name: str, training: bool = False) -> SplitData:
-        loader = loaders.build(name, training)
-        return SplitData(loader, prepare)
+        return SplitData(loaders.build(name, training), prepare)
 
     train = split("train", training=True)
     use_batch_sampler(config, train.loader, parts)

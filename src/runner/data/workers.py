@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import STOPPING
+from runner.config.schema.sections import Data
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
 from runner.data.cache_file import CachedImages
@@ -68,6 +69,17 @@ def _starting() -> Iterator[None]:
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def worker_options(data: Data, device: torch.device) -> dict[str, Any]:
+    """Options of `WorkerLoader` that the section `data` sets."""
+    return {
+        "prefetch": data.prefetch,
+        "persistent": data.persistent_workers,
+        "pin": device.type == "cuda" and data.pin_memory is not False,
+        "non_blocking": data.non_blocking,
+        "timeout_s": data.timeout_s,
+    }
 
 
 class WorkerLoader(Loader):

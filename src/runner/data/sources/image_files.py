@@ -23,7 +23,7 @@ from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, middle_square
 from runner.data.transforms.augment import Pipeline
-from runner.data.workers import WorkerLoader
+from runner.data.workers import WorkerLoader, worker_options
 
 T = TypeVar("T")
 
@@ -168,13 +168,9 @@ def files_loader(
         BatchPlan(everything, batch_size),
         device,
         workers=workers,
-        prefetch=data.prefetch,
-        persistent=False,
-        pin=device.type == "cuda" and data.pin_memory is not False,
-        non_blocking=data.non_blocking,
         prepare=prepare,
         on_skipped=on_unreadable,
-        timeout_s=data.timeout_s,
+        **worker_options(data, device) | {"persistent": False},
     )
 
 
