@@ -13,10 +13,9 @@ from faults.lives import Life, Prepare, fingerprint, live
 from faults.phases import telling
 from faults.table import Bench, Row
 
-_HEADER = 4096
 _EDGE = 16
 _SAMPLES = 40
-_IMAGES = _HEADER + _SAMPLES * 3 * _EDGE**2
+_IMAGES = _SAMPLES * 3 * _EDGE**2
 _READERS = {
     "gathered": (),
     "in RAM": ("data.placement=ram",),
@@ -103,7 +102,7 @@ def _left(path: Path, whole_file: bytes) -> str:
         cached = CachedImages(path)
     except Unusable:
         return ""
-    places = {number: slice(_HEADER + number * each, _HEADER + (number + 1) * each) for number in range(_SAMPLES)}
+    places = {number: slice(number * each, (number + 1) * each) for number in range(_SAMPLES)}
     believed = [
         number
         for number, place in places.items()
@@ -132,20 +131,20 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 IN_USE: dict[str, Damage] = {
-    "a byte of an image": lambda path, draw: _flip(path, draw.randrange(_HEADER, _IMAGES), draw),
-    "a block of zeros": lambda path, draw: _change(path, draw.randrange(_HEADER, _IMAGES - 1000), bytes(1000)),
+    "a byte of an image": lambda path, draw: _flip(path, draw.randrange(_IMAGES), draw),
+    "a block of zeros": lambda path, draw: _change(path, draw.randrange(_IMAGES - 1000), bytes(1000)),
     "truncation": lambda path, draw: os.truncate(path, draw.randrange(path.stat().st_size)),
     "removal": lambda path, draw: path.unlink(),
     "another file in its place": lambda path, draw: _replace(path, draw.randbytes(9999)),
     "a byte of the index": lambda path, draw: _flip(path, draw.randrange(_IMAGES, path.stat().st_size), draw),
-    "a byte of the header": lambda path, draw: _flip(path, draw.randrange(350), draw),
+    "a byte of the ending": lambda path, draw: _flip(path, path.stat().st_size - draw.randrange(1, 29), draw),
     "appended bytes": lambda path, draw: _change(path, path.stat().st_size, draw.randbytes(draw.randrange(1, 9999))),
 }
 
 
 def _flip_many(path: Path, draw: Random) -> None:
     for _ in range(8000):
-        _flip(path, draw.randrange(_HEADER, _IMAGES), draw)
+        _flip(path, draw.randrange(_IMAGES), draw)
 
 
 def _fifo(path: Path, draw: Random) -> None:

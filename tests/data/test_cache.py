@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import resource
 import shutil
 import signal
-import sys
 import threading
 import time
 import zlib
@@ -20,6 +18,7 @@ import forked
 import numpy as np
 import psutil
 import pytest
+import safetensors.torch
 import torch
 from extended import some
 from PIL import Image
@@ -32,7 +31,7 @@ from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data import preparation
 from runner.data.cache import Cache, Opened
-from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, dump_header, ends
+from runner.data.cache_file import _END, _MARK, CachedImages, Unusable
 from runner.data.loaders import MemoryLoader
 from runner.data.module import DataModule
 from runner.data.workers import WorkerLoader
@@ -93,7 +92,7 @@ def test_it_holds_what_the_data_set_gives_whoever_decodes(tmp_path: Path, worker
     assert found.complaint == ""
     path = cache(tmp_path).path("train")
     assert path.name.startswith("made_up-train-")
-    assert path.read_bytes()[HEADER_BYTES : HEADER_BYTES + 48] == bytes(range(48))
+    assert path.read_bytes()[:48] == bytes(range(48))
     assert sorted(tmp_path.iterdir()) == [path.parent / f".{path.name}.lock", path]
 
 
@@ -129,14 +128,21 @@ def test_wide_unsigned_targets_are_kept_as_int64(tmp_path: Path, kind: Any) -> N
         assert torch.equal(found.images.targets, torch.arange(3))
 
 
-def _lie(path: Path, **fields: Any) -> None:
-    block = path.read_bytes()
-    text = json.dumps(json.loads(block[len(b"runner images 2 00000000 ") : HEADER_BYTES]) | fields).encode()
-    path.write_bytes(_header(text) + block[HEADER_BYTES:])
+def _known(path: Path) -> tuple[bytes, dict[str, Tensor]]:
+    """The bytes of the images, and the tensors behind them."""
+    content = path.read_bytes()
+    rest = content[-_END.size - _END.unpack(content[-_END.size :])[1] : -_END.size]
+    return content[: -_END.size - len(rest)], safetensors.torch.load(rest)
 
 
-def _header(text: bytes) -> bytes:
-    return (f"runner images 2 {zlib.crc32(text):08x} ".encode() + text).ljust(HEADER_BYTES)
+def _ending(known: dict[str, Tensor]) -> bytes:
+    rest = safetensors.torch.save(known)
+    return rest + _END.pack(_MARK, len(rest), zlib.crc32(rest))
+
+
+def _lie(path: Path, **others: Tensor) -> None:
+    images, known = _known(path)
+    path.write_bytes(images + _ending(known | others))
 
 
 def _flip(path: Path, place: int) -> None:
@@ -148,20 +154,27 @@ def _flip(path: Path, place: int) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (lambda path: path.write_bytes(b""), "not a cache of images"),
-    "text": (lambda path: path.write_text("hello" * 9999), "not a cache of images"),
-    "pickle": (lambda path: path.write_bytes(pickle.dumps(list(range(9999)))), "not a cache of images"),
-    "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes instead of"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes instead of"),
-    "half a header": (lambda path: path.write_bytes(path.read_bytes()[:100]), "not a cache of images"),
-    "huge": (lambda path: _lie(path, images=[150, 3, 4, 2**60]), "bytes instead of"),
-    "older": (lambda path: path.write_bytes(b"runner images 1 {".ljust(9999)), "not a cache of images of this version"),
-    "one bit of its header": (lambda path: _flip(path, 99), "header is damaged"),
-    "another key": (lambda path: _lie(path, key="0" * 64), "made from other files, settings or library versions"),
-    "targets": (lambda path: _flip(path, HEADER_BYTES + 150 * 48 + 5), "targets are damaged"),
-    "checksums": (lambda path: _flip(path, path.stat().st_size - 4), "targets are damaged"),
-    "first image": (lambda path: _flip(path, HEADER_BYTES + 5), "image 0 is damaged: its checksum is wrong"),
-    "last image": (lambda path: _flip(path, HEADER_BYTES + 150 * 48 - 1), "image 149 is damaged"),
+    "empty": (lambda path: path.write_bytes(b""), "not a whole cache of images"),
+    "text": (lambda path: path.write_text("hello" * 9999), "not a whole cache of images"),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps(list(range(9999)))), "not a whole cache of images"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "not a whole cache"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "not a whole cache"),
+    "half an ending": (lambda path: os.truncate(path, 10), "not a whole cache"),
+    "its first images gone": (lambda path: path.write_bytes(path.read_bytes()[100:]), "not as many bytes"),
+    "huge": (lambda path: _lie(path, shape=torch.tensor([150, 3, 4, 2**60])), "not as many bytes"),
+    "a length beyond the file": (lambda path: path.write_bytes(_END.pack(_MARK, 2**63, 0)), "not a whole cache"),
+    "older": (
+        lambda path: path.write_bytes(b"runner images 2 {".ljust(9999)),
+        "not a whole cache of images of this version",
+    ),
+    "one bit of its ending": (lambda path: _flip(path, path.stat().st_size - 2), "targets are damaged"),
+    "another key": (
+        lambda path: _lie(path, key=torch.zeros(64, dtype=torch.uint8)),
+        "made from other files, settings or library versions",
+    ),
+    "targets": (lambda path: _flip(path, 150 * 48 + 500), "targets are damaged"),
+    "first image": (lambda path: _flip(path, 5), "image 0 is damaged: its checksum is wrong"),
+    "last image": (lambda path: _flip(path, 150 * 48 - 1), "image 149 is damaged"),
 }
 
 
@@ -222,19 +235,13 @@ def test_passed_to_another_process_it_is_opened_there_and_not_copied(tmp_path: P
 
 def test_a_file_larger_than_the_memory_can_be_used(tmp_path: Path) -> None:
     count = 2 * psutil.virtual_memory().total // 2**24
-    rest = bytes(8 * count) + zlib.crc32(bytes(2**24)).to_bytes(4, sys.byteorder) * count
-    header: dict[str, Any] = {
-        "key": "key",
-        "images": (count, 1, 2**12, 2**12),
-        "targets": (count,),
-        "targets_dtype": "int64",
-    }
-    header |= {"rest_crc32": zlib.crc32(rest), "unreadable": 0}
+    known = {"targets": torch.zeros(count), "unreadable": torch.zeros(0).long()}
+    known |= {"shape": torch.tensor((count, 1, 2**12, 2**12)), "key": torch.tensor(list(b"key"))}
+    known["checksums"] = torch.tensor([zlib.crc32(bytes(2**24))] * count)
     with (tmp_path / "large.images").open("wb") as file:
-        file.write(dump_header(**header))
-        file.truncate(ends(header)[-1] - len(rest))  # nothing but a hole
+        file.truncate(count * 2**24)  # nothing but a hole
         file.seek(0, os.SEEK_END)
-        file.write(rest)
+        file.write(_ending(known))
     images = CachedImages(tmp_path / "large.images", "key")
     assert len(images) == count
     assert not images.images[-1].any()
@@ -253,7 +260,7 @@ def _zero(path: Path, start: int, stop: int) -> None:
 
 
 def _rest_of_image(number: int) -> tuple[int, int]:
-    return HEADER_BYTES + number * 48 + 3, HEADER_BYTES + (number + 1) * 48
+    return number * 48 + 3, (number + 1) * 48
 
 
 WHILE_IN_USE: dict[str, tuple[Callable[[Path], Any], str]] = {

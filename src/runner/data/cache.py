@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.data.bad_samples import BadSample, ReplacementSampler
-from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write
+from runner.data.cache_file import CachedImages, Unusable, temporary_prefix, write
 from runner.data.loaders import BatchPlan
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 from runner.data.sampler import AllSamples
@@ -165,7 +165,7 @@ class Cache:
         if problem:
             raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
         # The disk is checked before hours of decoding
-        needed = HEADER_BYTES + count * (image.nbytes + target.nbytes)
+        needed = count * (image.nbytes + target.nbytes)
         if needed > (free := shutil.disk_usage(self.folder).free):
             amounts = f"{needed / _GIB:.2f} GiB, and {self.folder} has {free / _GIB:.2f} GiB free"
             allowed = "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null"

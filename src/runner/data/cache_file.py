@@ -1,8 +1,8 @@
-"""The file that keeps decoded images: one line of text, then raw bytes, which are never unpickled.
+"""The file that keeps decoded images: their bytes, then what is known of them in the format of safetensors.
 
-The first 4096 bytes are a mark, a CRC-32 and a JSON object, padded with spaces; then come the images (uint8, N x C x H x W),
-the targets, the numbers of the images that could not be read (int64), whose places hold other images, and a CRC-32 of each
-image (uint32). The JSON object has a CRC-32 of all that follows the images.
+First come the images (uint8, N x C x H x W), so that they are written as they are decoded; then tensors: the shape of the
+images, a CRC-32 of each, the targets, the numbers of the images that could not be read, whose places hold other images, and the
+key, a digest of all that the images depend on; then a mark, the length of these tensors and their CRC-32.
 
 This is one file instead of .npy files beside a JSON: one rename makes it appear whole or not at all.
 """
@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import array
 import contextlib
-import itertools
-import json
 import math
 import os
 import secrets
+import struct
 import weakref
 import zlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -32,46 +31,13 @@ from runner.base.reading import open_regular
 from runner.data.bad_samples import NOT_READ
 from runner.data.preparation import reported_writing
 
-HEADER_BYTES = 4096
-_MARK = b"runner images 2 "
+_MARK = b"runner images 3 "
+_END = struct.Struct("<16sQI")
 _COPIED_BYTES = 2**26
 
 
 class Unusable(Exception):
     """A file is not a cache of the images that are wanted; the message says why."""
-
-
-def dump_header(**fields: Any) -> bytes:
-    """The first bytes of a file.
-
-    Args:
-        fields: `key`, a digest of all that the images depend on; `images` and `targets`, shapes; `targets_dtype`; `rest_crc32`,
-            of all that follows the images; `unreadable`, how many images could not be read.
-    """
-    text = json.dumps(fields).encode()
-    return b"%s%08x %s\n" % (_MARK, zlib.crc32(text), text.ljust(HEADER_BYTES - len(_MARK) - 10))
-
-
-def _parse_header(block: bytes) -> dict[str, Any]:
-    if len(block) < HEADER_BYTES or not block.startswith(_MARK):
-        raise Unusable("it is not a cache of images of this version")
-    checksum, _, text = block.removeprefix(_MARK).partition(b" ")
-    if checksum != b"%08x" % zlib.crc32(text.rstrip()):
-        raise Unusable("its header is damaged")
-    header: dict[str, Any] = json.loads(text)
-    return header
-
-
-def ends(header: dict[str, Any]) -> list[int]:
-    """Where the header, the images, the targets, the numbers of unreadable images, and the checksums end in the file."""
-    targets = math.prod(header["targets"]) * _dtype(header).itemsize
-    sizes = (HEADER_BYTES, math.prod(header["images"]), targets, 8 * header["unreadable"], 4 * header["images"][0])
-    return list(itertools.accumulate(sizes))
-
-
-def _dtype(header: dict[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, header["targets_dtype"])
-    return dtype
 
 
 class StoredImages:
@@ -129,7 +95,7 @@ class StoredImages:
     def _read(self, number: int, piece: memoryview) -> str:
         try:
             # Not mapped into memory: if a mapped file is truncated, the system kills the process with SIGBUS.
-            count = os.preadv(self._opened, [piece], HEADER_BYTES + number * self._each)
+            count = os.preadv(self._opened, [piece], number * self._each)
         except OSError as error:
             return error.strerror or str(error)
         if count < self._each:
@@ -144,7 +110,7 @@ class StoredImages:
 class CachedImages(Dataset[tuple[Tensor, Tensor]]):
     """Images and targets in a file, which the page cache of the system shares between processes.
 
-    `key` is the digest that the file must have (None for any).
+    `key` is the one that the file must have (None for any).
 
     Attributes:
         images: uint8 (N, C, H, W); read from the file when they are gathered.
@@ -159,26 +125,26 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, path: Path, key: str | None = None) -> None:
         self.path, self.key = path, key
         with open_regular(path) as file:
-            header = _parse_header(file.read(HEADER_BYTES))
-            # Checked before anything is allocated by what the header says.
-            bounds, size = ends(header), os.fstat(file.fileno()).st_size
-            if bounds[-1] != size:
-                raise Unusable(f"it has {size:,} bytes instead of {bounds[-1]:,}")
-            if key is not None and header["key"] != key:
-                raise Unusable("it was made from other files, settings or library versions")
-            file.seek(bounds[1])
-            rest = file.read()
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END.size))
+            ending = file.read(_END.size)
+            mark, length, checksum = _END.unpack(ending) if len(ending) == _END.size else (b"", 0, 0)
+            if mark != _MARK or length > size - _END.size:
+                raise Unusable("it is not a whole cache of images of this version")
+            file.seek(size - _END.size - length)
+            rest = file.read(length)
             # Targets and checksums are small, so they are verified at once; images when they are read
-            if zlib.crc32(rest) != header["rest_crc32"]:
+            if zlib.crc32(rest) != checksum:
                 raise Unusable("its targets are damaged")
+            found = safetensors.torch.load(rest)
+            shape = tuple(found["shape"].tolist())
+            if math.prod(shape) != size - _END.size - length:
+                raise Unusable("its images are not as many bytes as its targets say")
+            if key is not None and bytes(found["key"].tolist()) != key.encode():
+                raise Unusable("it was made from other files, settings or library versions")
             opened = os.dup(file.fileno())
-        # Targets, gaps and checksums follow each other at the end of the file
-        targets, unreadable, checksums = (
-            bytearray(rest[start - bounds[1] : stop - bounds[1]]) for start, stop in itertools.pairwise(bounds[1:])
-        )
-        self.images = StoredImages(path, opened, tuple(header["images"]), np.frombuffer(checksums, np.uint32))
-        self.targets = torch.frombuffer(targets, dtype=_dtype(header)).view(header["targets"])
-        self.unreadable = torch.from_numpy(np.frombuffer(unreadable, np.int64))
+        self.images = StoredImages(path, opened, shape, found["checksums"].numpy())
+        self.targets, self.unreadable = found["targets"], found["unreadable"]
         self._missing = frozenset(self.unreadable.tolist())
 
     def __len__(self) -> int:
@@ -190,7 +156,7 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
             raise UserError(NOT_READ)
         return self.images[index], self.targets[index]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type, tuple[Path, str | None]]:
         return CachedImages, (self.path, self.key)
 
 
@@ -210,28 +176,20 @@ def write(
             reported_writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
             temporary.open("xb") as file,
         ):
-            # The header comes last, when everything that it describes is written: its place is kept free
-            file.write(b" " * HEADER_BYTES)
             for images, targets in batches:
                 pixels = images.contiguous().numpy()
                 file.write(pixels.data)
                 checksums.extend(map(zlib.crc32, pixels))
                 targets_so_far.append(targets)
                 shape = images.shape[1:]
-            joined = torch.cat(targets_so_far)
-            missing = np.array(sorted(unreadable), dtype=np.int64)
-            rest = joined.numpy().tobytes() + missing.tobytes() + checksums.tobytes()
-            file.write(rest)
-            file.seek(0)
-            header = dump_header(
-                key=key,
-                images=(samples, *shape),
-                targets=tuple(joined.shape),
-                targets_dtype=str(joined.dtype).removeprefix("torch."),
-                rest_crc32=zlib.crc32(rest),
-                unreadable=len(missing),
-            )
-            file.write(header)
+            known = {"targets": torch.cat(targets_so_far), "unreadable": torch.tensor(sorted(unreadable)).long()}
+            known |= {
+                "shape": torch.tensor((samples, *shape)),
+                "key": torch.tensor(list(key.encode()), dtype=torch.uint8),
+            }
+            known["checksums"] = torch.from_numpy(np.frombuffer(checksums, np.uint32).astype(np.int64))
+            rest = safetensors.torch.save(known)
+            file.write(rest + _END.pack(_MARK, len(rest), zlib.crc32(rest)))
             file.flush()
             os.fsync(file.fileno())
             # Only a complete file gets the name
