@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from runner.base.errors import UserError
-from runner.data.sources.tables import TableImages, image_table
+from runner.data.sources.folders import ImageFolder
+from runner.data.sources.tables import image_table
 
 Write = Callable[..., Path]
 
@@ -40,7 +41,7 @@ def write(tmp_path: Path) -> Write:
     return call
 
 
-def read(root: Path, table: str = "labels.csv", **options: Any) -> TableImages:
+def read(root: Path, table: str = "labels.csv", **options: Any) -> ImageFolder:
     return image_table(str(root), table, **options)["train"]
 
 
@@ -174,11 +175,11 @@ def test_a_null_of_parquet_is_empty(write: Write) -> None:
         read(write("labels.parquet", label=["a", "b", None, "a", "b", "a"]), "labels.parquet")
 
 
-def test_an_image_that_cannot_be_read_is_named_with_its_line(write: Write) -> None:
+def test_an_image_that_cannot_be_read_is_named(write: Write) -> None:
     root = write(label=ANIMALS)
     found = read(root)
     (root / "pics" / "2.png").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"cannot read the image .*2\.png: .*It is in line 4 of .*labels\.csv"):
+    with pytest.raises(UserError, match=r"cannot read the image .*2\.png: "):
         found[2]
 
 

@@ -61,6 +61,8 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
 class ImageFolder(ImageList):
     """The images of a list of files; for the other arguments see `ImageList`."""
 
+    groups: list[str]  # of each sample, for `data.split.group`, if the source has them
+
     def __init__(
         self,
         paths: Sequence[Path],

@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.image_io import Cut, Decoding
+from runner.data.sources.image_io import Decoding
 
 Kind = Literal["classification", "multilabel", "regression"]
 
@@ -58,42 +58,6 @@ class Table:
         return number
 
 
-class TableImages(ImageFolder):
-    """The image files of some rows of a table, see `ImageFolder`; an error names the line of the table too.
-
-    Args:
-        table, rows: the table, and the number of the row of each sample in it.
-        paths, targets: of all rows.
-        classes, decoding: see `ImageFolder`.
-
-    Attributes:
-        groups: of each sample, for `data.split.group=groups`, where the table has them.
-    """
-
-    groups: list[str]
-
-    def __init__(
-        self,
-        table: Table,
-        rows: Sequence[int],
-        paths: Sequence[Path],
-        targets: Tensor,
-        classes: Sequence[str],
-        *,
-        decoding: Decoding,
-    ) -> None:
-        super().__init__([paths[row] for row in rows], targets[rows], classes, decoding)
-        # A tensor, as workers copy the pages of lists that they read.
-        self._table, self._lines = str(table.path), torch.tensor([table.lines[row] for row in rows])
-
-    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
-        """See `ImageList.read_part`."""
-        try:
-            return super().read_part(index, cut, size)
-        except UserError as error:
-            raise UserError(f"{error} It is in line {int(self._lines[index])} of {self._table}.") from error
-
-
 def image_table(
     root: str,
     table: str,
@@ -109,8 +73,8 @@ def image_table(
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
     on_error: Literal["raise", "skip"] = "raise",
-) -> dict[str, TableImages]:
-    """Data sets of the image files that a table lists, one row for each.
+) -> dict[str, ImageFolder]:
+    """Data sets of the image files that a table lists, one row for each; `groups` of each sample for `data.split.group`.
 
     Args:
         root: folder of the data set.
@@ -141,7 +105,7 @@ def image_table(
     targets, classes = column_targets(read, labels, kind)
     result = {}
     for split, rows in _rows_of_splits(read, split_column, len(paths)).items():
-        result[split] = TableImages(read, rows, paths, targets, classes, decoding=decoding)
+        result[split] = ImageFolder([paths[row] for row in rows], targets[rows], classes, decoding)
         if group_column is not None:
             result[split].groups = [read.text(group_column, row) for row in rows]
     return result
