@@ -6,6 +6,7 @@ kernels, gradients of activations, or the input batch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -85,15 +86,8 @@ def ddp_memory(weights: Sequence[Weight], *, buffers: int = 0, averaged: bool = 
     The gradients lie in the buckets that are communicated, so these add nothing. Not counted are the second set of buckets
     while DistributedDataParallel sorts them in its first step, and the copies that gloo makes of a message.
     """
-    trained = sum(weight.bytes for weight in weights if weight.trained)
-    return Memory(
-        parameters=sum(weight.bytes for weight in weights),
-        gradients=trained,
-        optimizer=sum(weight.divided + weight.whole for weight in weights),
-        buffers=buffers,
-        average=trained * averaged,
-        activations=activations,
-    )
+    alone = fsdp_memory(weights, 1, buffers=buffers, averaged=averaged, activations=activations)
+    return dataclasses.replace(alone, gathered=0)
 
 
 def fsdp_memory(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,27 +39,13 @@ class Layout:
     traffic: Traffic
     warnings: list[str]
 
-    def rows(self) -> list[list[str]]:
-        """What, how much of it, and where the number is from."""
-        least, most = self.samples
-        sizes = {name: size for name, size in vars(self.memory).items() if size or name in _ALWAYS}
-        sent = ", ".join(
-            f"{name.replace('_', '-')} {readable(size)}" for name, size in vars(self.traffic).items() if size
-        )
-        return [
-            ["samples", f"{least:,} to {most:,}", f"of each batch of {self.batch:,}"],
-            *[[_NAMES.get(name, name), readable(size), _REASONS.get(name, "")] for name, size in sizes.items()],
-            ["total", readable(self.memory.total), "without memory reserved by libraries"],
-            ["sent per step", readable(self.traffic.total), sent],
-        ]
 
-
-_ALWAYS = ("parameters", "gradients", "optimizer", "activations")
-_NAMES = {"optimizer": "optimizer state", "average": "average of the weights", "gathered": "gathered blocks"}
-_REASONS = {
-    "optimizer": "measured after a step",
-    "activations": "measured: kept for backward, with copies of weights made by amp",
-    "gathered": "the largest one with its gradients, and parameters outside of blocks",
+# Names of parts of memory in the table, and where the numbers are from.
+_ROWS = {
+    "optimizer": ("optimizer state", "measured after a step"),
+    "activations": ("activations", "measured: kept for backward, with copies of weights made by amp"),
+    "average": ("average of the weights", ""),
+    "gathered": ("gathered blocks", "the largest one with its gradients, and parameters outside of blocks"),
 }
 
 
@@ -72,8 +58,17 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> N
     found = predict(config, build)
     for warning in found.warnings:
         console.warn(warning)
+    (least, most), sizes, sent = found.samples, vars(found.memory), vars(found.traffic)
+    held = [(*_ROWS.get(name, (name, "")), readable(size)) for name, size in sizes.items() if size]
+    kinds = [f"{name.replace('_', '-')} {readable(size)}" for name, size in sent.items() if size]
+    rows = [
+        ["samples", f"{least:,} to {most:,}", f"of each batch of {found.batch:,}"],
+        *([name, size, reason] for name, reason, size in held),
+        ["total", readable(found.memory.total), "without memory reserved by libraries"],
+        ["sent per step", readable(found.traffic.total), ", ".join(kinds)],
+    ]
     title = f"{config.name} on {found.ranks} rank{'s' * (found.ranks > 1)}, strategy {found.strategy}: a dry run"
-    console.table(title, ["per rank", "predicted", "from"], found.rows())
+    console.table(title, ["per rank", "predicted", "from"], rows)
 
 
 def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
@@ -92,30 +87,29 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
         with explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices"):
             activations = _activations(run, samples[1])
         weights = _weights(run)
-    buffers, averaged = sum(buffer.nbytes for buffer in run.model.buffers()), run.state.averaged is not None
-    held = functools.partial(layout.ddp_memory, weights)
+    buffers = sum(buffer.nbytes for buffer in run.model.buffers())
+    held: dict[str, Any] = {"buffers": buffers, "averaged": run.state.averaged is not None, "activations": activations}
     warnings = [*run.warnings, *validate_limits(run)]
     # What one process cannot show is said, so that nobody takes the numbers for a promise
-    if config.compile:
-        warnings.append("compile has no effect on the measured step, and may make real ones smaller")
-    if config.sync_batchnorm:
-        warnings.append("sync_batchnorm=true has no effect on the measured step, but sends more data")
-    if config.devices == "auto":
-        warnings.append(f"devices=auto is {ranks} on this machine; set a number to predict for others")
-    if samples[0] == 0:
-        warnings.append(f"data.batch_size={batch} is smaller than {ranks} ranks, so some ranks are idle")
+    for said, warning in (
+        (config.compile, "compile has no effect on the measured step, and may make real ones smaller"),
+        (config.sync_batchnorm, "sync_batchnorm=true has no effect on the measured step, but sends more data"),
+        (config.devices == "auto", f"devices=auto is {ranks} on this machine; set a number to predict for others"),
+        (samples[0] == 0, f"data.batch_size={batch} is smaller than {ranks} ranks, so some ranks are idle"),
+    ):
+        warnings += [warning] if said else []
+    memory, traffic = layout.ddp_memory(weights, **held), layout.ddp_traffic(weights, ranks, buffers=buffers)
     # FSDP divides weights within a replica, so the number of replicas decides what a rank holds
     if strategy == "fsdp":
-        settings, batches = config.fsdp, config.accumulate
-        if ranks % settings.replicas:
+        replicas, how = (
+            config.fsdp.replicas,
+            {"reshard": config.fsdp.reshard_after_forward, "batches": config.accumulate},
+        )
+        if ranks % replicas:
             allowed = f"a divisor of {ranks}, the number of processes"
-            raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
-        divided, reshard = ranks // settings.replicas, settings.reshard_after_forward
-        held = functools.partial(layout.fsdp_memory, weights, divided, reshard=reshard, batches=batches)
-        traffic = layout.fsdp_traffic(weights, divided, reshard=reshard, batches=batches, replicas=settings.replicas)
-    else:
-        traffic = layout.ddp_traffic(weights, ranks, buffers=buffers)
-    memory = held(buffers=buffers, averaged=averaged, activations=activations)
+            raise UserError("fsdp.replicas", f"is {replicas}, which does not divide the processes", allowed)
+        memory = layout.fsdp_memory(weights, ranks // replicas, **how, **held)
+        traffic = layout.fsdp_traffic(weights, ranks // replicas, **how, replicas=replicas)
     return Layout(ranks, strategy, batch, samples=samples, memory=memory, traffic=traffic, warnings=warnings)
 
 
