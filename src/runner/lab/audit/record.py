@@ -60,7 +60,10 @@ class Recorder:
             tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
             kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
             tensor = tensor.to("cpu", copy=True).contiguous()
-            data = _bytes(tensor)
+            plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            if plain.is_floating_point():
+                plain = plain.masked_fill(plain.isnan(), math.nan)  # any NaN is the same one
+            data = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         else:
             data = repr(value).encode()
             if isinstance(value, int | float):
@@ -72,15 +75,6 @@ class Recorder:
         self.entries.append(
             Entry(self.batch, phase, name, kind, digest=hashlib.sha256(data).hexdigest(), tensor=tensor)
         )
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    """A tensor's bytes, any NaN taken for the same one."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.is_floating_point():
-        tensor = tensor.masked_fill(tensor.isnan(), math.nan)
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class Difference(NamedTuple):
