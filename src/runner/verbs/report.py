@@ -29,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
     save_baseline=FILE                        measure these runs for a later against=
     """
     places, options, tolerance = _parse(argv)
-    from runner.lab.report.report import report
-    from runner.lab.report.terminal import show
+    from runner.lab.report.report import report, show
     from runner.tracking.console import Console
     from runner.tracking.formats import clean
 

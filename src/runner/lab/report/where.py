@@ -12,9 +12,6 @@ from typing import Any
 from runner.base.errors import UserError, nearest
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-}  # fmt: skip
 _EQUALS = re.compile(r"(?<![=!<>])=(?!=)")
 _QUOTED = re.compile(r"""("[^"]*"|'[^']*')""")
 _ALLOWED = "such as 'amp=true and test/accuracy>0.99', with = != < <= > >= in, and, or, not, brackets"
@@ -56,41 +53,21 @@ def _test(node: ast.expr, names: Collection[str]) -> Callable[[Value], bool]:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         inner = _test(node.operand, names)
         return lambda value: not inner(value)
-    if isinstance(node, ast.Compare):
-        if len(node.ops) > 1:
-            raise _Wrong("compares more than two things at once; join comparisons with and")
-        return _comparison(node.left, node.ops[0], node.comparators[0], names)
-    name = _name(node)
-    if name is None:
-        raise _Wrong(f"has {ast.unparse(node)!r}, which is not a comparison")
-    _require(name, names)
-    return lambda value: value(name) is True
-
-
-def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr, names: Collection[str]) -> Callable[[Value], bool]:
-    name = _name(left)
-    if name is None:
-        raise _Wrong("has no name of a key or metric on the left of a comparison")
-    _require(name, names)
-    if isinstance(kind, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple):
-        choices = [_constant(item) for item in right.elts]
-        wanted = isinstance(kind, ast.In)
-        return lambda value: any(same(value(name), choice) for choice in choices) is wanted
-    if isinstance(kind, ast.Eq | ast.NotEq):
-        constant, equal = _constant(right), isinstance(kind, ast.Eq)
-        return lambda value: same(value(name), constant) is equal
-    compare = _ORDER.get(type(kind))
-    if compare is None:
+    if not isinstance(node, ast.Compare):  # a name alone: it is true
+        node = ast.Compare(node, [ast.Eq()], [ast.Constant(True)])
+    if len(node.ops) > 1:
+        raise _Wrong("compares more than two things at once; join comparisons with and")
+    if (name := _name(node.left)) is None:
+        raise _Wrong(
+            f"has {ast.unparse(node.left)!r}, which is not a comparison, or has no name of a key or metric on its left"
+        )
+    if name not in names:
+        close = meant(name, names)
+        raise _Wrong(f"names {name}, which no run has" + (f"; did you mean '{close}'?" if close else ""))
+    constant, kind = _constant(node.comparators[0]), type(node.ops[0])
+    if kind not in _COMPARED or (kind in (ast.In, ast.NotIn) and not isinstance(constant, list)):
         raise _Wrong("has an unsupported comparison")
-    limit = _constant(right)
-
-    def ordered(value: Value) -> bool:
-        found = value(name)
-        numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (found, limit))
-        texts = isinstance(found, str) and isinstance(limit, str)
-        return (numbers or texts) and compare(found, limit)
-
-    return ordered
+    return lambda value: _COMPARED[kind](value(name), constant)
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -99,6 +76,25 @@ def same(found: Any, wanted: Any) -> bool:
         return isinstance(found, bool) == isinstance(wanted, bool) and bool(found == wanted)
     text, pattern = (str(each).casefold().replace("_", "") for each in (found, wanted))
     return found is not None and (text == pattern or fnmatch.fnmatchcase(text, pattern))
+
+
+def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """A comparison of two numbers or two texts, which holds for nothing else."""
+
+    def holds(found: Any, limit: Any) -> bool:
+        numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (found, limit))
+        return (numbers or (isinstance(found, str) and isinstance(limit, str))) and compare(found, limit)
+
+    return holds
+
+
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: same,
+    ast.NotEq: lambda found, wanted: not same(found, wanted),
+    ast.In: lambda found, choices: any(same(found, choice) for choice in choices),
+    ast.NotIn: lambda found, choices: not any(same(found, choice) for choice in choices),
+    ast.Lt: _ordered(operator.lt), ast.LtE: _ordered(operator.le), ast.Gt: _ordered(operator.gt), ast.GtE: _ordered(operator.ge),
+}  # fmt: skip
 
 
 def _name(node: ast.expr) -> str | None:
@@ -132,9 +128,3 @@ def meant(name: str, names: Collection[str]) -> str:
     """The name that is probably meant by a wrong one: a metric that begins so, such as `val/accuracy` for `acc`, or the nearest."""
     metrics = [each for each in names if "/" in each and each.rpartition("/")[2].startswith(name.lower())]
     return min(metrics, key=lambda each: (not each.startswith("val/"), each), default="") or nearest(name, names)
-
-
-def _require(name: str, names: Collection[str]) -> None:
-    if name not in names:
-        close = meant(name, names)
-        raise _Wrong(f"names {name}, which no run has" + (f"; did you mean '{close}'?" if close else ""))
