@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,18 +53,21 @@ class ImageSamples(ImageFolder):
         return (image, 0) if self.field == "0" else {self.field: image}
 
 
-@dataclass
 class _Loaders:
     """Builds the loaders of the splits; `workers` read the samples, 0 for this process."""
 
-    config: Train
-    device: torch.device
-    parts: Parts
-    make_batch: Collate
-    fields: Fields
-    prepare: Pipeline
-    bad_samples: BadSampleLog
-    workers: int = 0
+    workers = 0
+
+    def __init__(self, config: Train, device: torch.device, parts: Parts, dtype: torch.dtype) -> None:
+        data, self.config, self.device, self.parts = config.data, config, device, parts
+        assert data.images is not None, "samples are pairs of image and target"
+        # The task is built later, as it has to know the data; how it makes batches is a matter of its class
+        of_task = getattr(resolve(config.task["_target_"]), "collate", None)
+        collate = of_task if data.collate is None else make_callable("data.collate", data.collate)
+        self.make_batch, (mean, std) = Collate(collate or stacked), (data.normalize.mean, data.normalize.std)
+        last = config.channels_last
+        self.prepare = Pipeline([], mean or [0.0], std or [1.0], config.seed, device, channels_last=last, dtype=dtype)
+        self.fields, self.bad_samples = Fields(data.images, self.prepare, dtype), BadSampleLog(data.max_skipped)
 
     def reader(self, name: str, training: bool) -> SeededDataset:
         """Reads samples of a split, as training or evaluations get them."""
@@ -96,18 +98,6 @@ class _Loaders:
         )
 
 
-def _loaders(config: Train, device: torch.device, parts: Parts, dtype: torch.dtype) -> _Loaders:
-    data = config.data
-    assert data.images is not None, "samples are pairs of image and target"
-    # The task is built later, as it has to know the data; how it makes batches is a matter of its class
-    of_task = getattr(resolve(config.task["_target_"]), "collate", None)
-    collate = of_task if data.collate is None else make_callable("data.collate", data.collate)
-    mean, std = data.normalize.mean or [0.0], data.normalize.std or [1.0]
-    prepare = Pipeline([], mean, std, config.seed, device, channels_last=config.channels_last, dtype=dtype)
-    fields, bad_samples = Fields(data.images, prepare, dtype), BadSampleLog(data.max_skipped)
-    return _Loaders(config, device, parts, Collate(collate or stacked), fields, prepare, bad_samples)
-
-
 def read_image_files(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[WorkerLoader, BadSampleLog]:
     """A loader of image files in their order, as `ImageSamples`; and its unreadable files.
 
@@ -121,7 +111,7 @@ def read_image_files(config: Train, device: torch.device, paths: Sequence[Path])
     channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
     files.field = fields[0]
-    loaders = _loaders(config, device, {"input": (files, AllSamples(count))}, torch.float32)
+    loaders = _Loaders(config, device, {"input": (files, AllSamples(count))}, torch.float32)
     # A few images are read sooner than workers start
     loaders.workers = data.num_workers if data.num_workers != "auto" else min(cores(), 8) if count >= 64 else 0
     return loaders.build("input"), loaders.bad_samples
@@ -140,7 +130,7 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
     """
     data = config.data
     parts = make_splits(as_splits(read_dataset(data)), data.split)
-    loaders = _loaders(config, device, parts, dtype)
+    loaders = _Loaders(config, device, parts, dtype)
     fields, prepare, bad_samples = loaders.fields, loaders.prepare, loaders.bad_samples
 
     # The first samples tell how large batches are, and are tried before training

@@ -135,7 +135,10 @@ def build_parts(
     grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
     steps = steps_of(task, state.model, loss)
     if isinstance(steps, TaskSteps):
-        _check_supported(config)
+        if config.compile == "step":
+            raise UserError(
+                "compile", "is step, and the task computes its steps itself", "true, which compiles the model"
+            )
         state.has_terms = True
     return StepConfig(
         objective=steps,
@@ -149,12 +152,6 @@ def build_parts(
         optimizer_step=plain_step(state.optimizer),
         after_step=steps.after_step if isinstance(steps, TaskSteps) and _has(task, "after_step") else None,
     )
-
-
-def _check_supported(config: Train) -> None:
-    """Raise `UserError` if a verb or a setting computes the loss from the outputs of the model, which the task does itself."""
-    if config.compile == "step":
-        raise UserError("compile", "is step, and the task computes its steps itself", "true, which compiles the model")
 
 
 def _check_window(config: Train, state: TrainState) -> None:
