@@ -69,7 +69,7 @@ Bench = Callable[..., dict[str, Any]]
 @pytest.fixture
 def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The sleeping model, and measurements as short as their steps: pauses are longer than any noise."""
-    monkeypatch.setattr("runner.lab.bench.comparison._LEAST_S", 0.0)
+    monkeypatch.setattr("runner.lab.bench.run._LEAST_S", 0.0)
     (workdir / "bench_parts.py").write_text(PARTS)
     (workdir / "mine" / "model").mkdir(parents=True)
     (workdir / "mine" / "model" / "paused.yaml").write_text(OPTION)
@@ -204,7 +204,7 @@ def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
 def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.lab.bench.comparison.room_for", lambda *_: False)
+    monkeypatch.setattr("runner.lab.bench.run.room_for", lambda *_: False)
     found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=15")
     assert found["by_name"]["amp=bf16"]["ratio"]["median"] > 1.5
 

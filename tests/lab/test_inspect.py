@@ -23,12 +23,11 @@ from runner.config.schema.verbs import Inspect
 from runner.data.module import DataModule
 from runner.engine.state import load_weights
 from runner.lab.inspect.layers import Layer, layers_of, outer_maps
-from runner.lab.inspect.observed_pass import pass_through
 from runner.lab.inspect.parts import Table
 from runner.lab.inspect.pictures import draw_filters, draw_maps
 from runner.lab.inspect.run import _show
-from runner.lab.inspect.statistics import dead_units, summarize
-from runner.models.features_file import write_features
+from runner.lab.inspect.statistics import dead_units, pass_through, summarize
+from runner.models.features import write_features
 from runner.run.run import Run
 from runner.tracking.console import Console
 from runner.train import build_run

@@ -12,7 +12,7 @@ import pytest
 
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.lab.profile.measure import Measured
-from runner.lab.profile.verdict import StepProfile, verdict
+from runner.lab.profile.report import StepProfile, verdict
 from runner.runtime.stopwatch import OTHER, Step
 
 SMALL = (

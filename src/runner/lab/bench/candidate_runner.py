@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import math
@@ -21,12 +22,15 @@ from runner.config.schema.verbs import Bench
 from runner.data.loaders import Loader
 from runner.data.module import DataModule
 from runner.data.workers import WorkerLoader
+from runner.engine.loop import Loop
+from runner.engine.plan import Limits
+from runner.engine.position import Position
+from runner.engine.protocols import Source
 from runner.engine.step import train_step
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
 from runner.lab.bench.candidates import BASELINE, Candidate
 from runner.lab.bench.stats import Result
-from runner.lab.bench.timing import run, wait
 from runner.run.hardware import set_switches
 from runner.run.run import Run
 from runner.runtime.activation import is_switched_on, switch
@@ -133,7 +137,7 @@ class CandidateRunner:
         built = time.perf_counter()
         # Samples of an optimizer step, on average over an epoch.
         samples = sum(map(training.plan.size, range(training.plan.batches))) / training.plan.steps
-        clock = run(training, self.loader, steps, 1, usual * samples * (steps - 1))
+        clock = timed(training, self.loader, steps, 1, usual * samples * (steps - 1))
         return Result(
             self.candidate,
             samples,
@@ -152,10 +156,10 @@ class CandidateRunner:
             # Batches that were read ahead must not make many workers look faster.
             ahead = -(-loader.workers * self.config.data.prefetch // self.config.accumulate)
             warmup = max(_WARMUP, ahead)
-            return run(training, loader, warmup + steps, warmup).per_sample
+            return timed(training, loader, warmup + steps, warmup).per_sample
         # The first batch makes many others, whose time belongs to the measurement.
-        run(training, loader, _WARMUP)
-        return run(training, loader, steps).per_sample
+        timed(training, loader, _WARMUP)
+        return timed(training, loader, steps).per_sample
 
     def configure(self) -> None:
         """Set torch's process-wide switches."""
@@ -191,3 +195,82 @@ def room_for(runner: CandidateRunner, count: int) -> bool:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     tensors = [*state.model.parameters(), *state.model.buffers(), *tensors_in([*state.optimizer.state.values()])]
     return sum(tensor.nbytes for tensor in tensors) * count < _WAITING_SHARE * free
+
+
+# A candidate that is slower in its first steps than this would only take time from the others.
+_TOO_SLOW = 5
+_SHORT_S = 0.1  # steps that take less are never too slow: on a busy machine, waiting for a core takes as long
+
+
+class Clock:
+    """A callback that waits for the device and takes the time at the start, after the warm-up and at the end.
+
+    Args:
+        device: what to wait for.
+        warmup: steps after which to take the time; 0 for none.
+        usual_s: seconds that the steps after those take usually.
+    """
+
+    def __init__(self, device: torch.device, warmup: int, usual_s: float) -> None:
+        self._device, self._warmup, self._limit_s = device, warmup, max(_SHORT_S, _TOO_SLOW * usual_s)
+        self._taken: list[tuple[float, int]] = []
+        self._done = 0
+
+    def on_start(self, loop: Loop) -> None:
+        """Take the time."""
+        wait(self._device)
+        self._taken.append((time.perf_counter(), loop.samples_seen))
+
+    on_end = on_start
+
+    def on_step(self, loop: Loop) -> None:
+        """Count a step, and take the time after the warm-up."""
+        self._done += 1
+        if self._done == self._warmup:
+            self.on_start(loop)
+        elif self._done > self._warmup and time.perf_counter() - self._taken[-1][0] > self._limit_s:
+            raise UserError(f"more than {_TOO_SLOW} times slower than the baseline in its first steps")
+
+    @property
+    def warmup_s(self) -> float:
+        """Seconds of the warm-up."""
+        return self._taken[1][0] - self._taken[0][0]
+
+    @property
+    def per_sample(self) -> float:
+        """Seconds a sample after the warm-up."""
+        (began, before), (ended, after) = self._taken[-2:]
+        return (ended - began) / (after - before)
+
+
+def timed(training: Run, source: Source, steps: int, warmup: int = 0, usual_s: float = math.inf) -> Clock:
+    """Do some optimizer steps from the beginning of the first epoch, without evaluation, checkpoints or logging.
+
+    `source` gives the batches; `steps` includes the `warmup`, and `usual_s` is that of `Clock`.
+    """
+    # Every candidate trains on the same batches
+    training.state.position = Position()
+    # Only batches that are used: workers would make others while another candidate is measured.
+    plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, steps * training.plan.accumulate))
+    clock = Clock(training.device, warmup, usual_s)
+    limits = Limits(None, steps)
+    loop = Loop(
+        training.state,
+        source,
+        plan,
+        parts=training.parts,
+        limits=limits,
+        evaluate=None,
+        callbacks=[clock],
+        monitor=training.monitor,
+    )
+    loop.run()
+    return clock
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

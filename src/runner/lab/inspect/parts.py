@@ -26,8 +26,7 @@ from runner.instrument.nested import parts_of_rows
 from runner.instrument.no_trace import evaluating
 from runner.lab.inspect import pictures
 from runner.lab.inspect.layers import Layer, layers_of, outer_maps, shape_text
-from runner.lab.inspect.observed_pass import ObservedPass, pass_through
-from runner.lab.inspect.statistics import Summary, summarize
+from runner.lab.inspect.statistics import ObservedPass, Summary, pass_through, summarize
 from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
 from runner.run.outputs import Predictions

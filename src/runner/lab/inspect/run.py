@@ -24,8 +24,7 @@ from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
 from runner.lab.inspect.layers import shape_text
 from runner.lab.inspect.parts import PARTS, Inspection, Table, batches_of
-from runner.models.features import Extractor
-from runner.models.features_file import write_features
+from runner.models.features import Extractor, write_features
 from runner.run.describe import describe
 from runner.run.directory import claim, timestamp
 from runner.run.from_checkpoint import (

@@ -13,8 +13,7 @@ from runner.base.secrets import mask_words
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.verbs import Profile
-from runner.lab.profile.measure import Measured, measure
-from runner.lab.profile.ops import Op, ops_in, text_of
+from runner.lab.profile.measure import Measured, Op, measure, ops_in, text_of
 from runner.lab.profile.report import record_of, show
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
