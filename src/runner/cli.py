@@ -13,7 +13,7 @@ from runner import __version__
 from runner.base.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
 from runner.base.signals import interruptible
 from runner.verbs._errors import print_error
-from runner.verbs._launch import complete_verb, launch_verb
+from runner.verbs._launch import launch_verb
 from runner.verbs._table import VERBS
 
 _MEANT = {"test": "eval", "evaluate": "eval", "validate": "eval", "val": "eval", "fit": "train", "infer": "predict"}
@@ -110,4 +110,6 @@ def _complete(words: list[str]) -> int:
         os.environ["COMP_LINE"] = f"runner {others if space and first in verb.aliases else rest}"
     elif words[0] in VERBS:
         verb, words = VERBS[words[0]], words[1:]
-    return complete_verb(verb, words)
+    from runner.config.app import complete
+
+    return complete(verb.name, words)

@@ -37,8 +37,7 @@ from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
 from runner.run.probe import FirstSamples, check_batches_of_one, probe
-from runner.run.rank_memory import RankMemory
-from runner.run.ranks import check_same, shard_model, synchronize_norms, uneven_loss
+from runner.run.ranks import RankMemory, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, hardware_metrics_of
 from runner.run.run_record import RunRecord
 from runner.run.saving import Saving, build_loggers, open_loggers

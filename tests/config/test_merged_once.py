@@ -9,8 +9,8 @@ from hydra._internal import config_loader_impl
 
 from runner.config import overrides
 from runner.config.app import application, compose, sources_of
+from runner.config.command import merged_once
 from runner.config.flags import parse
-from runner.config.merged_once import merged_once
 from runner.config.schema import VERBS
 
 COMMANDS = (

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from runner.run.summary_text import summary_text
+from runner.run.run_record import summary_text
 
 
 def test_the_text_of_a_run_has_its_results_and_commands_that_work(accepted: Any, train_once: Any) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from runner.config import keys
 from runner.config.schema import Train
-from runner.sweeps.ablation import TOGGLES, toggles_off
+from runner.sweeps.plan import TOGGLES, toggles_off
 
 
 def test_each_toggle_that_is_on_is_off_in_one_job(run, tiny):

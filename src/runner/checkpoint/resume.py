@@ -54,7 +54,7 @@ def contents(
         classes: names of the classes.
         versions: versions of packages.
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
-            the model can be used where the data are not; `sources`, digests of custom files, see `runner.run.data_check`.
+            the model can be used where the data are not; `sources`, digests of custom files, see `runner.run.saving`.
     """
     saved, ranks = state.state_dict(), world()
     # Divided tensors are put together for the file, in which every rank has to take part

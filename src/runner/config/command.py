@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
+import functools
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig
 
 from runner.base.errors import ConfigError, Problem, UserError
@@ -18,7 +23,6 @@ from runner.config import overrides
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of
 from runner.config.flags import parse
 from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
-from runner.config.merged_once import merged_once
 from runner.config.sources import Sources, text_of
 
 ProblemsOf = Callable[[Composition, bool], list[Problem]]
@@ -150,3 +154,44 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
         for word in words
         if word.lstrip("+").startswith("sweep=")
     )
+
+
+@contextlib.contextmanager
+def merged_once() -> Iterator[None]:
+    """Compositions inside that select the same options take their files from a copy of what was merged before.
+
+    Hydra applies the other overrides to that copy, as it does without this. A file that changes meanwhile has no effect.
+    """
+    lists: dict[Any, Any] = {}
+    merged: dict[int, bytes] = {}  # by the identity of a list of defaults, which `lists` keeps
+    loader: Any = config_loader_impl
+    list_defaults, merge = loader.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+
+    # Overrides that only set values do not change which files are merged
+    @functools.wraps(list_defaults)
+    def list_defaults_once(repo: Any, overrides_list: list[Any], **others: Any) -> Any:
+        plain = [override for override in overrides_list if not override.is_sweep_override()]
+        selected = [one for one in plain if repo.group_exists(one.key_or_group) and not isinstance(one.value(), dict)]
+        folders = tuple((source.provider, source.path) for source in repo.get_sources())
+        key = (folders, *(one.input_line for one in selected), *sorted(others.items()))
+        if key not in lists:
+            lists[key] = list_defaults(repo, overrides_list=selected, **others)
+        found = copy.copy(lists[key])
+        found.config_overrides = [override for override in plain if override not in selected]
+        return found
+
+    def merge_once(self: Any, defaults: list[Any], repo: Any) -> Any:
+        # Each composition changes its config, so it gets a copy, which a pickle makes faster than a deep copy
+        if id(defaults) not in merged:
+            merged[id(defaults)] = pickle.dumps(merge(self, defaults, repo), pickle.HIGHEST_PROTOCOL)
+        return pickle.loads(merged[id(defaults)])
+
+    # Hydra has no hook for this, so two of its functions are replaced while the block lasts
+    implementation: Any = ConfigLoaderImpl
+    loader.create_defaults_list = list_defaults_once
+    implementation._compose_config_from_defaults_list = merge_once
+    try:
+        yield
+    finally:
+        loader.create_defaults_list = list_defaults
+        implementation._compose_config_from_defaults_list = merge

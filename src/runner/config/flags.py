@@ -8,7 +8,7 @@ import io
 from collections.abc import Sequence
 
 from runner.base.errors import UserError
-from runner.config.words import flag_meant
+from runner.config.overrides import flag_meant
 
 
 def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:

@@ -101,10 +101,8 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     memory, traffic = layout.ddp_memory(weights, **held), layout.ddp_traffic(weights, ranks, buffers=buffers)
     # FSDP divides weights within a replica, so the number of replicas decides what a rank holds
     if strategy == "fsdp":
-        replicas, how = (
-            config.fsdp.replicas,
-            {"reshard": config.fsdp.reshard_after_forward, "batches": config.accumulate},
-        )
+        replicas = config.fsdp.replicas
+        how: dict[str, Any] = {"reshard": config.fsdp.reshard_after_forward, "batches": config.accumulate}
         if ranks % replicas:
             allowed = f"a divisor of {ranks}, the number of processes"
             raise UserError("fsdp.replicas", f"is {replicas}, which does not divide the processes", allowed)

@@ -5,33 +5,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import multiprocessing
 import os
+import pdb
+import shlex
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
 from runner.base.files import write_atomically, write_json
 from runner.base.reading import next_start_time, read_summary
+from runner.base.secrets import mask_text, mask_words
 from runner.checkpoint.find import named
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
-from runner.config.keys import at
+from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_sweep
 from runner.engine.errors import BadMetric
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState
 from runner.run.directory import RunDirectory, claim, timestamp
 from runner.run.setup import Setup, is_inside
-from runner.run.summary_text import summary_text
-from runner.runtime.debugger import post_mortem
 from runner.runtime.stopwatch import waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
+from runner.tracking.formats import duration, metric
 from runner.tracking.plots import learning_curves
 
 
@@ -273,3 +276,64 @@ class RunRecord:
             print(self._directory.path, flush=True)
         if self.exit_code != OK:
             raise SystemExit(self.exit_code)
+
+
+def summary_text(folder: Path, summary: Mapping[str, Any], overrides: Sequence[str], saved: bool) -> str:
+    """The text for a run that has ended.
+
+    Args:
+        folder: the run directory.
+        summary: the content of `summary.json`.
+        overrides: of the command line.
+        saved: whether there is a checkpoint.
+    """
+    words = [word for word in mask_words(list(overrides)) if not within(key_of(word), OF_THE_SWEEP)]
+    again = shlex.join(["python", "-m", "runner", "train", *words])
+    lines = [f"{summary.get('status')}, {summary.get('global_step', 0)} steps, {duration(summary.get('wall_s'))}"]
+    if summary.get("error"):
+        lines += ["", *str(summary["error"]).splitlines()]
+    lines += [
+        "",
+        f"started    {str(summary.get('started', '-')).partition('.')[0].replace('T', ' ')} UTC",
+        f"command    {again}",
+    ]
+    for name in ("resumed_from", "tags", "notes"):
+        if summary.get(name):
+            lines.append(f"{name.replace('_', ' '):<11}{summary[name]}")
+    if best := summary.get("best"):
+        lines.append(f"best       {metric(best['metric'], best['value'])} at step {best['global_step']}")
+    for name in ("last", "test"):
+        if values := summary.get(name):
+            lines.append(f"{name:<11}" + ", ".join(metric(each, value) for each, value in values.items()))
+    if saved:
+        given = shlex.quote(f"ckpt_path={folder}")
+        lines += ["", "from here on"]
+        commands = {
+            "resume": f"train {given}" + (" epochs=MORE" if summary.get("status") == "finished" else ""),
+            "evaluate": f"eval {given} split=test",
+            "predict": f"predict {given} input=FOLDER",
+            "export": f"export {given} format=torch_export",
+        }
+        lines += [f"  {name:<9}python -m runner {command}" for name, command in commands.items()]
+    lines += ["", "run.log has what the terminal showed, config.yaml all settings, metrics.jsonl the curves,"]
+    lines += ["environment.json the versions and the hardware, checkpoints/ the weights."]
+    return mask_text("\n".join(lines) + "\n")
+
+
+def post_mortem(error: BaseException) -> None:
+    """Open the debugger in the frame that raised an exception, or what caused it; returns when it is left.
+
+    Only the main process of a run has a terminal to talk to: in any other, and in all ranks but the first, nothing happens.
+    """
+    # Workers and other ranks have no terminal
+    if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
+        return
+    while error.__cause__ is not None:  # errors of user code are wrapped in ours
+        error = error.__cause__
+    print(f"post_mortem: {type(error).__name__}: {error} (q to quit, h for help)", file=sys.stdout, flush=True)
+    tracer = sys.gettrace()  # of a debugger or a measurement of coverage, which goes on afterwards
+    try:
+        pdb.post_mortem(error.__traceback__)
+    finally:
+        sys.settrace(tracer)
+    print(flush=True)  # lines that are not typed leave the prompt without an end

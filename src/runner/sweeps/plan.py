@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import ConfigError, Problem, UserError
+from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.base.secrets import mask_values, mask_words
-from runner.config import overrides
+from runner.config import keys, overrides
 from runner.config.changes import changes_result
 from runner.config.command import Command
 from runner.config.composition import Composition
@@ -24,7 +24,6 @@ from runner.config.keys import at, flatten, key_of, walk, within
 from runner.config.resolve import problems_in
 from runner.config.schema.train import Train
 from runner.config.signatures import source_files
-from runner.sweeps.ablation import ablated, toggles_off
 
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
@@ -203,3 +202,63 @@ def code_of(values: dict[str, Any]) -> dict[str, str]:
         files |= {} if within(target, ["runner"]) else source_files(target)
     own = {module: path for module, path in files.items() if not any(map(path.is_relative_to, _INSTALLED))}
     return {module: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for module, path in own.items()}
+
+
+TOGGLES = (
+    "amp", "channels_last", "compile", "activation_checkpointing", "cudnn_benchmark", "tf32", "matmul_precision",
+    "sync_batchnorm", "deterministic", "ema", "swa", "grad_clip.norm", "grad_clip.value", "grad_clip.agc", "init", "freeze",
+    "data.sampler", "data.shift", "data.hflip", "transform.train", "transform.mix", "loss.label_smoothing", "model.dropout",
+    "optimizer.weight_decay", "optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay",
+)  # fmt: skip
+"""Keys that are switched off where the config has them on; `sweep.ablate=[...]` names others."""
+_OFF: tuple[Any, ...] = (False, None, 0, [], {})
+
+
+def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
+    """The override that switches off each toggle that is on, by key.
+
+    Args:
+        values: the composed config.
+        schema: of the verb.
+
+    Raises:
+        UserError: if `sweep.ablate` names what is not a toggle or is off already, or no toggle is on.
+    """
+    wanted = values["sweep"]["ablate"]
+    named = wanted if isinstance(wanted, list) else []
+    # What is named has to be on, or its job would be the base once more
+    for key in named:
+        if keys.at(values, key) is ...:
+            close = nearest(key, [*TOGGLES, *keys.flatten(values)])
+            raise UserError("sweep.ablate", f"names {key}, which the config does not have", "keys of the config", close)
+        if keys.at(values, key) in _OFF:
+            raise UserError("sweep.ablate", f"names {key}, which is off already", "keys that are on")
+    on = [key for key in named or TOGGLES if keys.at(values, key) not in (..., *_OFF)]
+    if not on:
+        allowed = f"one of {', '.join(TOGGLES)} on, or sweep.ablate=[KEY]"
+        raise UserError("sweep.ablate", "finds no toggle that is on", allowed)
+    return {key: f"{key}={_off(key, values, schema)}" for key in on}
+
+
+def _off(key: str, values: dict[str, Any], schema: type) -> str:
+    """The text of the value that switches a key off, which its type decides."""
+    annotation, value = keys.find(schema, key), keys.at(values, key)
+    # The type says what off is: false, null, an empty list or zero
+    kinds = [keys.bare(member) for member in keys.members(annotation)]
+    if bool in kinds or value is True:
+        return "false"
+    if type(None) in kinds:
+        return "null"
+    if isinstance(value, list):
+        return "[]"
+    if isinstance(value, int | float):
+        return "0"
+    if annotation is Any:
+        return "null"
+    why = f"names {key}, which cannot be switched off: it is {keys.describe(annotation)}"
+    raise UserError("sweep.ablate", why, "other keys")
+
+
+def ablated(jobs: list[list[str]], off: dict[str, str]) -> list[list[str]]:
+    """Each job as it is, and once for each toggle with that toggle off."""
+    return [[*job, *word] for job in jobs for word in ([], *([each] for each in off.values()))]

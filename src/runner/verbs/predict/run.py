@@ -28,8 +28,7 @@ from runner.data.sources.image_files import files_loader
 from runner.data.whole_samples import read_image_files
 from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
-from runner.models.features import Extractor
-from runner.models.features_file import write_features
+from runner.models.features import Extractor, write_features
 from runner.run.directory import claim, timestamp
 from runner.run.from_checkpoint import (
     MODEL,
@@ -47,9 +46,8 @@ from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
-from runner.verbs.predict.fields import FieldRows
 from runner.verbs.predict.inputs import INPUTS, files_in, split_in
-from runner.verbs.predict.rows import SHOWN, RowBuilder, labels_of, numbered
+from runner.verbs.predict.rows import SHOWN, FieldRows, RowBuilder, labels_of, numbered
 from runner.verbs.predict.tables import Row, check_ending, open_table
 
 _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
