@@ -1,6 +1,6 @@
 """The likely cause of the first tensor that differs, and what to do.
 
-The data set and each transform are tried alone, several times with the same sample; all else is told by where it differs.
+The data set and each transform are tried alone, several times with the same sample; all else follows from where it differs.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ _ROUNDING = (
     *("amp", "threads", "channels_last", "compile", "compiler", "tf32", "matmul_precision", "cudnn_benchmark"),
     *("optimizer.fused", "optimizer.foreach", "device", "deterministic"),
 )
-_NOT_RUN = ("evaluate", "callbacks", "metrics", "checkpoint")  # sections of a run that an audit leaves out
+_NOT_RUN = ("evaluate", "callbacks", "metrics", "checkpoint")  # sections of a run that an audit does not run
 _SEEDED = "draw from random, numpy.random and torch's global generator, which are seeded"
 _REFUSED = "deterministic=true, which refuses non-deterministic operations"
 _DREW = ("one side drew more often from a generator ({name})", "draw from the given generator, as often in each step")
