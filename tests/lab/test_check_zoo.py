@@ -100,6 +100,7 @@ MEANT = {
         "normalization",
         "as the pretrained weights of the model expect",
     ),
+    "pixels from 0 to 1": (("data.normalize={mean: [0.0], std: [1.0]}",), "normalization", "nothing is normalized"),
     "a loss below zero": (("loss={_target_: check_zoo.Loss, fault: below zero}",), "learning-rate", "loss -3.6"),
     "a small loss": (("loss={_target_: check_zoo.Loss, fault: small}",), "learning-rate", "loss 0.001"),
     "a high first loss": (("model.fault=large head",), "short-training", "loss"),
