@@ -251,6 +251,8 @@ train model._target_=odd_package.Odd | model: gives (1, 3, 8, 8) for one image |
     a_package_with_a_signature: """
 train model._target_=odd_package.Odd model.widht=3 | model.dropout: is not an argument of odd_package.Odd
     | allowed: ~model.dropout too, as it is an argument of model=small_cnn | model.widht: is not an argument
+train data=synthetic data.dataset._target_=odd_package.Odd | data.dataset.noise: is not an argument of odd_package.Odd
+    | allowed: ~data.dataset.noise too, as it is an argument of the former data.dataset._target_
 """,
     no_cuda: """
 train device=cuda | device: 'cuda' is not available | allowed: device=auto or device=cpu

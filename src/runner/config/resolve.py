@@ -77,7 +77,9 @@ def _of_an_option(problem: Problem, composition: Composition) -> Problem:
     if "is not an argument" in problem.message and says(f"{section}._target_", composition.overrides):
         if says(problem.key, composition.overrides):
             return problem
-        allowed = f"~{problem.key} too, as it is an argument of {section}={composition.group_choices.get(section)}"
+        chosen = composition.group_choices.get(section)
+        owner = f"{section}={chosen}" if chosen else f"the former {section}._target_"
+        allowed = f"~{problem.key} too, as it is an argument of {owner}"
         return dataclasses.replace(problem, allowed=allowed, nearest="")
     group, _, name = problem.key.partition(".")
     if group not in ("callbacks", "logger"):
