@@ -28,7 +28,8 @@ class Similarity:
 
     def training_step(self, modules: Any, batch: Any) -> dict[str, Tensor]:
         """The mean over the triplets whose loss is not 0, and their share."""
-        distances = torch.cdist(*2 * [self.predict_step(modules, batch)["embedding"]])
+        points = self.predict_step(modules, batch)["embedding"]
+        distances = torch.cdist(points, points)
         same = batch[1][:, None] == batch[1]
         triplets = (same & ~torch.eye(len(same), dtype=torch.bool, device=same.device))[:, :, None] & ~same[:, None]
         losses = (distances[:, :, None] - distances[:, None] + self.margin).relu() * triplets
@@ -52,10 +53,22 @@ class Similarity:
         return {name: Pairs(name).to(device) for name in self.metric_names()}
 
 
+def pk(dataset: Any, batch_size: int, generator: torch.Generator, classes: int) -> Tensor:
+    """Batches of so many classes, drawn at random, with as many images each."""
+    members = [torch.nonzero(dataset.targets == each).flatten() for each in dataset.targets.unique()]
+    chosen = []
+    for _ in range(len(dataset) // batch_size):
+        for each in torch.randperm(len(members), generator=generator)[:classes]:
+            places = torch.randperm(len(members[each]), generator=generator)[: batch_size // classes]
+            chosen.append(members[each][places])
+    return torch.cat(chosen)
+
+
 class Pairs(Metric):
     """Share of pairs that the best threshold on their distance divides into same and other class; or the threshold."""
 
-    higher_is_better = True
+    embeddings: Any
+    labels: Any
 
     def __init__(self, which: str) -> None:
         super().__init__()

@@ -81,13 +81,11 @@ class Videos(Classification):
 class Share(MeanMetric):
     """Share of the videos, or of the clips, whose class is among the `top` most probable ones."""
 
-    higher_is_better = True
-
     def __init__(self, top: int, clips: bool) -> None:
         super().__init__()
         self.top, self.clips = top, clips
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:  # type: ignore[override]
         """Add a batch."""
         found = outputs if self.clips else outputs.mean(1, keepdim=True)
         best = found.topk(min(self.top, found.shape[2])).indices
