@@ -85,7 +85,7 @@ class Pairs(Metric):
         """Float32 ()."""
         embeddings, labels = torch.cat(self.embeddings), torch.cat(self.labels)
         thresholds = torch.arange(0, 1.51, 0.01, device=labels.device)
-        counts = torch.zeros(2, len(thresholds) + 1, device=labels.device)  # of other and of same class by distance
+        counts = torch.zeros(2, 152, dtype=torch.int64, device=labels.device)  # of other and of same class by distance
         for number, point in enumerate(embeddings):
             places = torch.bucketize((embeddings[number + 1 :] - point).norm(dim=1), thresholds)
             counts.view(-1).add_(torch.bincount((labels[number + 1 :] == labels[number]) * 152 + places, minlength=304))
