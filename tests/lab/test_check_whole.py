@@ -79,6 +79,10 @@ class Boxes(Masks):
         return tv_tensors.Image(image), {"boxes": boxes, "labels": labels, "name": f"{index}"}
 
 
+class Named(Boxes):
+    classes = ("first", "second")
+
+
 class ImageOnly:
     """A transform of version 1 style: it flips the image alone."""
 
@@ -184,6 +188,12 @@ def module(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bad(checks: dict[str, Any]) -> dict[str, str]:
     return {name: each["evidence"] for name, each in checks.items() if each["status"] in ("fail", "warn")}
+
+
+def test_no_class_counts_are_made_up_for_boxes(run: Callable[..., Any]) -> None:
+    shown = run("check", *BOXES, "data.dataset._target_=whole.Named", "only=[class-ids]").out
+    assert "samples of train\n" in shown
+    assert "first 0" not in shown
 
 
 @pytest.mark.parametrize("words", [MASKS, BOXES], ids=["masks", "boxes"])

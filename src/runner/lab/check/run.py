@@ -138,7 +138,7 @@ def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for split, stats in vars(context).get("stats", {}).items():
         classes: dict[str, int] = {}
-        if is_classes(stats.targets):
+        if len(stats.targets) and is_classes(stats.targets):
             counts = Counter(stats.targets.tolist())
             classes = {label: counts[number] for number, label in enumerate(context.splits.classes)}
         found[split] = {"samples": stats.samples, "read": stats.read, "classes": classes}
