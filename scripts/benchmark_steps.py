@@ -154,7 +154,7 @@ def seconds(contender: str, case: str, given: argparse.Namespace, folder: Path) 
         command = ["-m", "runner", "train", *COMMON, *WORDS[case], f"model.name={MODELS[case]}", f"init_from={weights}"]
         command += [f"data.batch_size={BATCH[case]}", f"data.num_workers={given.workers}", f"max_steps={given.steps}"]
         clock = {"_target_": "benchmark_steps.Clock", "result": result, "warmup": given.warmup, "steps": given.steps}
-        command += [f"hydra.run.dir={folder / 'run'}", *(f"callbacks.clock.{key}={clock[key]}" for key in clock)]
+        command += [f"output_root={folder}", *(f"callbacks.clock.{key}={clock[key]}" for key in clock)]
     path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
@@ -180,9 +180,8 @@ def main() -> None:
         by_hand(given.cases[0], given.weights, given.workers, clock, given.steps)
         return
     print(described(machine()))
-    print(
-        "\n| task | a step, by hand | `runner` takes, wall | CPU | each pair, CPU | load |\n|---|---|---|---|---|---|"
-    )
+    print("\n| task | a step by hand, wall | CPU | `runner` takes, wall | CPU | each pair, CPU | load |")
+    print("|---|---|---|---|---|---|---|")
     for case in given.cases:
         with tempfile.TemporaryDirectory() as name:
             folder, times = Path(name), dict[str, list[list[float]]](runner=[], hand=[])
@@ -193,10 +192,10 @@ def main() -> None:
                     times[contender].append(seconds(contender, case, given, folder))
         pairs = zip(times["runner"], times["hand"], strict=True)
         wall, cpu = zip(*([ours / theirs for ours, theirs in zip(*pair, strict=True)] for pair in pairs), strict=True)
-        by = statistics.median(wall for wall, _ in times["hand"])
+        by = " | ".join(f"{1000 * statistics.median(each):.0f} ms" for each in zip(*times["hand"], strict=True))
         ratios = f"{statistics.median(wall):.3f} | {statistics.median(cpu):.3f}"
         each = ", ".join(f"{ratio:.3f}" for ratio in cpu)
-        print(f"| {case} | {1000 * by:.0f} ms | {ratios} | {each} | {load()} |", flush=True)
+        print(f"| {case} | {by} | {ratios} | {each} | {load()} |", flush=True)
 
 
 if __name__ == "__main__":

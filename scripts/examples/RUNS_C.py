@@ -25,7 +25,7 @@ RUNS = {
     ],
     "video_classification": [
         "data.root=videos", "data.dataset.clips=2", "data.dataset.frames=4", "transform.sample_train.0.size=[32,40]",
-        "transform.sample_train.2.size=28", "transform.sample_eval.1.size=28", "model.name=mc3_18", "model.num_classes=3",
+        "transform.sample_train.2.size=28", "transform.sample_eval.1.size=28", "model.name=mc3_18",
         "data.batch_size=8", "epochs=2",
     ],
 }  # fmt: skip

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchvision.io import decode_image
+from torchvision.models import get_model
 from torchvision.tv_tensors import Video
 
 from runner.tasks.classification import Classification
@@ -43,6 +44,12 @@ class Clips(torch.utils.data.Dataset[Any]):
 def videos(root: str, clips: int = 5, frames: int = 16) -> dict[str, Clips]:
     """The splits in the folders `train` and `val` of `root`."""
     return {split: Clips(Path(root, split), clips, frames, split == "train") for split in ("train", "val")}
+
+
+def network(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
+    """A model of torchvision for clips (B, 3, T, H, W); weights are of models with 400 classes."""
+    model: nn.Module = get_model(name, num_classes=num_classes, weights=weights)
+    return model
 
 
 class Videos(Classification):
