@@ -113,6 +113,22 @@ class OfFields(Reconstruction):
         return super().training_step(modules, batch["vector"])
 
 
+class Pieces(Digits):
+    """The last samples are shorter, as the last pieces of texts are."""
+
+    def __getitem__(self, index):
+        return self.vectors[index][: 64 if index < 64 else 32]
+
+
+def pieces():
+    return {"train": Pieces(), "val": torch.utils.data.Subset(Digits(112), range(96, 112))}
+
+
+class Padded(Reconstruction):
+    def training_step(self, modules, batch):
+        return super().training_step(modules, F.pad(batch, (0, 64 - batch.shape[1])))
+
+
 class Normed(VAE):
     """Blocks whose branches end in a norm, and that can be computed again."""
 
@@ -236,8 +252,10 @@ def test_initial_weights_are_drawn_and_residual_blocks_start_as_shortcuts(
 def test_check_finds_nothing_in_healthy_tasks_and_skips_what_does_not_apply(record: Callable[..., Any]) -> None:
     contrast = ("data=digits", "transform=none", "model=mlp", "model.hidden=[32]", "loss=none")
     of_pairs = (*contrast, "task._target_=own_steps.Contrast", "optimizer.lr=0.001")
+    texts = (*VECTORS, "data.dataset._target_=own_steps.pieces", "task._target_=own_steps.Padded", "data.shuffle=false")
     for words, least, skipped in (
         (VECTORS, {"readable", "duplicates", "overfit"}, ("normalization", "not pairs of image and target")),
+        (texts, {"readable", "evaluation-transform", "overfit"}, ("logits", "not pairs of image and target")),
         (BOXES, {"readable", "overfit", "learning-rate"}, ("logits", "not pairs of image and target")),
         (of_pairs, {"normalization", "class-balance", "overfit"}, ("logits", "the task computes its steps itself")),
     ):

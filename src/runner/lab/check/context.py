@@ -177,9 +177,12 @@ class CheckContext:
         return Batch((images, torch.from_numpy(read.data[1]).to(device)), places)
 
     def readable(self, split: str, count: int) -> list[int]:
-        """Indices of random samples that are readable and finite; the same at each call."""
+        """Indices of random samples that are readable and finite, the first ones without shuffling; the same at each call."""
         stats = self.stats[split]
         good = stats.indices[stats.finite]
+        # A batch of any others might never occur, such as one of texts of different lengths
+        if self.whole and not self.config.data.shuffle:
+            good = good.sort().values
         if isinstance(stats.dataset, ImageArrays):
             # A split in memory is measured whole: a plain random sample shows how frequent its classes are.
             good = good.sort().values[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
