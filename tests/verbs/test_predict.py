@@ -69,6 +69,15 @@ def noise(*size: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
 
 
+def test_a_model_in_float64_takes_samples_and_files(train: Callable[..., Any], predict: Any, photos: Path) -> None:
+    checkpoint = f"ckpt_path={train(*SMALL, 'dtype=float64').directory}"
+    by_split = predict(checkpoint, "input=test", "logits=true")
+    by_file = predict(checkpoint, "input=photos", "logits=true")
+    for one, other in zip(sorted(by_split, key=lambda row: row["sample"]), by_file, strict=True):
+        assert one["logits"] == pytest.approx(other["logits"], abs=1e-12)
+    assert len(predict(checkpoint, "input=photos", "tta=hflip")) == len(by_file)
+
+
 def test_a_file_gets_the_logits_that_its_sample_gets(predict: Any, photos: Path) -> None:
     by_split = {row["sample"]: row for row in predict("input=test", "logits=true")}
     by_file = {int(Path(row["path"]).stem): row for row in predict("input=photos", "logits=true")}
@@ -87,7 +96,7 @@ def test_predictions_of_a_split_are_as_often_right_as_eval_says(predict: Any, ru
     assert right == pytest.approx(found["metrics"]["accuracy"])
 
 
-def test_a_run_in_float64_predicts_in_float32(train: Any, accepted: Any) -> None:
+def test_a_run_in_float64_is_predicted_as_it_is_evaluated(train: Any, accepted: Any) -> None:
     directory = train(*SMALL, "dtype=float64", "logger=none").directory
     accepted(*CALL, f"ckpt_path={directory}", "input=test", "output=rows.csv", "logits=true")
     found = json.loads(accepted("eval", "json=true", f"ckpt_path={directory}").out)

@@ -111,7 +111,7 @@ def read_image_files(config: Train, device: torch.device, paths: Sequence[Path])
     channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
     files.field = fields[0]
-    loaders = _Loaders(config, device, {"input": (files, AllSamples(count))}, torch.float32)
+    loaders = _Loaders(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
     # A few images are read sooner than workers start
     loaders.workers = data.num_workers if data.num_workers != "auto" else min(cores(), 8) if count >= 64 else 0
     return loaders.build("input"), loaders.bad_samples

@@ -113,7 +113,7 @@ class ResolvedCheckpoint(Generic[T]):
             height = width = self.config.data.image_size
         return DataFacts(self.classes, channels, (height, width))
 
-    def input_pipeline(self, device: torch.device) -> Pipeline:
+    def input_pipeline(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Pipeline:
         """Turns decoded images into the model's input: `transform.eval`, then normalisation."""
         config = self.config
         mean, std = config.data.normalize.mean, config.data.normalize.std
@@ -126,7 +126,7 @@ class ResolvedCheckpoint(Generic[T]):
                 "data.normalize.mean and data.normalize.std on the command line, one number per channel",
             )
         steps = callables("transform.eval", config.transform.eval)
-        return Pipeline(steps, mean, std, config.seed, device, channels_last=config.channels_last)
+        return Pipeline(steps, mean, std, config.seed, device, channels_last=config.channels_last, dtype=dtype)
 
     def blank_input(self, data: KnownData) -> Tensor:
         """A blank image after `transform.eval`, which may change its size, and normalisation: (1, C, H, W) on the CPU."""

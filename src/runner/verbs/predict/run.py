@@ -71,7 +71,7 @@ def run(composition: Composition) -> float:
     """
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Predict, MODEL)
-    resolved = _for_predicting(resolved)
+    resolved = _listing_unreadable(resolved)
     config = resolved.config
     words = as_list(config.input)
     if not words:
@@ -146,6 +146,9 @@ def _predictor(
     """What computes outputs, and features, and what makes rows of them."""
     config = resolved.config
     task, modules = resolved.restore_model(data, device)
+    dtype = getattr(torch, config.dtype)
+    if dtype == torch.float64:  # as in training: in float32 each tensor keeps its type
+        modules.to(dtype)
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         for key in ("top_k", "probabilities", "logits", "features", "tta"):
@@ -159,7 +162,7 @@ def _predictor(
     # Features come from the plain model, as its views would have one each
     layers = Extractor(model, as_list(config.features)) if as_list(config.features) else None
     if config.tta:
-        model = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
+        model = with_tta(model, task, resolved.blank_input(data).to(dtype), config.tta, config.tta_mean)
     return model, layers, rows
 
 
@@ -180,7 +183,7 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], data: Known
         config.data,
         transforms=callables("transform.sample_eval", config.transform.sample_eval),
         shape=(data.channels, *data.image_size),
-        prepare=resolved.input_pipeline(device),
+        prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
         device=device,
         batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
         on_unreadable=note,
@@ -188,11 +191,11 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], data: Known
     return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
 
 
-def _for_predicting(resolved: ResolvedCheckpoint[Predict]) -> ResolvedCheckpoint[Predict]:
-    """In float32, with data whose unreadable samples are listed, as files are; what replaces one in training gets no row."""
+def _listing_unreadable(resolved: ResolvedCheckpoint[Predict]) -> ResolvedCheckpoint[Predict]:
+    """With data whose unreadable samples are listed, as files are; the one that replaces it in training gets no row."""
     config = resolved.config
     section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
-    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section, dtype="float32"))
+    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
 
 
 def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
