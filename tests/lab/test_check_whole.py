@@ -56,6 +56,8 @@ class Masks(torch.utils.data.Dataset):
             raise OSError("broken")
         elif self.fault == "copies":
             image = drawn(0)[0]
+        elif self.fault == "draws":
+            image[:] = torch.randint(0, 60, image.shape)
         mask = mask if self.fault == "untyped" else tv_tensors.Mask(mask)
         return tv_tensors.Image(image), mask
 
@@ -232,6 +234,12 @@ def test_nothing_is_found_in_healthy_data(
         (BOXES, ("data.dataset.fault=empty",), "objects", "% of"),
         (MASKS, ("data.dataset.fault=unreadable", "only=[data]"), "readable", "broken"),
         (MASKS, ("data.dataset.fault=copies", "only=[labels]"), "duplicates", "exact copies"),
+        (
+            MASKS,
+            ("data.dataset.fault=draws", "only=[evaluation-transform]"),
+            "evaluation-transform",
+            "the data set itself",
+        ),
         (MASKS, (alone("Repeats"), "only=[batches]"), "batch-repeats", "100%"),
         (MASKS, ("model.unused=true",), "unused-parameters", "unused.weight"),
         (MASKS, ("task.fault=infinite", "only=[loss]"), "initial-loss", "nan"),
