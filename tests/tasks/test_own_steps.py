@@ -59,6 +59,14 @@ class VAE(nn.Module):
         return self.decoder(drawn), mean, log_variance
 
 
+class Noisy:
+    def training_step(self, modules, vectors):
+        return modules["model"](vectors)[0].square().mean()
+
+    def evaluation_step(self, modules, vectors):
+        return {"loss": (vectors + torch.randn_like(vectors)).abs().mean()}
+
+
 class Reconstruction:
     def training_step(self, modules, batch):
         logits, mean, log_variance = modules["model"](batch)
@@ -305,6 +313,19 @@ def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding
         for name in weights.keys() & {"model.features.1.weight", "head.weight", "slow.weight"}:
             torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
         assert other.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], abs=1e-10)
+
+
+def test_an_evaluation_draws_the_same_random_numbers_each_time(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = (*VECTORS, "task._target_=own_steps.Noisy", "evaluate.batch_size=4")
+    whole, ranks = train(*words), train(*words, "devices=2")
+    first, second = (record["loss"] for record in whole.metrics if record["split"] == "val")
+    assert first == second
+    assert ranks.summary["test"] == whole.summary["test"]
+    assert run("eval", f"ckpt_path={whole.directory}", "split=test").status == 0
+    found = json.loads((whole.directory / "eval_test.json").read_text())
+    assert found["metrics"]["loss"] == whole.summary["test"]["loss"]
 
 
 def test_a_checkpoint_with_damaged_terms_is_a_sentence(train: Callable[..., Any], run: Callable[..., Any]) -> None:

@@ -71,6 +71,9 @@ def evaluate(
                     raise Interrupted
                 parts.interrupted = True  # the others have to hear of it
                 break
+            place = ranks.rank + number * ranks.size
+            # A step that draws random numbers draws those of its batch: in each evaluation, in `eval`, and on any rank
+            torch.manual_seed(place)
             with autocast():
                 found = evaluation(batch.data)
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
@@ -79,7 +82,6 @@ def evaluate(
             outputs = mapped_items(found.get("outputs"), Tensor, _as_float32)
             # The repeated batch of such a rank counts for nothing
             if number < own_batches:
-                place = ranks.rank + number * ranks.size
                 parts.add(
                     place, found.get("weight", len(batch.indices)), found.get("loss"), outputs, found.get("targets")
                 )
