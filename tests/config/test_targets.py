@@ -192,9 +192,7 @@ def test_a_target_without_a_readable_signature_is_left_to_itself():
 
 
 def test_a_null_that_another_target_has_left_is_left_out(package):
-    node = {"_target_": f"{package}.Typed", "width": 3, "weights": None}
-    assert bound(node) == {}
-    assert build("model", node).width == 3
+    assert build("model", {"_target_": f"{package}.Typed", "width": 3, "weights": None}).width == 3
     assert build("model", {"_target_": f"{package}.Box", "weights": None}).kwargs == {"weights": None}
 
 

@@ -49,6 +49,15 @@ def growing(dataset, batch_size, generator):
     return [0, 1] if len(CALLS) < 4 else [0, 1, 2]
 
 
+def masked(dataset, batch_size, generator):
+    return torch.ones(len(dataset), dtype=torch.bool)
+
+
+def seeding(dataset, batch_size, generator):
+    torch.manual_seed(int(torch.randint(1000, (), generator=generator)))
+    return torch.randperm(len(dataset), generator=generator)
+
+
 def twice(dataset, batch_size, generator):
     return [*range(20), *range(20)]
 
@@ -129,8 +138,9 @@ def test_workers_and_ranks_train_the_same_weights(package: Path, train: Any, cha
     assert all(torch.allclose(one[name], other[name], rtol=0, atol=1e-10) for name in one)
 
 
-def test_a_killed_run_resumes_to_the_same_bits(package: Path, train: Any, killed: Any) -> None:
-    words = (*TRAIN, PK, "data.batch_size=16", "max_steps=100")
+@pytest.mark.parametrize("sampler", [PK, SAMPLER % ("seeding", "")], ids=["pk", "seeding"])
+def test_a_killed_run_resumes_to_the_same_bits(package: Path, train: Any, killed: Any, sampler: str) -> None:
+    words = (*TRAIN, sampler, "data.batch_size=16", "max_steps=100", "model.dropout=0.3")
     whole = train(*words)
     directory = killed(80, "threads=1", "checkpoint.every_steps=1", *words)
     resumed = train(f"ckpt_path={directory}", "callbacks=none", "data.num_workers=2", "data.placement=disk")
@@ -144,6 +154,8 @@ def test_a_killed_run_resumes_to_the_same_bits(package: Path, train: Any, killed
         ((SAMPLER % ("first_ones", ", samples: 0"),), "does not give samples"),
         ((SAMPLER % ("remembering", ""),), "other samples when it is called again"),
         ((SAMPLER % ("growing", ""), "epochs=2"), "gives 3 samples in epoch 2"),
+        ((SAMPLER % ("masked", ""),), "does not give samples"),
+        ((SAMPLER % ("first_ones", ""),), "cannot give the samples of an epoch: TypeError"),
         ((PK, "data.sampler=balanced"), "gives the order"),
         ((PK, "data.shuffle=false"), "gives the order"),
         (("data.batch_sampler={_target_: chosen.Vectors}",), "cannot be called"),

@@ -31,7 +31,7 @@ from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data import preparation
 from runner.data.cache import Cache, Opened
-from runner.data.cache_file import _END, _MARK, CachedImages, Unusable
+from runner.data.cache_file import _END, CachedImages, Unusable, _ending
 from runner.data.loaders import MemoryLoader
 from runner.data.module import DataModule
 from runner.data.workers import WorkerLoader
@@ -135,14 +135,10 @@ def _known(path: Path) -> tuple[bytes, dict[str, Tensor]]:
     return content[: -_END.size - len(rest)], safetensors.torch.load(rest)
 
 
-def _ending(known: dict[str, Tensor]) -> bytes:
-    rest = safetensors.torch.save(known)
-    return rest + _END.pack(_MARK, len(rest), zlib.crc32(rest))
-
-
 def _lie(path: Path, **others: Tensor) -> None:
     images, known = _known(path)
-    path.write_bytes(images + _ending(known | others))
+    rest = safetensors.torch.save(known | others)
+    path.write_bytes(images + rest + _ending(len(rest), zlib.crc32(rest)))
 
 
 def _flip(path: Path, place: int) -> None:
@@ -160,14 +156,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "not a whole cache"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "not a whole cache"),
     "half an ending": (lambda path: os.truncate(path, 10), "not a whole cache"),
-    "its first images gone": (lambda path: path.write_bytes(path.read_bytes()[100:]), "not as many bytes"),
-    "huge": (lambda path: _lie(path, shape=torch.tensor([150, 3, 4, 2**60])), "not as many bytes"),
-    "a length beyond the file": (lambda path: path.write_bytes(_END.pack(_MARK, 2**63, 0)), "not a whole cache"),
+    "its first images gone": (lambda path: path.write_bytes(path.read_bytes()[100:]), "do not belong to its images"),
+    "huge": (lambda path: _lie(path, shape=torch.tensor([150, 3, 4, 2**60])), "do not belong to its images"),
+    "a length beyond the file": (lambda path: path.write_bytes(_ending(2**63, 0)), "not a whole cache"),
     "older": (
         lambda path: path.write_bytes(b"runner images 2 {".ljust(9999)),
         "not a whole cache of images of this version",
     ),
-    "one bit of its ending": (lambda path: _flip(path, path.stat().st_size - 2), "targets are damaged"),
+    "one bit of its ending": (lambda path: _flip(path, path.stat().st_size - 2), "not a whole cache"),
+    "no tensors": (lambda path: path.write_bytes(b"abc" + _ending(3, zlib.crc32(b"abc"))), "targets are damaged"),
+    "a shape without dimensions": (lambda path: _lie(path, shape=torch.tensor(3)), "targets are damaged"),
+    "few targets": (lambda path: _lie(path, targets=torch.zeros(3)), "do not belong to its images"),
+    "few checksums": (lambda path: _lie(path, checksums=torch.zeros(3)), "do not belong to its images"),
+    "other gaps": (lambda path: _lie(path, unreadable=torch.zeros(1, 1)), "do not belong to its images"),
     "another key": (
         lambda path: _lie(path, key=torch.zeros(64, dtype=torch.uint8)),
         "made from other files, settings or library versions",
@@ -241,7 +242,8 @@ def test_a_file_larger_than_the_memory_can_be_used(tmp_path: Path) -> None:
     with (tmp_path / "large.images").open("wb") as file:
         file.truncate(count * 2**24)  # nothing but a hole
         file.seek(0, os.SEEK_END)
-        file.write(_ending(known))
+        rest = safetensors.torch.save(known)
+        file.write(rest + _ending(len(rest), zlib.crc32(rest)))
     images = CachedImages(tmp_path / "large.images", "key")
     assert len(images) == count
     assert not images.images[-1].any()

@@ -91,8 +91,10 @@ def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytes
     assert many.workers == 4
     assert many.warnings[0] == "data.num_workers=4 is more than the 2 available CPU cores"
     assert many.warnings[1].startswith("data.num_workers=4 is more than the 0 whose batches /dev/shm has room for")
-    assert chosen(Slow(0.01), batch=100, sample_bytes=2**20) == WorkerChoice(0, "auto: room in /dev/shm")
-    assert chosen(Slow(0.01), batch=20, sample_bytes=2**20) == WorkerChoice(1, "auto: room in /dev/shm")
+    assert chosen(Slow(0.01), batch=100, sample_bytes=2**20) == WorkerChoice(
+        0, "auto: as many as /dev/shm has room for"
+    )
+    assert chosen(Slow(0.01), batch=20, sample_bytes=2**20) == WorkerChoice(1, "auto: as many as /dev/shm has room for")
     assert chosen(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
 
 

@@ -51,7 +51,13 @@ def problems_in(
         if built and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
             problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"), imports)
-    problems = [_of_an_option(problem, composition) for problem in problems]
+    # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
+    left_over = [key for key, value in keys.walk(values) if value is None and not says(key, composition.overrides)]
+    problems = [
+        _of_an_option(problem, composition)
+        for problem in problems
+        if not (problem.key in left_over and "is not an argument" in problem.message)
+    ]
     return config, composition.with_origins(problems, where)
 
 

@@ -166,7 +166,8 @@ def _of_data(config: Train) -> Broken:
         yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
     if data.batch_sampler is not None and (data.sampler is not None or not data.shuffle):
         key, message = ("data.shuffle", "is false") if data.sampler is None else ("data.sampler", f"is {data.sampler}")
-        yield key, f"{message}, and data.batch_sampler gives the order of the samples", "only one of them"
+        allowed = f"{'true' if key == 'data.shuffle' else 'null'}, or data.batch_sampler=null"
+        yield key, f"{message}, and data.batch_sampler gives the order of the samples", allowed
     if data.sampler is not None and config.task.get("_target_") == "runner.tasks.regression.Regression":
         message = "is balanced, which draws every class equally often, and task=regression has none"
         yield "data.sampler", message, "data.sampler=null, or task=classification"

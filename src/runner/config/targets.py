@@ -112,14 +112,8 @@ class Component:
         self.known_extras = [name for name in keys.hints(extras) if not self.takes(name)] if extras else []
         self.extras = {name: node[name] for name in self.known_extras if name in node}
         self.positional: Any = node.get("_args_", [])
-        takes_any = self.parameters is None or any(each.kind is each.VAR_KEYWORD for each in self.parameters.values())
-        # An option lists null for what it leaves open, and another target may have been put into it
         self.arguments = {
-            name: value
-            for name, value in node.items()
-            if not name.startswith("_")
-            and name not in self.extras
-            and (value is not None or takes_any or self.takes(name))
+            name: value for name, value in node.items() if not name.startswith("_") and name not in self.extras
         }
 
     def takes(self, name: str) -> bool:
@@ -309,7 +303,10 @@ def build(
         if kwargs.get(name) is None and component.takes(name):
             kwargs[name] = value
         elif kwargs.get(name, ...) is None:
-            del kwargs[name]  # listed by the option that another target was put into
+            del kwargs[name]  # of the option that another target was put into
+    parameters = (component.parameters or {}).values()
+    if parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters):  # as above, and validated before
+        kwargs = {name: value for name, value in kwargs.items() if value is not None or component.takes(name)}
     positional = [*args, *(_built(f"{key}._args_", value, fetch) for value in component.positional)]
     if node.get("_partial_"):
         return functools.partial(component.target, *positional, **kwargs)

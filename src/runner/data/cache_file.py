@@ -2,7 +2,7 @@
 
 First come the images (uint8, N x C x H x W), so that they are written as they are decoded; then tensors: the shape of the
 images, a CRC-32 of each, the targets, the numbers of the images that could not be read, whose places hold other images, and the
-key, a digest of all that the images depend on; then a mark, the length of these tensors and their CRC-32.
+key, a digest of all that the images depend on; then a mark, the length of these tensors, their CRC-32 and that of this ending.
 
 This is one file instead of .npy files beside a JSON: one rename makes it appear whole or not at all.
 """
@@ -32,8 +32,13 @@ from runner.data.bad_samples import NOT_READ
 from runner.data.preparation import reported_writing
 
 _MARK = b"runner images 3 "
-_END = struct.Struct("<16sQI")
+_END = struct.Struct("<16sQII")  # mark, length of the tensors, CRC-32 of them, and of these 28 bytes
 _COPIED_BYTES = 2**26
+
+
+def _ending(length: int, checksum: int) -> bytes:
+    known = _END.pack(_MARK, length, checksum, 0)[:-4]
+    return known + struct.pack("<I", zlib.crc32(known))
 
 
 class Unusable(Exception):
@@ -128,22 +133,28 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _END.size))
             ending = file.read(_END.size)
-            mark, length, checksum = _END.unpack(ending) if len(ending) == _END.size else (b"", 0, 0)
-            if mark != _MARK or length > size - _END.size:
+            known = ending.startswith(_MARK) and len(ending) == _END.size
+            _, length, checksum, of_ending = _END.unpack(ending) if known else (b"", 0, 0, 0)
+            if not known or zlib.crc32(ending[:-4]) != of_ending or length > size - _END.size:
                 raise Unusable("it is not a whole cache of images of this version")
             file.seek(size - _END.size - length)
-            rest = file.read(length)
             # Targets and checksums are small, so they are verified at once; images when they are read
-            if zlib.crc32(rest) != checksum:
-                raise Unusable("its targets are damaged")
-            found = safetensors.torch.load(rest)
-            shape = tuple(found["shape"].tolist())
-            if math.prod(shape) != size - _END.size - length:
-                raise Unusable("its images are not as many bytes as its targets say")
-            if key is not None and bytes(found["key"].tolist()) != key.encode():
+            try:
+                rest = file.read(length)
+                found = safetensors.torch.load(rest)
+                shape, checksums = found["shape"].long().tolist(), found["checksums"].numpy()
+                samples = {shape[0], len(checksums), len(found["targets"])}
+                whole = zlib.crc32(rest) == checksum and len(samples) == 1 and min(shape) > 0
+                whole = whole and math.prod(shape) == size - _END.size - length and found["unreadable"].ndim == 1
+                made_from = bytes(found["key"].tolist()).decode()
+            except Exception as error:  # a file may hold anything, and a checksum is easily made for it
+                raise Unusable("its targets are damaged") from error
+            if not whole:
+                raise Unusable("its targets are damaged, or do not belong to its images")
+            if key not in (None, made_from):
                 raise Unusable("it was made from other files, settings or library versions")
             opened = os.dup(file.fileno())
-        self.images = StoredImages(path, opened, shape, found["checksums"].numpy())
+        self.images = StoredImages(path, opened, tuple(shape), checksums)
         self.targets, self.unreadable = found["targets"], found["unreadable"]
         self._missing = frozenset(self.unreadable.tolist())
 
@@ -189,7 +200,7 @@ def write(
             }
             known["checksums"] = torch.from_numpy(np.frombuffer(checksums, np.uint32).astype(np.int64))
             rest = safetensors.torch.save(known)
-            file.write(rest + _END.pack(_MARK, len(rest), zlib.crc32(rest)))
+            file.write(rest + _ending(len(rest), zlib.crc32(rest)))
             file.flush()
             os.fsync(file.fileno())
             # Only a complete file gets the name

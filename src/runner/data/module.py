@@ -133,11 +133,11 @@ def use_batch_sampler(config: Train, loader: Loader, parts: Parts) -> None:
         some.targets = targets[indices[:]]  # type: ignore[attr-defined]  # classes are known without reading samples
     function = functools.partial(make_callable("data.batch_sampler", node), some, config.data.samples_a_batch)
     loader.draws = functools.partial(GivenOrder, function, len(some), config.seed)
-    once, again = (loader.draws(0).slice(0, None) for _ in range(2))
-    if not torch.equal(once, again):
+    once, again = (loader.draws(0) for _ in range(2))
+    if not torch.equal(once.slice(0, once.samples), again.slice(0, again.samples)):
         problem = "gives other samples when it is called again for the same epoch, so a run could not be resumed"
         raise UserError("data.batch_sampler", problem, "random numbers from its argument generator alone, and no state")
-    loader.samples = len(once)
+    loader.samples = once.samples
 
 
 def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:

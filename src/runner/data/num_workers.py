@@ -48,8 +48,12 @@ def choose_num_workers(
     sample_s = _seconds_a_sample(reader, indices)
     if sample_s * batch_size < _BATCH_S or sample_s * len(indices) < _EPOCH_S:
         return WorkerChoice(0, f"auto: a sample takes {sample_s * 1000:.2g} ms to read")
-    most = min(_MOST, cores())
-    return WorkerChoice(min(most, room), f"auto: {f'room in {_SHARED_MEMORY}' if room < most else f'{cores()} cores'}")
+    reasons = {
+        _MOST: f"at most {_MOST}",
+        cores(): f"{cores()} cores",
+        room: f"as many as {_SHARED_MEMORY} has room for",
+    }
+    return WorkerChoice(min(reasons), f"auto: {reasons[min(reasons)]}")
 
 
 def workers_with_room(ahead: int) -> int:

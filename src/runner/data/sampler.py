@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError
-from runner.data.sample_rng import hash_ints, splitmix64
+from runner.base.errors import UserError, first_line
+from runner.data.sample_rng import hash_ints, preserved_rng, splitmix64
 
 LISTED = 2**16
 """Up to so many samples an order is a list."""
@@ -178,19 +178,24 @@ class GivenOrder(EpochOrder):
     """
 
     def __init__(self, batch_sampler: Callable[[torch.Generator], Any], samples: int, seed: int, epoch: int) -> None:
-        given = batch_sampler(torch.Generator().manual_seed(hash_ints(seed, epoch, 0, _GIVEN)))
-        drawn = torch.as_tensor(given)
-        if drawn.ndim != 1 or not len(drawn) or drawn.is_floating_point() or drawn.min() < 0 or drawn.max() >= samples:
-            allowed = (
-                f"a list or an int64 tensor (N,) of numbers from 0 to {samples - 1:,}, the samples of an epoch in order"
-            )
+        allowed = (
+            f"a list or an int64 tensor (N,) of numbers from 0 to {samples - 1:,}, the samples of an epoch in order"
+        )
+        try:
+            with preserved_rng():
+                drawn = torch.as_tensor(batch_sampler(torch.Generator().manual_seed(hash_ints(seed, epoch, 0, _GIVEN))))
+        except Exception as error:
+            problem = f"cannot give the samples of an epoch: {type(error).__name__}: {first_line(error)}"
+            raise UserError("data.batch_sampler", problem, allowed) from error
+        numbers = drawn.dtype in (torch.int64, torch.int32) and drawn.ndim == 1 and len(drawn) > 0
+        if not numbers or drawn.min() < 0 or drawn.max() >= samples:
             raise UserError(
                 "data.batch_sampler", f"does not give samples of the training split in epoch {epoch + 1}", allowed
             )
         super().__init__(len(drawn), seed, epoch)
-        self._places = drawn.long() | torch.arange(len(drawn)) << _SAMPLE_BITS
+        self._places = drawn.cpu().long() | torch.arange(len(drawn)) << _SAMPLE_BITS
 
-    def slice(self, start: int, stop: int | None) -> Tensor:
+    def slice(self, start: int, stop: int) -> Tensor:
         """See `EpochOrder.slice`; places instead of samples."""
         return self._places[start:stop]
 

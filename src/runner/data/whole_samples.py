@@ -157,7 +157,7 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
         loaders.reader("train", True),
         parts["train"][1],
         data.samples_a_batch,
-        bytes_ahead=data.prefetch * data.samples_a_batch * sample_bytes,
+        bytes_ahead=data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes,
     )
     loaders.workers = choice.workers
 

@@ -59,7 +59,7 @@ class StepConfig:
     # over the ranks, where backward has not done it
     average_gradients: Callable[[Sequence[nn.Parameter]], None] | None = None
     on_gradients: Callable[[], None] | None = None  # called before each update, while there are gradients
-    after_step: Callable[[], object] | None = None  # called when the weights are updated, unless the guard forbade it
+    after_step: Callable[[], object] | None = None  # called at the end of each step, even if its update was skipped
 
     @property
     def clips(self) -> bool:
@@ -201,7 +201,7 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
 def end_step(state: TrainState, parts: StepConfig, allowed: bool) -> None:
     """Let the task go on from the updated weights, average them, and note the outcome, once all updates are done."""
     guard = parts.guard
-    if allowed and parts.after_step is not None:
+    if parts.after_step is not None:  # also if a kernel or the guard skipped the update: the host may not know it
         with torch.no_grad():
             parts.after_step()
     # After the update, as it is the updated weights that are averaged

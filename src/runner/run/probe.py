@@ -104,7 +104,7 @@ class FirstSamples(NamedTuple):
     def feed(self) -> None:
         """Send two as an evaluation does; everything is left as it is."""
         with evaluating(self.model, self.loss):
-            steps_of(self.task, self.model, self.loss).feed(evaluated_batch(self.data).data)
+            steps_of(self.task, self.model, self.loss).feed(example_batch(self.data, 2).data)
 
     def send(self, samples: int) -> Any:
         """Send some as training does; what is returned holds the graph."""

@@ -285,7 +285,7 @@ def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
 
 
 def _drawn(run: Run) -> list[Tensor]:
-    """Pictures of predictions of two samples that are evaluated, uint8 (3, H, W); none if the task draws none."""
+    """Pictures of predictions of the samples that are tried before training, uint8 (3, H, W); none if the task draws none."""
     # One rank cannot compute alone what is divided among several
     if world().size > 1 or not (hasattr(run.task, "predict_step") and hasattr(run.task, "draw")):
         return []
@@ -376,7 +376,7 @@ def compare_data(
             warnings.append("data.identity=full: the checkpoint has no digest of every sample to compare with")
         return warnings
     problem = f"these are not what the checkpoint was trained on: {'; '.join(others)}"
-    if inside_epoch and before.get("train", {}).get("samples") != splits.train.samples:
+    if inside_epoch and before.get("train", {}).get("samples") != identity["train"]["samples"]:
         # Inside an epoch, the position counts batches of an order that depends on the number of samples.
         raise UserError("data", problem, "the same data, or a checkpoint from the end of an epoch")
     if not ignore:

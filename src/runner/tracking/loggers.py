@@ -9,10 +9,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any, Protocol, TypeVar
 
 from runner.base.errors import UserError, first_line
@@ -148,10 +147,10 @@ class TensorBoard:
         hparams: whether the config and the metrics of evaluations are written for the page HPARAMS when the run ends.
         histograms: whether the weights are written at each checkpoint.
         graph: whether the graph of the model is written at the start.
-        images: whether the first sample of each split is written at the start, and at each checkpoint what the task draws of its
-            predictions.
+        images: whether the first sample of each split is written at the start, and at each validation what the task draws of
+            its predictions for two samples; on a single process.
         watched: see `runner.tracking.tensorboard_extras.Watched`; without it, only scalars and `hparams` are written.
-        warn: called with a sentence if the graph cannot be drawn.
+        warn: called with a sentence once for each of these that cannot be made.
     """
 
     def __init__(
@@ -170,6 +169,7 @@ class TensorBoard:
         self.flush_s, self._warn = flush_s, warn
         self._hparams, self._histograms, self._graph, self._images = hparams, histograms, graph, images
         self._watched, self._step, self._compared = watched, 0, dict[str, None]()
+        self._failed = set[str]()
         self._directory: Path | None = None
         self._path = Path("tensorboard")
         self._file: IO[bytes] | None = None
@@ -189,6 +189,8 @@ class TensorBoard:
                 self._begin(directory)
             self._write(split, metrics, global_step)
             self._step = global_step
+            if split == "val" and self._images and self._watched is not None:
+                self._put_extras("pictures")
             if split != "train":
                 self._compared |= dict.fromkeys(f"{name}/{split}" for name in metrics)
             if time.monotonic() - self._flushed >= self.flush_s:
@@ -199,9 +201,7 @@ class TensorBoard:
         if self._file is not None:
             with writing(self._path):
                 if self._histograms and self._watched is not None:
-                    self._put_extras(lambda: _extras().histograms(self._watched))
-                if self._images and self._watched is not None:
-                    self._put_extras(lambda: _extras().pictures(self._watched))
+                    self._put_extras("histograms")
                 self._flush()
 
     def close(self) -> None:
@@ -209,8 +209,7 @@ class TensorBoard:
         if self._file is not None:
             with writing(self._path):
                 if self._hparams and self._directory is not None:
-                    folder, compared = self._directory.parent, list(self._compared)
-                    self._put_extras(lambda: _extras().hyperparameters(folder, compared))
+                    self._put_extras("hyperparameters", self._directory.parent, list(self._compared))
                 self._file.close()
             self._file = None
 
@@ -235,20 +234,24 @@ class TensorBoard:
         self._again = []
         self._step = self._first_step or 0
         if self._watched is not None and self._images:
-            self._put_extras(lambda: _extras().images(self._watched))
+            self._put_extras("images")
         if self._watched is not None and self._graph:
-            self._put_extras(lambda: _extras().graph(self._watched))
+            self._put_extras("graph")
         self._flush()
 
-    def _put_extras(self, make: Callable[[], Iterable[dict[str, Any]]]) -> None:
-        """Write events; what cannot be made of a model costs a warning."""
+    def _put_extras(self, make: str, *arguments: Any) -> None:
+        """Write the events that a function of `tensorboard_extras` makes; what cannot be made costs a warning."""
+        from runner.tracking import tensorboard_extras  # needs torch
+
         try:
-            for fields in list(make()):
+            for fields in list(getattr(tensorboard_extras, make)(*arguments or [self._watched])):
                 self._put(step=self._step, **fields)
         except OSError:
             raise
         except Exception as error:
-            self._warn(f"TensorBoard only gets scalars: {first_line(error)}")
+            if make not in self._failed:
+                self._warn(f"TensorBoard gets no {make}: {first_line(error)}")
+            self._failed.add(make)
 
     def _make(self, directory: Path) -> None:
         """Create a file with its version and, in a resumed run, the step from which older files are obsolete."""
@@ -272,13 +275,6 @@ class TensorBoard:
 
     def _put(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-
-def _extras() -> ModuleType:
-    """The module that needs torch, imported when it is needed."""
-    from runner.tracking import tensorboard_extras
-
-    return tensorboard_extras
 
 
 def _opened(target: T | None) -> T:

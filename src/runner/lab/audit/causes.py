@@ -153,14 +153,18 @@ _NOT_RUN = ("evaluate", "callbacks", "metrics", "checkpoint")  # sections of a r
 _SEEDED = "draw from random, numpy.random and torch's global generator, which are seeded"
 _REFUSED = "deterministic=true, which refuses non-deterministic operations"
 _DREW = ("one side drew more often from a generator ({name})", "draw from the given generator, as often in each step")
-_UPDATED = ("the gradients are the same, so the optimizer's step, clipping, or {owner} is not deterministic", _REFUSED)
+_UPDATED = (
+    "the gradients are the same, so the update of {name} is not deterministic: clipping, the optimizer, after_step of the task, "
+    "or for a buffer its module",
+    _REFUSED,
+)
 _BACKWARD = (
     "the outputs, the loss and the gradients before it are the same, so the backward of {last}, or a hook on {name},"
 )
 # By the first phase that differs: everything before it is the same, which leaves few possible causes.
 _BY_PHASE: dict[str, tuple[str, str]] = {
     Phase.START: ("the model is built with other values: {owner} draws them from its own generator", _SEEDED),
-    Phase.BATCH: ("a transform or the data set keeps state, or files change", "the same samples in the same order"),
+    Phase.BATCH: ("a transform, the data set or data.batch_sampler keeps state, or files change", "no such state"),
     Phase.DRAWN: _DREW,
     Phase.ACTIVATION: (
         "{module} returns another output for the same input: it draws from its own generator, or is not deterministic",
@@ -219,5 +223,6 @@ def cause_of(
     leaves = [owner] if phase == Phase.GRADIENT else [each for each in passed if not [*modules[each].children()]]
     labels = {each: module_label(each, modules.get(each, model)) for each in (name, owner, *leaves)}
     last = labels[leaves[-1]] if leaves else "the loss"
-    text, remedy = _DREW if name.startswith("generator ") else _BY_PHASE[phase]
+    drew = name.startswith("generator ") and phase != Phase.START
+    text, remedy = _DREW if drew else _BY_PHASE[phase]
     return {"text": text.format(name=name, module=labels[name], owner=labels[owner], last=last), "remedy": remedy}

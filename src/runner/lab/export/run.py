@@ -36,7 +36,7 @@ from runner.run.from_checkpoint import (
     run_directory_of,
     unique_names,
 )
-from runner.run.model import model_of
+from runner.run.model import evaluated_batch, model_of
 from runner.runtime.device import configure_torch
 from runner.tasks.task import Task
 from runner.tracking.environment import versions
@@ -149,7 +149,7 @@ def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
     """What is known of the image of samples of any kind, of which the first are read."""
     names = resolved.config.data.images or []
     with contextlib.closing(resolved.data(_CPU)) as splits:
-        data: Any = splits.evaluated().data if splits.evaluated else None
+        data: Any = evaluated_batch(splits).data
     fields = [data[name if isinstance(data, Mapping) else int(name)] for name in names]
     if len(fields) != 1 or not isinstance(fields[0], Tensor):
         problem = f"is {names}, of which a batch has {[type(field).__name__ for field in fields]}, not one tensor"
