@@ -60,15 +60,21 @@ class Videos(Classification):
         loss: Tensor = modules["loss"](modules["model"](batch[0].transpose(1, 2)), batch[1])
         return loss
 
+    def logits(self, modules: Any, batch: Any) -> Tensor:
+        """Logits of the clips of all videos (B * K, classes)."""
+        logits: Tensor = modules["model"](batch[0].flatten(0, 1).transpose(1, 2))
+        return logits
+
     def evaluation_step(self, modules: Any, batch: Any) -> dict[str, Tensor]:
         """The loss over the clips of videos (B, K, T, C, H, W), and their probabilities (B, K, classes)."""
-        logits = modules["model"](batch[0].flatten(0, 1).transpose(1, 2))
+        logits = self.logits(modules, batch)
         loss = modules["loss"](logits, batch[1].repeat_interleave(batch[0].shape[1]))
         return {"loss": loss, "outputs": logits.softmax(1).unflatten(0, batch[0].shape[:2]), "targets": batch[1]}
 
     def predict_step(self, modules: Any, batch: Any) -> dict[str, Tensor]:
         """The class of each video, and its probability."""
-        probability, label = self.evaluation_step(modules, batch)["outputs"].mean(1).max(1)
+        probabilities = self.logits(modules, batch).softmax(1).unflatten(0, batch[0].shape[:2])
+        probability, label = probabilities.mean(1).max(1)
         return {"label": label, "probability": probability}
 
     def for_metrics(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
