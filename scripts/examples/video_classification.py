@@ -69,11 +69,11 @@ class Videos(Classification):
         """The loss over the clips of videos (B, K, T, C, H, W), and their probabilities (B, K, classes)."""
         logits = self.logits(modules, batch)
         loss = modules["loss"](logits, batch[1].repeat_interleave(batch[0].shape[1]))
-        return {"loss": loss, "outputs": logits.softmax(1).unflatten(0, batch[0].shape[:2]), "targets": batch[1]}
+        return {"loss": loss, "outputs": logits.softmax(1).view(*batch[0].shape[:2], -1), "targets": batch[1]}
 
     def predict_step(self, modules: Any, batch: Any) -> dict[str, Tensor]:
         """The class of each video, and its probability."""
-        probabilities = self.logits(modules, batch).softmax(1).unflatten(0, batch[0].shape[:2])
+        probabilities = self.logits(modules, batch).softmax(1).view(*batch[0].shape[:2], -1)
         probability, label = probabilities.mean(1).max(1)
         return {"label": label, "probability": probability}
 
