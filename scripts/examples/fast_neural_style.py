@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision import models
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms.v2.functional import normalize
+from torchvision.datasets.folder import pil_loader
+from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
 
 def block(before: int, after: int, kernel: int, stride: int = 1, *rest: nn.Module) -> nn.Sequential:
@@ -82,7 +82,7 @@ class Style:
         self, style: str, weights: str | None = None, content_weight: float = 1e5, style_weight: float = 1e10
     ) -> None:
         vgg = models.vgg16(weights=weights or None).features[:23]
-        self.features = Features(vgg, decode_image(style, ImageReadMode.RGB) / 255)
+        self.features = Features(vgg, pil_to_tensor(pil_loader(style)) / 255)
         self.content_weight, self.style_weight = content_weight, style_weight
 
     def modules(self, model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:

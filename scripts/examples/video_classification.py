@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
-from torchvision.io import decode_image
+from torchvision.datasets.folder import pil_loader
 from torchvision.models import get_model
+from torchvision.transforms.v2.functional import pil_to_tensor
 from torchvision.tv_tensors import Video
 
 from runner.tasks.classification import Classification
@@ -37,7 +38,9 @@ class Clips(torch.utils.data.Dataset[Any]):
         files, label = self.videos[index % len(self.videos)]
         last = len(files) - self.frames
         starts = torch.randint(last + 1, (1,)) if self.training else torch.linspace(0, last, self.clips).long()
-        clips = [torch.stack([decode_image(str(file)) for file in files[at : at + self.frames]]) for at in starts]
+        clips = [
+            torch.stack([pil_to_tensor(pil_loader(file)) for file in files[at : at + self.frames]]) for at in starts
+        ]
         return Video(clips[0] if self.training else torch.stack(clips)), label
 
 
