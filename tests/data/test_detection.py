@@ -66,6 +66,15 @@ def test_yolo_has_the_same_objects(drawn: Path) -> None:
             assert target["labels"].equal(expected["labels"])
 
 
+def test_names_of_yolo_may_skip_numbers(drawn: Path) -> None:
+    (drawn / "data.yaml").write_text("names: {1: tall, 3: wide}\n")
+    for file in (drawn / "labels").rglob("*.txt"):
+        file.write_text("3 0.5 0.5 0.5 0.5\n")
+    train = yolo(str(drawn))["train"]
+    assert train.classes == ("0", "tall", "2", "wide")
+    assert train[0][1]["labels"].tolist() == [4]
+
+
 @needs("detection")
 def test_masks_are_those_of_polygons_and_run_lengths(drawn: Path) -> None:
     from faster_coco_eval.core import mask

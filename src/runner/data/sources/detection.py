@@ -234,7 +234,9 @@ def yolo(
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
         names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").split("\n")
-        names = tuple(filter(None, (str(names[number]).strip() for number in range(len(names)))))  # a mapping, too
+        # Numbers that a mapping skips, as those of COCO do, are classes whose name is the number
+        known = names if isinstance(names, dict) else dict(enumerate(names))
+        names = tuple(filter(None, (str(known.get(number, number)).strip() for number in range(max(known) + 1))))
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
