@@ -181,7 +181,7 @@ BUDGET = {
     "base": 900,
     "checkpoint": 1_560,
     "config": 4_090,
-    "data": 6_970,
+    "data": 7_070,
     "distributed": 1_060,
     "engine": 3_200,
     "instrument": 690,
