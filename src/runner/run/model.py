@@ -102,7 +102,8 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
 
 def _complete(task: Any) -> None:
     """Give a task the methods and attributes of `Task` that it lacks, unless it has none of them."""
-    if not any(hasattr(task, name) for name in {**calls_of(Task), **STEPS, **SHOWS}):
+    # Not `modules`, which every nn.Module has
+    if not any(hasattr(task, name) for name in {**calls_of(Task), **STEPS, **SHOWS} if name != "modules"):
         return
     for name, default in vars(Task).items():
         if not name.startswith("_") and not hasattr(task, name):

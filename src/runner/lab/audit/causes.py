@@ -154,8 +154,8 @@ _SEEDED = "draw from random, numpy.random and torch's global generator, which ar
 _REFUSED = "deterministic=true, which refuses non-deterministic operations"
 _DREW = ("one side drew more often from a generator ({name})", "draw from the given generator, as often in each step")
 _UPDATED = (
-    "the gradients are the same, so the update of {name} is not deterministic: clipping, the optimizer, after_step of the task, "
-    "or for a buffer its module",
+    "the gradients are the same, so what updates {name} is not deterministic: the optimizer's step, clipping, after_step of the "
+    "task, or the module of a buffer",
     _REFUSED,
 )
 _BACKWARD = (
