@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,13 @@ class Vectors(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return torch.full((3,), float(index))
+
+
+class Broken(Vectors):
+    def __getitem__(self, index):
+        if index < 3:
+            raise OSError("damaged")
+        return super().__getitem__(index)
 '''
 SAMPLER = "data.batch_sampler={_target_: chosen.%s, _partial_: true%s}"
 TRAIN = ("logger=none", "log.progress=false", "model=mlp", "evaluate.test=false")
@@ -128,6 +136,25 @@ def test_samples_of_any_kind_are_chosen_too(package: Path, compose: Any) -> None
     (batch,) = batches_of(read(compose, *words, SAMPLER % ("first_ones", ", samples: 7")))
     assert batch.data[:, 0].long().tolist() == batch.indices.tolist()
     assert len(batch.indices) == 7
+
+
+def test_a_sample_that_cannot_be_read_is_replaced_alike_by_any_workers(package: Path, compose: Any) -> None:
+    words = (
+        "data.images=[]",
+        "transform=none",
+        "data.dataset._target_=chosen.Broken",
+        "loss=none",
+        "data.on_error=skip",
+    )
+    sampler, data = SAMPLER % ("twice", ""), []
+    for workers in (0, 2):
+        with contextlib.closing(
+            read(compose, *words, sampler, f"data.num_workers={workers}", "data.max_skipped=1")
+        ) as made:
+            data.append(torch.cat([batch.data[:, 0] for batch in batches_of(made)]))
+    assert torch.equal(*data)
+    assert len(data[0]) == 40
+    assert data[0].min() >= 3
 
 
 @pytest.mark.parametrize("changed", some([("data.num_workers=2", "data.placement=disk"), ("devices=2",)], 0))

@@ -119,6 +119,13 @@ def test_positive_weights_are_torch_s_and_can_balance_each_label() -> None:
     torch.testing.assert_close(BinaryCrossEntropy(2.0)(logits, soft), one)
 
 
+def test_mean_squared_error_takes_images() -> None:
+    images, targets = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4, 4)
+    assert torch.equal(MeanSquaredError(0)(images, targets), F.mse_loss(images, targets))
+    with pytest.raises(ValueError, match="logits"):
+        MeanSquaredError()(images, targets[:, :1])
+
+
 def test_mean_squared_error_takes_vectors_columns_matrices_and_classes() -> None:
     logits, classes, soft = batch()
     column, values = logits[:, :1], soft[:, 0]

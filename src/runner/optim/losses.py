@@ -176,12 +176,13 @@ class _DenseLoss(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Scalar loss of outputs (B, C) and targets: classes int64 (B,), made one-hot, or float (B, C).
 
-        If C is 1, targets may be (B,) of either type.
+        If C is 1, targets may be (B,) of either type. Outputs with more dimensions, such as images, take targets of their shape.
 
         Raises:
             ValueError: the shapes or types do not fit.
         """
-        _check_matrix(logits, self.num_classes)
+        if logits.ndim < 3 or logits.shape != targets.shape:
+            _check_matrix(logits, self.num_classes)
         logits = _at_least_float32(logits)
         return self.loss(logits, _dense(logits, targets))
 

@@ -111,7 +111,8 @@ def _optimizers(config: Train) -> list[Row]:
     schedules, rows = components_of("scheduler", config.scheduler), list[Row]()
     for key, node in components_of("optimizer", config.optimizer).items():
         schedule = schedules.get(key.replace("optimizer", "scheduler", 1)) or next(iter(schedules.values()))
-        settings = [f"{name} {node[name]}" for name in ("lr", "weight_decay") if name in node]
+        names = ("lr", "lr_base_batch_size", "weight_decay")
+        settings = [f"{name} {node[name]}" for name in names if node.get(name) is not None]
         rows.append((key.rpartition(".")[2], ", ".join([_class(node), *settings]), f"schedule {_class(schedule)}"))
     return rows
 
