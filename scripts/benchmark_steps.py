@@ -147,6 +147,7 @@ def by_hand(case: str, weights: Path, workers: int, clock: Clock, steps: int) ->
 def seconds(contender: str, case: str, given: argparse.Namespace, folder: Path) -> list[float]:
     """Wall and CPU seconds of a step in a run of its own."""
     result, weights = folder / "result.json", folder / "weights.pth"
+    result.unlink(missing_ok=True)  # that of the run before
     if contender == "hand":
         command = [str(HERE), case, f"--by-hand={result}", f"--weights={weights}"]
         command += [f"--{name}={getattr(given, name)}" for name in ("workers", "warmup", "steps")]

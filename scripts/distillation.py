@@ -2,7 +2,7 @@
 
     python scripts/distillation.py
 
-trains a teacher, and five students of a quarter of its width alone and five with `task=distillation`, all on the same 200 images.
+trains a teacher and, on the same 200 images, five students of a quarter of its width alone and five with `task=distillation`.
 The default temperature and weight are used. Exit status 1 if the gain is less than two standard errors of the difference.
 """
 

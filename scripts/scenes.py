@@ -3,8 +3,9 @@
     python scripts/scenes.py FOLDER --data-root path/to/data
 
 draws scenes into FOLDER, as COCO's JSON, images and masks, and trains a small FCOS and a small U-Net on them. A scene has one to
-four grey garments on a background with a colour and noise; they overlap by at most a tenth of a box. The classes are four kinds, as
-shirts, coats and pullovers are hard to tell apart; `*_ten.json` has the ten classes. Test scenes are drawn from test images.
+four grey garments on a background with a colour and noise; at most a tenth of a garment's box lies in those drawn before it. The
+classes are four kinds, as shirts, coats and pullovers are hard to tell apart; `*_ten.json` has the ten classes. Test scenes are
+drawn from test images.
 Exit status 1 if the mean average precision at IoU 0.5, or the mean IoU, of the test scenes is below 0.9.
 """
 
@@ -35,7 +36,7 @@ from runner.data.sources.torchvision_sets import fashion_mnist
 HERE = Path(__file__).resolve().parent
 SIDE = 64  # of a scene, in pixels
 DARK = 15  # grey level up to which a pixel of Fashion-MNIST is background
-OVERLAP = 0.1  # share of a box that may lie in others
+OVERLAP = 0.1  # share of a box that may lie in earlier ones
 BAR = 0.9
 KINDS = ["background", "top or dress", "trouser", "shoe", "bag"]
 KIND_OF = [1, 2, 1, 1, 1, 3, 1, 3, 4, 3]  # of each of the ten classes

@@ -14,7 +14,7 @@ class Texts(torch.utils.data.Dataset[Tensor]):
     """Pieces of the text, as bytes: `length` and the one after them."""
 
     def __init__(self, length: int) -> None:
-        lines = dict.fromkeys("".join(topics.values()).splitlines(keepends=True))  # topics share some: each once
+        lines = dict.fromkeys("".join(topics.values()).splitlines(keepends=True))  # each line once: topics share some
         self.text, self.length = torch.tensor(list("".join(lines).encode())), length
 
     def __len__(self) -> int:

@@ -75,7 +75,7 @@ class SuperResolution:
     monitor, mode = "val/psnr", "max"
 
     def predict_step(self, modules: Any, batch: Any) -> dict[str, Tensor]:
-        """The enlarged photograph: colours differ little in space, so they are interpolated."""
+        """The enlarged photograph: the eye sees colours less sharply than brightness, so they are interpolated."""
         sharp = modules["model"](batch[0])
         rough = F.interpolate(batch[0], sharp.shape[2:], mode="bicubic")
         return {"enlarged": ((rough + sharp - brightness(rough)).clamp(0, 1) * 255).to(torch.uint8)}

@@ -29,7 +29,8 @@ class Clips(torch.utils.data.Dataset[Any]):
         self.clips, self.frames, self.training = clips, frames, training
         self.classes = sorted(each.name for each in folder.iterdir())
         videos = [(video, label) for label, name in enumerate(self.classes) for video in (folder / name).iterdir()]
-        self.videos = [(sorted(video.iterdir()), label) for video, label in sorted(videos)]
+        files = [(sorted(video.iterdir()), label) for video, label in sorted(videos)]
+        self.videos = [each for each in files if len(each[0]) >= frames]  # others have no whole clip
 
     def __len__(self) -> int:
         return len(self.videos) * (self.clips if self.training else 1)

@@ -1,48 +1,14 @@
-"""Images of bright rectangles with masks or boxes, and small models for them, which are tormented."""
+"""Small models for scenes of `loops.parts`, which are tormented."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torchvision import tv_tensors
+from torch import nn
 from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 _SIDE = 32
-
-
-class Scenes(torch.utils.data.Dataset[Any]):
-    """Image i is drawn from the seed i; samples are (image, mask), or with `boxes` (image, target)."""
-
-    def __init__(self, samples: int = 200, boxes: bool = False) -> None:
-        self.samples, self.boxes = samples, boxes
-        self.classes = ("tall", "wide") if boxes else ("background", "tall", "wide")
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        generator = torch.Generator().manual_seed(index)
-        image = torch.randint(0, 60, (3, _SIDE, _SIDE), generator=generator, dtype=torch.uint8)
-        mask, boxes, labels = torch.zeros(_SIDE, _SIDE, dtype=torch.uint8), [], []
-        for label in torch.randint(1, 3, (1 + index % 2,), generator=generator).tolist():
-            width, height = (6, 12) if label == 1 else (12, 6)
-            left, top = torch.randint(0, _SIDE - 12, (2,), generator=generator).tolist()
-            image[:, top : top + height, left : left + width] += 150
-            mask[top : top + height, left : left + width] = label
-            boxes.append([left, top, left + width, top + height])
-            labels.append(label)
-        if not self.boxes:
-            return tv_tensors.Image(image), tv_tensors.Mask(mask)
-        found = tv_tensors.BoundingBoxes(torch.tensor(boxes).float(), format="XYXY", canvas_size=(_SIDE, _SIDE))
-        target = {
-            "boxes": found,
-            "labels": torch.tensor(labels),
-            "iscrowd": torch.zeros(len(labels), dtype=torch.int64),
-        }
-        return tv_tensors.Image(image), target | {"image_id": index}
 
 
 class Segmenter(nn.Sequential):

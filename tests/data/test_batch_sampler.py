@@ -120,7 +120,7 @@ def test_each_batch_has_the_chosen_samples(package: Path, compose: Any) -> None:
 
 
 def test_a_sample_is_augmented_anew_each_time_that_it_occurs(package: Path, compose: Any) -> None:
-    twice = "data.batch_sampler={_target_: chosen.twice, _partial_: true}"
+    twice = SAMPLER % ("twice", "")
     images = batches_of(read(compose, twice, "data.shift=0.5", "data.batch_size=40"))[0].images
     assert not torch.equal(images[:20], images[20:])
 

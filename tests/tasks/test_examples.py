@@ -15,7 +15,7 @@ NAMES = sorted(RUNS)
 CONF = f"--config-dir={SCRIPTS / 'examples' / 'conf'}"
 
 
-@pytest.mark.parametrize("name", some(NAMES, NAMES.index("gcn")))
+@pytest.mark.parametrize("name", some(NAMES, NAMES.index("vae")))
 def test_an_example_that_is_killed_ends_in_the_bits_of_one_that_is_not(
     name: str,
     train: Callable[..., Any],
