@@ -146,6 +146,7 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
     assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich"} & set(done.stdout.split())
 
 
+@pytest.mark.extended
 def test_train_eval_and_predict_give_the_same_bits_without_lab_sweeps_and_launch(run: Any, workdir: Path) -> None:
     package = workdir / "core" / "runner"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("lab", "sweeps", "launch"))

@@ -322,7 +322,7 @@ def test_inspect_shows_the_samples_with_the_largest_loss(train: Callable[..., An
 
 
 def test_inspect_looks_into_tasks_that_compute_their_steps(ok: Callable[..., Any], run: Callable[..., Any]) -> None:
-    found = ok("inspect", *PAIRS)
+    found = ok("inspect", *PAIRS, "what=[gradients,weights,filters]")
     assert {each["name"] for each in found["gradients"]} > {"head.weight", "head.bias"}
     assert {"weights.png", "filters.png"} <= set(found["files"])
     result = run("inspect", *MASKS, "what=layers")
