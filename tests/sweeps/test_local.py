@@ -164,7 +164,7 @@ def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
 def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, call, sentence):
     import multiprocessing
 
-    monkeypatch.setattr(local, "_context", lambda: multiprocessing.get_context("fork"))  # which needs no pickling
+    monkeypatch.setattr(local, "_FORKED", multiprocessing.get_context("fork"))  # which needs no pickling
     launcher = Local(values={}, most=1)
     launcher.start([Job(7, call, (), tmp_path / "logs" / "7.log")])
     [ended] = until(lambda: launcher.wait(1.0))

@@ -22,7 +22,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """
     # Opening a device can have effects of its own, so the kind is known before, and again once the file is open.
     _require_regular(os.stat(path).st_mode)  # noqa: PTH116  called for every image of a data set
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         _require_regular(os.fstat(descriptor).st_mode)
         return os.fdopen(descriptor, "rb")

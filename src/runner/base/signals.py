@@ -12,13 +12,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-STOPPING = tuple(
-    getattr(signal, name)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")
-    if hasattr(signal, name)  # Windows has few of them
-)
-WARNINGS = tuple(number for number in STOPPING if number.name in ("SIGTERM", "SIGUSR1", "SIGUSR2"))
-"""Those that schedulers send some time before they end a job."""
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that schedulers send some time before they end a job."""
+STOPPING = (*WARNINGS, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+"""All that ask a run to stop."""
 heard: list[str] = []
 """Names of the signals that asked this process to stop, since its verb started."""
 early: list[str] = []

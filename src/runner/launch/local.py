@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from runner.launch.processes import accept_signals, end_with_parent, start_fork_
 
 T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
+_FORKED = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,14 @@ class Local:
         before = dict(os.environ)
         try:
             os.environ.update(self._environment)
-            if _context().get_start_method() == "forkserver":
-                start_fork_server(preload)
+            start_fork_server(preload)
         finally:
             os.environ.clear()
             os.environ.update(before)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in a process that is forked for it, and return what it returns; both are pickled."""
-        with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+        with ProcessPoolExecutor(1, mp_context=_FORKED) as pool:
             return pool.submit(function).result()
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
@@ -122,7 +121,7 @@ class Local:
             job.log.parent.mkdir(parents=True, exist_ok=True)
             environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
             # A process of its own: its memory is free afterwards, and an abort takes only this job
-            process: BaseProcess = _context().Process(
+            process: BaseProcess = _FORKED.Process(
                 target=_work, args=(job.call, str(job.log.absolute()), environment), name=f"job {job.number}"
             )
             process.start()
@@ -195,16 +194,10 @@ def _require_one_device(values: Mapping[str, Any]) -> None:
         raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")
 
 
-def _context() -> Any:
-    methods = multiprocessing.get_all_start_methods()
-    context: BaseContext = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    return context
-
-
 def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
     """Run a job in its process: in a session and with a log of its own, until it ends or the sweep's process is gone."""
     # Output goes to the log of the job at the level of the system, as C libraries print too
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

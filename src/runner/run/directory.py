@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
@@ -22,9 +22,6 @@ from runner.base.reading import modified, open_regular, read_regular, read_summa
 from runner.base.secrets import mask_text, mask_words
 from runner.tracking import progress_file
 from runner.tracking.jsonl import copy_until
-
-if sys.platform != "win32":
-    import fcntl
 
 _OWNER, _SEEN = 0, 1  # bytes of a lock file that its owner locks: `works` looks only at the second, and hinders nobody
 _descriptors: set[int] = set()  # of locks of this process; whoever has one closes it
@@ -116,12 +113,10 @@ def hold(folder: Path) -> int | None:
         Occupied: if another process has the folder.
         UserError: if the lock cannot be written.
     """
-    if sys.platform == "win32":
-        return None
     # The lock belongs to the process, so the system drops it however the process ends
     path = folder / ".lock"
     with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         # Unlike flock, lockf is not inherited by loader workers, which may outlive a killed run.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER)
@@ -154,7 +149,7 @@ def works(folder: Path, elsewhere: bool = True) -> bool:
         with open_regular(path) as file:
             # A lock says nothing across machines: the owner's name in the file has to do
             owner = re.fullmatch(r"process \d+ on (.*)", file.read(200).decode().strip())
-            if owner is None or owner[1] != socket.gethostname() or sys.platform == "win32":
+            if owner is None or owner[1] != socket.gethostname():
                 return owner is not None and elsewhere
             # A shared lock on another byte asks without taking the folder, see `hold`
             with contextlib.suppress(BlockingIOError, PermissionError):
@@ -245,7 +240,7 @@ class RunDirectory:
         Raises:
             UserError: if another process has the directory.
         """
-        if sys.platform == "win32" or self._lock is not None:
+        if self._lock is not None:
             return
         self._lock = hold(self.path)
         if self._lock is None:

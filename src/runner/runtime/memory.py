@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import platform
 import re
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,9 +118,5 @@ def _peak_resident() -> int:
         return int(re.findall(rb"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_bytes())[0]) * 1024
     except (OSError, IndexError):
         pass
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

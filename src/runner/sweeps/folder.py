@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +17,6 @@ from runner.config.stored import differences
 from runner.run.directory import Occupied, claim, hold, timestamp
 from runner.sweeps.ledger import NAME, Ledger, Records
 from runner.sweeps.plan import Plan
-
-if sys.platform != "win32":
-    import fcntl
 
 
 def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
@@ -81,9 +78,6 @@ def _same_sweep(root: Path, plan: Plan) -> Path | None:
 @contextlib.contextmanager
 def _one_at_a_time(root: Path) -> Iterator[None]:
     """Let other processes with the same command wait until this one holds its folder, so that they find it and get no other."""
-    if sys.platform == "win32":
-        yield
-        return
     try:
         with writing(root):
             root.mkdir(parents=True, exist_ok=True)

@@ -140,7 +140,7 @@ class Ledger:
             UserError: it cannot be written.
         """
         line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str).encode()
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         with writing(self.path):
             file = os.open(self.path, flags, 0o644)
             try:

@@ -36,9 +36,8 @@ _FILES = ("config.yaml", "overrides.yaml", "environment.json", "summary.json", "
 _IMPORT_S, _MOST_POINTS, _MOST_TIMES = 0.6, 100, 100_000  # CPU time of the first import; in a request, and in memory
 _LONGEST, _MOST_PARAMS, _MOST_METRICS = 6000, 100, 1000  # characters that MLflow stores, and values in a request
 _IMPORTS = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    # A process that is forked during an import would wait for ever once it imports the same module.
-    os.register_at_fork(before=_IMPORTS.acquire, after_in_parent=_IMPORTS.release, after_in_child=_IMPORTS.release)
+# A process that is forked during an import would wait for ever once it imports the same module.
+os.register_at_fork(before=_IMPORTS.acquire, after_in_parent=_IMPORTS.release, after_in_child=_IMPORTS.release)
 
 
 @dataclass
