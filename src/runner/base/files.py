@@ -42,7 +42,7 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}") from error
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Make `path` hold `data`; a reader, or a crash at any instant, sees the old content or the new, never a part.
 
     The data go to a temporary name in the same folder (`.<name>.<random>.tmp`), are flushed to the disk and renamed
