@@ -118,12 +118,11 @@ def test_a_transform_with_a_generator_of_its_own_is_named(audit: Callable[..., A
 
 
 @pytest.mark.parametrize("workers", some(["0,2", "1,2"], 1))
-def test_an_augmentation_seeded_by_the_worker_is_named(audit: Callable[..., Any], workers: str) -> None:
+def test_an_augmentation_seeded_by_the_worker_is_found(audit: Callable[..., Any], workers: str) -> None:
     words = ("transform.sample_train=[{_target_: audit_faults.ByWorker}]", "data.placement=disk")
     found = audit(*QUICK, *words, f"vary=data.num_workers:{workers}")
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    expected = "ByWorker (transform.sample_train.0) returns another result in another worker process"
-    assert found["cause"]["text"] == expected
+    assert "asks which worker it runs in" in found["cause"]["text"]
     assert "get_worker_info" in found["cause"]["remedy"]
     assert audit(*QUICK, *words, "vary=data.num_workers:0,0")["same"], "it repeats in one process"
 

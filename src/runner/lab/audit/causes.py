@@ -5,10 +5,9 @@ The data set and each transform are tried alone, several times with the same sam
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,36 +27,28 @@ from runner.instrument.observer import module_label
 from runner.lab.audit.record import Difference, Entry, Phase
 
 _TRIES = 5
-_WORKERS = 3
-_NONE: Any = None
 _Step = tuple[str, Any, Callable[[Any], Any]]  # key of the config, what it is, and what it does with the result before
 
 
 class Nondeterminism(NamedTuple):
-    """What gives different results for the same sample: key of the config, and type of the transform or data set.
-
-    `by_worker` is whether the result depends on the worker process alone, and not on the number of calls.
-    """
+    """What gives different results for the same sample: key of the config, and type of the transform or data set."""
 
     key: str
     name: str
-    by_worker: bool
 
 
 def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
     """Find what gives different images, or targets, for the same samples of a training split; None if all repeats.
 
-    Every part gets the same input several times, with the generators seeded alike, as if in this process and as if in
-    different workers. State that the data set or the transforms keep between calls is changed.
+    Every part gets the same input several times, with the generators seeded alike. State that the data set or the
+    transforms keep between calls is changed.
     """
     # Samples that are read one by one may differ already before batches are made
     if isinstance(loader, WorkerLoader):
         seeded = loader._loader.dataset
         assert isinstance(seeded, SeededDataset), "a worker loader reads with SeededDataset"
         for index in indices:
-            if found := _first_to_differ(
-                _of_sample(seeded, index), None, (seed, epoch, index), _WORKERS, seeded._pairs
-            ):
+            if found := _first_to_differ(_of_sample(seeded, index), None, (seed, epoch, index), seeded._pairs):
                 return found
         if not seeded._pairs:
             return None
@@ -96,7 +87,7 @@ def _of_sample(seeded: SeededDataset, index: int) -> list[_Step]:
 
 
 def _first_to_differ(
-    steps: Sequence[_Step], value: Any, seeds: tuple[int, int, int], workers: int = 0, pairs: bool = True
+    steps: Sequence[_Step], value: Any, seeds: tuple[int, int, int], pairs: bool = True
 ) -> Nondeterminism | None:
     """The first step that does not repeat; each gets what the one before gave, and of a sample its image."""
     for key, part, call in steps:
@@ -108,28 +99,9 @@ def _first_to_differ(
 
         first = run()
         if not all(_same(first, run()) for _ in range(_TRIES)):
-            return Nondeterminism(key, type(part).__name__, False)
-        for number in range(workers):
-            # A simulated worker may lack what a transform needs
-            with _as_worker(number, workers), contextlib.suppress(Exception):
-                if not _same(first, run()):
-                    return Nondeterminism(key, type(part).__name__, True)
+            return Nondeterminism(key, type(part).__name__)
         value = first[0] if pairs and isinstance(first, tuple | list) else first
     return None
-
-
-@contextlib.contextmanager
-def _as_worker(number: int, workers: int) -> Iterator[None]:
-    """Make `torch.utils.data.get_worker_info` answer as in worker `number`."""
-    import torch.utils.data._utils.worker as torch_worker  # private: without it nothing is tried as a worker
-
-    before = torch_worker._worker_info
-    info = torch_worker.WorkerInfo(id=number, num_workers=workers, seed=number, dataset=_NONE)
-    torch_worker._worker_info = info
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = before
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -164,7 +136,10 @@ _BACKWARD = (
 # By the first phase that differs: everything before it is the same, which leaves few possible causes.
 _BY_PHASE: dict[str, tuple[str, str]] = {
     Phase.START: ("the model is built with other values: {owner} draws them from its own generator", _SEEDED),
-    Phase.BATCH: ("a transform, the data set or data.batch_sampler keeps state, or files change", "no such state"),
+    Phase.BATCH: (
+        "a transform, the data set or data.batch_sampler keeps state or asks which worker it runs in, or files change",
+        "no such state, and nothing from get_worker_info()",
+    ),
     Phase.DRAWN: _DREW,
     Phase.ACTIVATION: (
         "{module} returns another output for the same input: it draws from its own generator, or is not deterministic",
@@ -198,12 +173,11 @@ def cause_of(
     name, phase = difference.entry.name, difference.entry.phase
     # A component that was caught is the cause; everything below is inference
     if suspect is not None:
-        where = "in another worker process" if suspect.by_worker else "each time it is called with the same sample"
         # Transforms of batches are given a generator, those of samples are not.
         of_batches = suspect.key.startswith(("transform.train.", "transform.mix"))
         remedy = "draw from the generator that is passed in" if of_batches else f"{_SEEDED} for each sample"
-        remedy = f"use nothing from get_worker_info(); {remedy}" if suspect.by_worker else remedy
-        return {"text": f"{suspect.name} ({suspect.key}) returns another result {where}", "remedy": remedy}
+        problem = "returns another result each time it is called with the same sample"
+        return {"text": f"{suspect.name} ({suspect.key}) {problem}", "remedy": remedy}
     # Settings that change results explain a difference without a fault
     rounding = [key for key in varied if within(key, _ROUNDING)]
     others = [key for key in varied if changes_result(key) and not within(key, (*_ROUNDING, *_NOT_RUN))]
