@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
@@ -46,7 +46,6 @@ _QUIET_S = 60.0  # without a bar; then a line says how far the run is
 _NOTABLE_WAIT = 0.1
 _COMMAND = "python -m runner"
 _BOUND = "\N{NO-BREAK SPACE}"
-_ALL_LINES = 250  # of a split; then fewer, so that 10,000 lines take less than 200 kB
 
 
 class Console:
@@ -77,7 +76,6 @@ class Console:
         self._progress_file: ProgressFile | None = None
         self._mode = ""
         self._live = LiveLines()
-        self._counts: Counter[str] = Counter()  # lines of metrics by split
         # The log is a convenience: a run goes on without it
         if log_file is not None:
             try:
@@ -184,24 +182,19 @@ class Console:
         shown = [metric(name, values[name]) for name in in_order(values)]
         shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
         shown = [*self._position(global_step, epoch), *shown]
-        # Frequent metrics are thinned on the screen; the files have all of them
-        thin = self._thinned(split)
         # An evaluation stays on the screen; training shows in the bar, where there is one.
         if split != "train":
             self._evaluated(split, values, global_step)
             if self._bar_on:  # steps since the last drawing were too few to move the bar
                 self._tick(global_step, epoch)
-            if not thin:
-                # A name and its value stay together when a line is wrapped
-                bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)
-                lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
-                self._emit([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
+            # A name and its value stay together when a line is wrapped
+            bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)
+            lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
+            self._emit([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
             return
         line = "  ".join([*shown, *self._eta(global_step)])
         self._progress.train = dict(values)
         self._live.add_loss(values.get("loss", math.nan))
-        if thin:
-            return
         if self._bar_on:
             self._write_log([line])
         else:
@@ -274,14 +267,6 @@ class Console:
             sign = -1.0 if self._mode == "min" else 1.0
             if math.isfinite(value) and (progress.best is None or sign * value > sign * progress.best):
                 progress.best, progress.best_step = value, global_step
-
-    def _thinned(self, split: str) -> bool:
-        """True if a line is skipped: of many, every second is shown, later every fourth, and so on, to keep files small."""
-        self._counts[split] += 1
-        count = self._counts[split]
-        if count == _ALL_LINES:
-            self.line(f"fewer lines of {split} follow; metrics.jsonl has all of them")
-        return count % (1 << max(0, math.ceil(math.log2(count / _ALL_LINES)))) != 0
 
     def _draw(self, global_step: int, before: str) -> None:
         # Of the gauges, the bar has room for one: if waiting costs a tenth of the time.
