@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,30 +13,27 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
+from runner.data.bad_samples import ReplacementSampler
 from runner.data.consistency import Examples, check_classes, check_images, class_counts, known_targets, shared_groups
-from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.loaders import Loader, MemoryLoader
 from runner.data.module import (
     DataModule,
+    LoaderBuilder,
     SplitData,
     as_splits,
-    batch_plan,
+    assembled,
     callables,
     make_callable,
     read_dataset,
-    use_batch_sampler,
 )
-from runner.data.placement import DataPlacement, plan_placement
+from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
-from runner.data.sampler import AllSamples, BalancedOrder, ClassBalance, Indices
-from runner.data.samples import SampleTransform, SeededDataset, as_pair, as_target, as_tensor, read_sample
+from runner.data.sampler import BalancedOrder, ClassBalance, Indices
+from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import Parts, make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 from runner.data.whole_samples import read_whole_samples
-from runner.data.workers import WorkerLoader, worker_options
 
 _MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
 _MEASURED = 2048  # images that statistics are measured on if they are read one by one
@@ -62,15 +58,14 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
     data = config.data
     parts = make_splits(as_splits(read_dataset(data)), data.split)
     train_set, train_indices = parts["train"]
-    sample_train = callables("transform.sample_train", config.transform.sample_train)
-    sample_eval = callables("transform.sample_eval", config.transform.sample_eval)
+    loaders = LoaderBuilder(config, device, parts)
+    transforms = loaders.sample_train, loaders.sample_eval
 
     # The first sample of each split tells what images and targets are like, before anything is built for them.
-    skips = data.on_error == "skip"
-    replacements = {name: ReplacementSampler(config.seed, indices) for name, (_, indices) in parts.items() if skips}
-    examples = _examples(parts, sample_eval, replacements)
+    examples = _examples(parts, loaders.sample_eval, loaders.replacements)
     first, target = examples["train"]
-    placement = plan_placement(config, parts, (sample_train, sample_eval), device, first, make_cache=make_cache)
+    placement = plan_placement(config, parts, transforms, device, first, make_cache=make_cache)
+    loaders.placement = placement
     sources = {name: placement.source(dataset) for name, (dataset, _) in parts.items()}
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
@@ -81,40 +76,32 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
     if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
-    mean, std, choices = _normalization(data, parts["train"], sample_eval, channels)
+    mean, std, choices = _normalization(data, parts["train"], loaders.sample_eval, channels)
 
     # Mixing needs the number of classes to make probabilities of targets
     mixing = None
     if (node := config.transform.mix) is not None:
         mixing = Mixing(make_callable("transform.mix", node), config.seed, len(classes) or None)
-    bad_samples = BadSampleLog(data.max_skipped)
-    loaders = _LoaderBuilder(
-        config, device, parts, placement=placement, replacements=replacements, bad_samples=bad_samples
-    )
 
     # A split is built for training and again for evaluation, which neither shuffles nor augments.
-    def split(name: str, training: bool = False) -> SplitData:
+    def split(name: str, training: bool) -> SplitData:
         key, nodes = ("train", config.transform.train) if training else ("eval", config.transform.eval)
         steps, memory = callables(f"transform.{key}", nodes), config.channels_last
         prepare = Pipeline(steps, mean, std, config.seed, device, channels_last=memory, dtype=dtype)
-        mix, transforms = (mixing, sample_train) if training else (None, sample_eval)
-        loader = loaders.build(name, transforms, prepare, mix, training=training)
-        return SplitData(loader, prepare, mix)
+        mix = mixing if training else None
+        return SplitData(loaders.build(name, training, prepare, mix), prepare, mix)
 
-    # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
-    train, train_for_eval = split("train", training=True), split("train")
     # Balanced sampling is only for training: evaluations count every sample once
+    draws = None
     if data.sampler == "balanced":
         balance = _balance(known.get("train"), train_indices, len(classes))
-        train.loader.draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
+        draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
         amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
         choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
-    use_batch_sampler(config, train.loader, parts)
-    return DataModule(
-        train=train,
-        val=split("val") if "val" in parts else None,
-        test=split("test") if "test" in parts else None,
-        train_for_eval=train_for_eval,
+    return assembled(
+        loaders,
+        split,
+        draws,
         classes=classes,
         class_counts=_class_counts(train_set, train_indices, classes),
         channels=channels,
@@ -124,9 +111,6 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
         example=(first[None].to(device), target[None].to(device)),
         choices=[*placement.choices, *choices],
         warnings=warnings,
-        bad_samples=bad_samples,
-        fingerprint=functools.cache(functools.partial(fingerprint_data, parts, sources, data.identity == "full")),
-        parts=parts,
         examples=examples,
         targets=known,
         incompatibilities=incompatibilities,
@@ -142,47 +126,6 @@ def _incompatibilities(parts: Parts, examples: Examples, classes: tuple[str, ...
         except UserError as error:
             errors.append(error)
     return errors
-
-
-@dataclass
-class _LoaderBuilder:
-    """Builds the loader of a split: from memory, or through workers."""
-
-    config: Train
-    device: torch.device
-    parts: Parts
-    placement: DataPlacement
-    replacements: Mapping[str, ReplacementSampler]
-    bad_samples: BadSampleLog
-
-    def build(
-        self, name: str, transforms: list[SampleTransform], prepare: Pipeline, mix: Mixing | None, *, training: bool
-    ) -> Loader:
-        dataset, indices = self.parts[name]
-        plan = batch_plan(self.config, indices, training)
-        replacements, note = self.replacements.get(name), self.bad_samples.noting(name, dataset, len(indices))
-        # Workers read files; what is in memory or in a cache needs no processes
-        if self.placement.in_memory is None:
-            reader = SeededDataset(self.placement.source(dataset), plan.seed, transforms, replacements, name)
-            return WorkerLoader(
-                reader,
-                plan,
-                self.device,
-                workers=self.placement.workers,
-                prepare=prepare,
-                mix_batch=mix,
-                on_skipped=note,
-                **worker_options(self.config.data, self.device),
-            )
-        # A cache knows already which images cannot be read, so that they are noted before training.
-        unreadable, source_of = self.placement.unreadable(dataset), None
-        if not isinstance(indices, AllSamples):
-            unreadable = unreadable[torch.isin(unreadable, indices)]
-        if replacements is not None and len(unreadable):
-            note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
-            source_of = functools.partial(replacements.sources, unreadable=unreadable)
-        images, targets = self.placement.stored(dataset)
-        return MemoryLoader(images, targets, plan, self.device, prepare=prepare, mix_batch=mix, source_of=source_of)
 
 
 def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:

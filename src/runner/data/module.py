@@ -1,4 +1,4 @@
-"""A data set with its splits, ready for training and evaluation."""
+"""A data set with its splits, ready for training and evaluation, and what builds their loaders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.config.targets import FACTS, build
-from runner.data.bad_samples import BadSampleLog
+from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.consistency import Examples
-from runner.data.loaders import Batch, BatchPlan, Loader
-from runner.data.sampler import GivenOrder, Indices
+from runner.data.dataset_fingerprint import fingerprint_data
+from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
+from runner.data.placement import DataPlacement
+from runner.data.sampler import AllSamples, GivenOrder
+from runner.data.samples import Read, SampleTransform, SeededDataset, collate
 from runner.data.splits import Parts, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
+from runner.data.workers import WorkerLoader, worker_options
 
 
 @dataclass
@@ -112,11 +116,94 @@ def as_splits(made: Any) -> dict[str, Dataset[Any]]:
     return datasets
 
 
-def batch_plan(config: Train, indices: Indices, training: bool) -> BatchPlan:
-    """How samples are divided into batches, in training or in evaluations."""
-    if training:
-        return BatchPlan(indices, config.data.samples_a_batch, config.seed, config.data.shuffle)
-    return BatchPlan(indices, config.evaluate.batch_size, config.seed)
+class LoaderBuilder:
+    """Builds the loaders of the splits: from memory, or through workers, as `placement` says."""
+
+    def __init__(self, config: Train, device: torch.device, parts: Parts) -> None:
+        self.config, self.device, self.parts, self.placement = config, device, parts, DataPlacement()
+        self.pairs, self.bad_samples = config.data.images is None, BadSampleLog(config.data.max_skipped)
+        skips = config.data.on_error == "skip"
+        self.replacements = {name: ReplacementSampler(config.seed, part[1]) for name, part in parts.items() if skips}
+
+    @functools.cached_property
+    def sample_train(self) -> list[SampleTransform]:
+        """Transforms of the samples of training."""
+        return callables("transform.sample_train", self.config.transform.sample_train)
+
+    @functools.cached_property
+    def sample_eval(self) -> list[SampleTransform]:
+        """Those of evaluations."""
+        return callables("transform.sample_eval", self.config.transform.sample_eval)
+
+    def reader(self, name: str, training: bool) -> SeededDataset:
+        """Reads samples of a split, as training or evaluations get them."""
+        source, replacements = self.placement.source(self.parts[name][0]), self.replacements.get(name)
+        transforms = self.sample_train if training else self.sample_eval
+        return SeededDataset(source, self.config.seed, transforms, replacements, name, pairs=self.pairs)
+
+    def build(
+        self,
+        name: str,
+        training: bool,
+        prepare: Pipeline | Fields,
+        mix: Mixing | None = None,
+        *,
+        collate: Callable[[list[Any]], Read] = collate,
+    ) -> Loader:
+        """The loader of a split."""
+        (dataset, indices), data = self.parts[name], self.config.data
+        plan = BatchPlan(indices, self.config.evaluate.batch_size, self.config.seed)
+        if training:
+            plan = BatchPlan(indices, data.samples_a_batch, self.config.seed, data.shuffle)
+        note = self.bad_samples.noting(name, dataset, len(indices))
+        # Workers read files; what is in memory or in a cache needs no processes
+        if self.placement.in_memory is None:
+            return WorkerLoader(
+                self.reader(name, training),
+                plan,
+                self.device,
+                workers=self.placement.workers,
+                prepare=prepare,
+                mix_batch=mix,
+                on_skipped=note,
+                collate=collate,
+                **worker_options(data, self.device),
+            )
+        # A cache knows already which images cannot be read, so that they are noted before training.
+        unreadable, source_of = self.placement.unreadable(dataset), None
+        if not isinstance(indices, AllSamples):
+            unreadable = unreadable[torch.isin(unreadable, indices)]
+        if name in self.replacements and len(unreadable):
+            note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
+            source_of = functools.partial(self.replacements[name].sources, unreadable=unreadable)
+        images, targets = self.placement.stored(dataset)
+        assert isinstance(prepare, Pipeline), "samples in memory are pairs"
+        return MemoryLoader(images, targets, plan, self.device, prepare=prepare, mix_batch=mix, source_of=source_of)
+
+
+def assembled(
+    loaders: LoaderBuilder,
+    split: Callable[[str, bool], SplitData],
+    draws: Callable[[int], Any] | None = None,
+    **facts: Any,
+) -> DataModule:
+    """The data of which `split` builds each part, for training or for evaluations; `draws` is the order of training, if given."""
+    # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
+    config, parts, train, train_for_eval = loaders.config, loaders.parts, split("train", True), split("train", False)
+    train.loader.draws = draws
+    use_batch_sampler(config, train.loader, parts)
+    sources = {name: loaders.placement.source(dataset) for name, (dataset, _) in parts.items()}
+    fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full")
+    return DataModule(
+        train=train,
+        val=split("val", False) if "val" in parts else None,
+        test=split("test", False) if "test" in parts else None,
+        train_for_eval=train_for_eval,
+        bad_samples=loaders.bad_samples,
+        fingerprint=functools.cache(functools.partial(fingerprint, pairs=loaders.pairs)),
+        parts=parts,
+        **facts,
+    )
 
 
 def use_batch_sampler(config: Train, loader: Loader, parts: Parts) -> None:
