@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +19,11 @@ from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.oom_retry import OOMRetryStep
 from runner.engine.optimizers import Optimizers
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction, Supervised, loss_of, train_step
+from runner.engine.step import StepConfig, StepFunction, Supervised, train_step
 from runner.engine.window import WindowStep, needs_window
 from runner.optim.kernels import plain_step
 from runner.run.hardware import Hardware
 from runner.run.model import modules_of, optimizers_of
-from runner.runtime.determinism import caller_in_backward, operation, refusal
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import STEPS, Task
 
@@ -185,36 +183,12 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
 
 
 def build_step(config: Train, batch_size: int, state: TrainState) -> StepFunction:
-    """What trains on a batch: `train_step`, or one that retries with micro-batches or names nondeterministic operations.
+    """What trains on a batch: `train_step`, or one that retries with micro-batches.
 
     Raises:
         UserError: if the optimizer needs whole windows, and a setting cannot be combined with that.
     """
-    step: StepFunction = OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
-    if needs_window(state.optimizer):
-        _check_window(config, state)
-        step = WindowStep()
-    # Only deterministic=true refuses operations, so no other run pays for naming them
-    if config.deterministic is not True:
-        return step
-
-    def naming_operations(
-        state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, *, update: bool
-    ) -> None:
-        """A step that names the module whose backward pass `deterministic=true` refuses, instead of torch's error."""
-        try:
-            step(state, parts, batch, weight, samples, update=update)
-        except RuntimeError as error:
-            # In a forward pass the stack names the module; the modules of a compiled graph cannot be told apart.
-            if not operation(str(error)) or parts.equivalent is not None:
-                raise
-            forward = functools.partial(loss_of, parts, batch.data)
-            try:
-                caller = caller_in_backward(state.model, forward)
-            except RuntimeError:  # the operation is in the forward pass
-                caller = ""
-            named = refusal(error, caller)
-            assert named is not None, "the error is about such an operation"
-            raise named from error
-
-    return naming_operations
+    if not needs_window(state.optimizer):
+        return OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
+    _check_window(config, state)
+    return WindowStep()

@@ -1,7 +1,7 @@
 """Operations that do not repeat bit for bit: where torch refuses one or warns of one, it is named with who called it.
 
 With `torch.use_deterministic_algorithms` torch says which operation it was, but not where. Frames of the stack say which
-module called it in forward; in backward there are none, so the batch is tried again with the graph's nodes watched.
+module called it in forward; in backward there are none.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from runner.base.errors import UserError
-from runner.instrument.nested import tensors_in
-from runner.instrument.observer import Observer, module_label
+from runner.instrument.observer import module_label
 
 _NO_FORM = re.compile(
     r"(?P<op>\S+) does not have a deterministic implementation"
@@ -40,15 +39,12 @@ def operation(message: str) -> str:
     return found["op"] or (_CUBLAS if found["cublas"] else found["usual"].strip())
 
 
-def refusal(error: BaseException, caller: str = "") -> UserError | None:
-    """The error that users see for an operation that `deterministic=true` refused; None for any other error.
-
-    `caller` is who called the operation; empty to find out by the stack of the error.
-    """
+def refusal(error: BaseException) -> UserError | None:
+    """The error that users see for an operation that `deterministic=true` refused; None for any other error."""
     op = operation(str(error)) if isinstance(error, RuntimeError) else ""
     if not op:
         return None
-    caller = caller or _caller([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
+    caller = _caller([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
     ways = "deterministic=warn to continue with a warning, or a module without this operation"
     if op == _CUBLAS:
         ways = "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the program starts, or deterministic=warn"
@@ -103,45 +99,3 @@ def _caller(frames: list[FrameType]) -> str:
         if package not in _PASSED_OVER:
             return f"{code.co_name} in {Path(code.co_filename).name}, line {frame.f_lineno}"
     return ""
-
-
-def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
-    """The module whose backward raises, found by computing a loss once more and watching the nodes of its graph.
-
-    `forward` gives the loss, with a fresh graph. The model's hooks are left as they were, its gradients not.
-
-    Returns:
-        `the backward of layers.2 (Type)`, or an empty string if nothing was raised this time.
-    """
-    owners: dict[Any, str] = {}
-
-    # A node belongs to the innermost module: inner ones finish first, and outer ones skip what has an owner
-    def own(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
-        before = {tensor.grad_fn for tensor in tensors_in(inputs)}
-        for node in _nodes([tensor.grad_fn for tensor in tensors_in(output)], {*before, *owners}):
-            owners[node] = module_label(name, module)
-
-    with Observer(model, after=own):
-        loss = forward()
-    # The last node that began before the error is the one that failed
-    running: list[Any] = []
-    nodes = _nodes([loss.grad_fn], set())
-    for node in nodes:
-        node.register_prehook(lambda gradients, node=node: running.append(node))
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return f"the backward of {owners.get(running[-1], 'the loss')}" if running else ""
-    return ""
-
-
-def _nodes(starts: list[Any], until: set[Any]) -> list[Any]:
-    """The nodes of a graph that lead to `starts`, without those in `until` and what leads to them."""
-    found: dict[Any, None] = {}
-    waiting = list(starts)
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found and node not in until:
-            found[node] = None
-            waiting += [following for following, _ in node.next_functions]
-    return list(found)
