@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -138,22 +135,3 @@ def test_code_is_stopped_only_if_it_takes_too_long() -> None:
     with raising_after(5, TimeoutError):
         pass
     time.sleep(0.01)
-
-
-def test_an_import_is_finished_before_code_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    package = tmp_path / "slow_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("import time\nimport slow_package.part\ntime.sleep(0.2)\n")
-    (package / "part.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    request.addfinalizer(lambda: [sys.modules.pop(name, None) for name in ("slow_package", "slow_package.part")])
-
-    def work() -> None:
-        importlib.import_module("slow_package")
-        time.sleep(5)
-
-    with pytest.raises(TimeoutError), raising_after(0.05, TimeoutError):
-        work()
-    assert importlib.import_module("slow_package").part

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import _weakrefset
 import contextlib
 import os
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -22,7 +20,6 @@ early: list[str] = []
 """Those that came before a run listened to them, until it does."""
 interrupts: list[int] = []
 """Ctrl-C, while the code in `interruptible` runs: what it raises may be swallowed, as by an import that may fail."""
-_SOON_S = 0.01
 _AGAIN_S = 1.0
 _SLICES = 20
 
@@ -83,25 +80,20 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raising_after(seconds: float, error: Callable[[], BaseException]) -> Iterator[None]:
-    """Raise what `error` makes in the code inside after that many seconds, whatever it waits for.
+    """Raise what `error` makes in the code inside after that many seconds, whatever it waits for, and then every second.
 
     The timer goes on while the process is stopped (Ctrl-Z, SIGSTOP), so it measures slices: a stop counts as one at most.
-    Only for the main thread, and on systems that have `signal.setitimer`. One call into compiled code is not interrupted,
-    nor an import: a package of which a part was imported fails when it is imported again.
+    Only for the main thread. One call into compiled code is not interrupted.
     """
-    imports, left = _imports(sys._getframe()), _SLICES
+    left = _SLICES
 
     def expire(number: int, frame: FrameType | None) -> None:
         nonlocal left
         left -= 1
-        if left > 0:
-            return
-        if left == 0:  # Python drops an exception in a destructor, and not every destructor shows in the frames
+        if left == 0:  # Python drops an exception in a destructor
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
-        if _in_destructor(frame) or _imports(frame) > imports:
-            signal.setitimer(signal.ITIMER_REAL, _SOON_S, _AGAIN_S)
-            return
-        raise error()
+        if left <= 0:
+            raise error()
 
     before = signal.signal(signal.SIGALRM, expire)
     try:
@@ -110,21 +102,3 @@ def raising_after(seconds: float, error: Callable[[], BaseException]) -> Iterato
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
-
-
-def _in_destructor(frame: FrameType | None) -> bool:
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__del__" or code.co_filename in (weakref.__file__, _weakrefset.__file__):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _imports(frame: FrameType | None) -> int:
-    """Count the imports that are not finished yet."""
-    count = 0
-    while frame is not None:
-        count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
-        frame = frame.f_back
-    return count
