@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from runner.base.errors import DiskFull, UserError
 
@@ -42,27 +42,33 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}") from error
 
 
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Make `path` hold `data`; a reader, or a crash at any instant, sees the old content or the new, never a part.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that gets the name `path` when the block ends; a reader, or a crash at any instant, sees no part of it.
 
-    The data go to a temporary name in the same folder (`.<name>.<random>.tmp`), are flushed to the disk and renamed
-    to `path`; then the folder is flushed, so that the rename itself survives a power cut.
+    Until then it has a temporary name in the same folder (`.<name>.<random>.tmp`). It is flushed to the disk and renamed; then
+    the folder is flushed, so that the rename itself survives a power cut. After an error in the block nothing is left.
 
     Raises:
-        UserError: the file cannot be written; the old content is untouched and the temporary file is removed.
+        UserError: the file cannot be made; the old content is untouched.
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
     with writing(path):
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        file = temporary.open("xb")
+    try:
+        yield file
+        with writing(path):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
             os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()  # writes what is buffered, which fails again on a full disk
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    with writing(path):
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -71,6 +77,16 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, as `replacing` does.
+
+    Raises:
+        UserError: the file cannot be written; the old content is untouched.
+    """
+    with replacing(path) as file, writing(path):
+        file.write(data)
 
 
 def append(file: FileIO, data: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from safetensors.numpy import save
 from torch import Tensor, nn
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import write_atomically
+from runner.base.files import replacing, writing
 from runner.instrument.observer import Observer
 
 _MOST_LISTED = 60
@@ -133,10 +132,9 @@ def write_features(batches: Iterator[Mapping[str, Tensor]], path: Path) -> dict[
                 shapes = f"{tuple(rows[-1].shape[1:])} in one batch and of {tuple(rows[0].shape[1:])} in another"
                 raise UserError("features", f"{name} has rows of {shapes}", "layers whose outputs have one shape")
     arrays: dict[str, Any] = {name: torch.cat(rows).numpy() for name, rows in found.items()}
-    content = io.BytesIO()
-    if path.suffix == ".npz":
-        np.savez(content, **arrays)
-    else:
-        content.write(save(arrays))
-    write_atomically(path, content.getbuffer())
+    with replacing(path) as file, writing(path):
+        if path.suffix == ".npz":
+            np.savez(file, **arrays)
+        else:
+            file.write(save(arrays))
     return {name: array.shape for name, array in arrays.items()}

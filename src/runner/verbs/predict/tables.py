@@ -7,14 +7,12 @@ import contextlib
 import csv
 import importlib.util
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import finite, writing
+from runner.base.files import finite, replacing, writing
 from runner.tracking.formats import harmless
 
 Row = dict[str, Any]
@@ -41,12 +39,9 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
     The ending of `path` selects the format. `lists` are the columns that hold lists, each with a name for every item; CSV
     gives each item a column.
     """
-    # Nobody can read half a table: it gets its name when it is complete
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = temporary.open("xb")
-    try:
+    with replacing(path) as file:
         table = _FORMATS[path.suffix.lower()](file, lists)
 
         def write(rows: Sequence[Row]) -> None:
@@ -54,19 +49,9 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
                 table.write([{name: _encodable(value) for name, value in row.items()} for row in rows])
 
         yield write
-        with writing(path):
-            if isinstance(table, _Parquet):  # its end lists what is in the file
+        if isinstance(table, _Parquet):  # its end lists what is in the file
+            with writing(path):
                 table.close()
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            file.close()  # writes what is buffered, which fails again on a full disk
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _encodable(value: Any) -> Any:
