@@ -7,13 +7,12 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from runner.base import reading
-from runner.base.reading import next_start_time, read_overrides, read_regular, read_summary, start_time
+from runner.base.reading import read_overrides, read_regular, read_summary, start_time
 
 
 @pytest.fixture(autouse=True)
@@ -93,17 +92,3 @@ def test_the_start_time_is_that_of_the_summary_else_when_it_was_written(tmp_path
         assert start_time(tmp_path) == datetime.fromtimestamp(1000, UTC)
     summary.write_text(json.dumps({"started": "2026-11-20T10:31:07+00:00"}))
     assert start_time(tmp_path) == datetime(2026, 11, 20, 10, 31, 7, tzinfo=UTC)
-
-
-@pytest.mark.parametrize("place", ["2026-11-20_10-31-07", "sweeps/2026-11-20_10-31-07/3"])
-def test_a_run_starts_later_than_all_others_after_the_clock_was_set_back(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "_newest", {})
-    ahead = datetime.now(UTC) + timedelta(hours=3)
-    (tmp_path / place).mkdir(parents=True)
-    (tmp_path / place / "summary.json").write_text(json.dumps({"started": ahead.isoformat()}))
-    (tmp_path / "untrusted").mkdir()
-    (tmp_path / "untrusted" / "summary.json").write_text('{"started": "9999-12-31T23:59:59.999999+00:00"}')
-    first, second = (datetime.fromisoformat(next_start_time(tmp_path)) for _ in range(2))
-    assert ahead < first < second < ahead + timedelta(seconds=1)

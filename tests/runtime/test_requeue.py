@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import yaml
 from extended import some
 from lock_holder import held_elsewhere
 
-from runner.base import reading
 from runner.config.schema.verbs import FindLr
 
 SMALL = (
@@ -173,27 +171,6 @@ def test_bad_neighbours_are_skipped_with_a_warning(again: Any, workdir: Path) ->
     assert second.directory == first.directory
     for name in ("9999-01-01_00-00-01", "9999-01-01_overrides.yaml", "9999-01-01_summary.json"):
         assert f"resume=auto skips {runs / name}" in second.out
-
-
-def test_after_the_clock_was_set_back_the_newest_run_is_still_the_newest(again: Any, train: Any, workdir: Path) -> None:
-    first = again()
-    ahead = first.directory.rename(first.directory.with_name("9999-01-01_00-00-00"))
-    started = datetime.fromisoformat(summary_of(ahead)["started"])
-    (ahead / "summary.json").write_text(
-        json.dumps(summary_of(ahead) | {"started": (started + timedelta(days=1)).isoformat(), "status": "finished"})
-    )
-    for path in (ahead / "checkpoints").iterdir():
-        os.utime(path, (2e9, 2e9))
-    reading._newest.clear()  # as in a separate process
-    (workdir / "stopped").unlink()
-    second = again()
-    assert second.status == 75, second.err
-    assert second.directory != ahead
-    third = again()
-    assert third.status == 0, third.err
-    assert third.directory == second.directory
-    last = train(*SMALL, "ckpt_path=last")
-    assert last.summary["resumed_from"].startswith(str(second.directory))
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

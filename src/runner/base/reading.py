@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import stat
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
 _LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
-_newest: dict[Path, datetime] = {}  # for the jobs of a sweep, which need not read all the others again
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -111,16 +110,3 @@ def modified(path: Path) -> datetime | None:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except (OSError, OverflowError, ValueError):
         return None
-
-
-def next_start_time(runs: Path) -> str:
-    """The time of a run that starts now: UTC, and later than that of every run in `runs` even if the clock was set back."""
-    now = datetime.now(UTC)
-    if runs not in _newest:
-        found = (
-            start_time(path.parent) for pattern in ("*", "sweeps/*/*") for path in runs.glob(f"{pattern}/summary.json")
-        )
-        # A time more than a year ahead does not come from a clock that was set back.
-        _newest[runs] = max((time for time in found if time and time < now + timedelta(days=366)), default=now)
-    _newest[runs] = max(now, _newest[runs] + timedelta(microseconds=1))
-    return _newest[runs].isoformat(timespec="microseconds")

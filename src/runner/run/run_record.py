@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
 from runner.base.files import write_atomically, write_json
-from runner.base.reading import next_start_time, read_summary
+from runner.base.reading import read_summary
 from runner.base.secrets import mask_text, mask_words
 from runner.checkpoint.find import named
 from runner.checkpoint.weights import weights_sha256
@@ -149,7 +150,7 @@ class RunRecord:
     def begin(self) -> None:
         """Write overrides, environment, and a summary that says when the run started and from what."""
         config, found = self.setup.config, self.setup.found
-        self.summary["started"] = next_start_time(Path(config.output_root) / config.name)
+        self.summary["started"] = datetime.now(UTC).isoformat(timespec="microseconds")
         self.summary["resumed_from"] = str(found.path) if found else None
         self.summary |= {name: value for name in ("tags", "notes") if (value := getattr(config, name))}
         # A resumed run loads nothing from `init_from`: the earlier summary knows where its weights once came from
