@@ -248,7 +248,9 @@ class RunRecord:
         # A full disk must not hide the first error: the exit code stays, and the failure to write is reported
         try:
             self._directory.write_summary(self.summary)
-            self._write_text(self._directory)
+            saved = bool(named(self._directory.checkpoints, "last"))
+            text = summary_text(self._directory.path, self.summary, self.composition.overrides, saved)
+            write_atomically(self._directory.text_file, text.encode())
         except UserError as error:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
@@ -263,11 +265,6 @@ class RunRecord:
                 with contextlib.suppress(OSError):  # others may have begun to use it
                     folder.rmdir()
             self._directory = None
-
-    def _write_text(self, directory: RunDirectory) -> None:
-        saved = bool(named(directory.checkpoints, "last"))
-        text = summary_text(directory.path, self.summary, self.composition.overrides, saved)
-        write_atomically(directory.text_file, text.encode())
 
     def finish(self) -> None:
         """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded."""
