@@ -53,11 +53,8 @@ def problems_in(
             problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"), imports)
     # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
     left_over = [key for key, value in keys.walk(values) if value is None and not says(key, composition.overrides)]
-    problems = [
-        _of_an_option(problem, composition)
-        for problem in problems
-        if not (problem.key in left_over and "is not an argument" in problem.message)
-    ]
+    problems = [each for each in problems if not (each.kind == "argument" and each.key in left_over)]
+    problems = [_of_an_option(problem, composition) for problem in problems]
     return config, composition.with_origins(problems, where)
 
 
@@ -80,7 +77,7 @@ def _of_an_option(problem: Problem, composition: Composition) -> Problem:
     """
     section = problem.key.rpartition(".")[0]
     # A key that belonged to the option is a leftover once another class was put into it
-    if "is not an argument" in problem.message and says(f"{section}._target_", composition.overrides):
+    if problem.kind == "argument" and says(f"{section}._target_", composition.overrides):
         if says(problem.key, composition.overrides):
             return problem
         chosen = composition.group_choices.get(section)

@@ -185,7 +185,8 @@ def bind(
             allowed = ", ".join(listed) or "no arguments"
             meant = key_meant(f"{key}.{name}").rpartition(".")[2]
             close = meant if meant in listed else nearest(name, listed)
-            problems.append(Problem(f"{key}.{name}", f"is not an argument of {path}", allowed, close))
+            message = f"is not an argument of {path}"
+            problems.append(Problem(f"{key}.{name}", message, allowed, close, kind="argument"))
     # A partial component gets the rest of its arguments later.
     if not node.get("_partial_"):
         given = {*component.arguments, *facts}
