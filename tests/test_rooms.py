@@ -179,23 +179,23 @@ def test_sweeps_and_launchers_use_no_internals_of_hydra_no_patches_and_no_import
 
 BUDGET = {
     ".": 900,
-    "base": 900,
+    "base": 880,
     "checkpoint": 1_560,
     "config": 4_100,
-    "data": 7_070,
+    "data": 7_000,
     "distributed": 1_060,
     "engine": 3_200,
     "instrument": 690,
-    "lab": 9_430,
-    "launch": 1_050,
-    "models": 1_330,
+    "lab": 9_410,
+    "launch": 1_030,
+    "models": 1_310,
     "optim": 1_140,
-    "run": 4_620,
-    "runtime": 1_930,
+    "run": 4_590,
+    "runtime": 1_890,
     "sweeps": 2_280,
     "tasks": 780,
-    "tracking": 2_500,
-    "verbs": 2_540,
+    "tracking": 2_480,
+    "verbs": 2_520,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 
