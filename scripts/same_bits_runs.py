@@ -27,6 +27,10 @@ SHORT: dict[str, tuple[str, ...]] = {
     "muon, wsd, accumulation, clipping": (
         "model=mlp optimizer=muon scheduler=wsd transform=none accumulate=3 grad_clip.norm=1.0 grad_clip.value=0.1",
     ),
+    "airbench, whiten, muon of kernels": (
+        f"{_COLOUR} data.image_size=20 model=airbench model.widths=[8,12,16] init=whiten freeze=[whiten.weight] optimizer=muon "
+        "optimizer.kernels=true optimizer.normalize=true optimizer.lr=0.1 channels_last=true",
+    ),
     "bf16, channels_last": (f"amp=bf16 channels_last=true {_STRONG}",),
     "swa, freeze, init": (
         "swa=0.5 averaging.lr_factor=0.5 freeze=[stages.0] unfreeze_at=1ep init=orthogonal epochs=3",

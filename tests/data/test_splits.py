@@ -214,3 +214,14 @@ def test_targets_are_found_in_any_container():
 @pytest.mark.parametrize("raw", [None, ["cat", "dog"], [[1], [1, 2]], 3, {"boxes": 1}])
 def test_targets_that_are_no_numbers_are_none(raw):
     assert targets_of(Plain(2, raw)) is None
+
+
+def test_the_test_split_can_be_evaluated_during_training():
+    train, test = Plain(10), Plain(4)
+    parts = make_splits({"train": train, "test": test}, Split(val="test"))
+    assert list(parts) == ["train", "val"]
+    assert parts["val"][0] is test
+    assert [len(indices) for _, indices in parts.values()] == [10, 4]
+    for datasets in ({"train": train}, {"train": train, "val": test, "test": test}):
+        with pytest.raises(UserError, match="is test, and the data set has"):
+            make_splits(datasets, Split(val="test"))

@@ -93,6 +93,32 @@ def test_it_is_torch_s_muon_and_torch_s_adamw() -> None:
     assert same(ours, theirs)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_kernel_is_updated_as_the_matrix_of_its_outputs(layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    kernel = nn.Parameter(torch.randn(6, 4, 3, 3).to(memory_format=layout))
+    matrix, head = nn.Parameter(kernel.detach().flatten(1).clone()), nn.Parameter(torch.ones(2, 6))
+    ours = Muon([kernel, head], lr=0.1, kernels=True)
+    theirs = torch.optim.Muon([matrix], lr=0.1, weight_decay=0.01)
+    for _ in range(3):
+        kernel.grad, head.grad = torch.randn(6, 4, 3, 3).to(memory_format=layout), torch.ones(2, 6)
+        matrix.grad = kernel.grad.flatten(1)
+        ours.step()
+        theirs.step()
+    assert torch.equal(kernel.flatten(1), matrix)
+    assert [group["algorithm"] for group in Muon([kernel, head]).param_groups] == ["adamw"]
+
+
+def test_normalised_weights_have_the_norm_of_their_outputs_before_each_update() -> None:
+    model = network()
+    optimizer = Muon(model.parameters(), normalize=True, weight_decay=0.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    gradients(model)
+    optimizer.step()
+    weight = optimizer.param_groups[0]["params"][0]
+    torch.testing.assert_close(weight.norm() ** 2, torch.tensor(float(len(weight))))
+
+
 def test_it_learns() -> None:
     model = network()
     optimizer = Muon(model.parameters())

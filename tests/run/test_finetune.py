@@ -243,6 +243,23 @@ def test_schemes_go_together(built: Any) -> None:
     torch.testing.assert_close(training.model.head.bias.exp(), counts / counts.sum())
 
 
+def test_the_first_convolution_whitens_the_training_images(compose: Callable[..., Composition]) -> None:
+    words = [word for word in SMALL if not word.startswith(("model", "data.image_size"))]
+    composition = compose(*words, "model=airbench", "model.widths=[4,4,4]", "init=whiten", "data.image_size=20")
+    training = build_run(resolve_config(composition, Train))
+    batches = training.data.train_for_eval.loader.batches(0, 0, 1)
+    with torch.no_grad():
+        features = training.model.whiten(next(iter(batches)).images) - training.model.whiten.bias[:, None, None]
+    positive, negative = features.chunk(2, 1)
+    torch.testing.assert_close(positive, -negative)
+    products = positive.transpose(0, 1).flatten(1)
+    torch.testing.assert_close(products @ products.T / products.shape[1], torch.eye(len(products)), atol=0.15, rtol=0)
+
+
+def test_whitening_needs_two_outputs_for_each_number_of_a_patch(call: Any) -> None:
+    assert "init: whiten does not apply: the first convolution needs two" in call(status=2, init="whiten")["shown"]
+
+
 def test_a_head_that_was_made_for_other_classes_may_be_replaced(built: Any) -> None:
     training = built(**{"model.num_classes": 1000, "model.head": "linear"})
     assert training.model.head.out_features == len(training.data.classes)

@@ -15,7 +15,7 @@ from runner.base.errors import Problem
 from runner.config import keys
 from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.freezing import MOMENT, entries
-from runner.config.schema.sections import TEST_SHARE, components_of
+from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect
 
@@ -112,7 +112,7 @@ def _of_speed(config: Train) -> Broken:
 def _of_weights(config: Train) -> Broken:
     """Initial and frozen weights."""
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
-    drawn = [scheme for scheme in schemes if scheme not in ("zero_gamma", "prior_bias")]
+    drawn = [scheme for scheme in schemes if scheme not in ADJUSTMENTS]
     if len(drawn) > 1:
         yield "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them"
     for key, none in (("weights", None), ("pretrained", False)):
@@ -150,7 +150,13 @@ def _of_data(config: Train) -> Broken:
     """Splitting, normalising and placing the data."""
     data, split, mean, std = config.data, config.data.split, config.data.normalize.mean, config.data.normalize.std
     test = TEST_SHARE if split.test is None else split.test
-    if split.val + test >= 1:
+    if split.val == "test" and split.folds is not None:
+        yield (
+            "data.split.val",
+            f"is test, and data.split.folds={split.folds} makes a validation split",
+            "one of the two",
+        )
+    elif split.val != "test" and split.val + test >= 1:
         message = f"val={split.val} and test={test} leave nothing to train on"
         yield "data.split", message, "fractions that add up to less than 1"
     if split.folds is not None and split.fold >= split.folds:

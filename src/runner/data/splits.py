@@ -46,6 +46,12 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
     found: dict[str, tuple[Dataset[Any], Indices]] = {
         name: (dataset, AllSamples(_length(name, dataset))) for name, dataset in datasets.items()
     }
+    if split.val == "test":
+        if "test" not in datasets or "val" in datasets:
+            has = "has no test split" if "test" not in datasets else "has a validation split of its own"
+            raise UserError("data.split.val", f"is test, and the data set {has}", "a fraction, or such a data set")
+        found["val"] = found.pop("test")
+        return {"train": found["train"], "val": found["val"]}
     source, n = datasets["train"], len(found["train"][1])
     # Folds make a validation split themselves, so a second one would compete
     if split.folds is not None and "val" in datasets:

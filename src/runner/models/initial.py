@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from runner.instrument.observer import Observer
 Scheme = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal"]
 
 _STD = 0.02
+_WHITENING_EPS = 5e-4  # keeps components without variance from being amplified; of images with a deviation of 1
 _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": functools.partial(nn.init.normal_, std=_STD),
     "trunc_normal": functools.partial(nn.init.trunc_normal_, std=_STD, a=-2 * _STD, b=2 * _STD),
@@ -68,6 +69,31 @@ def _layers(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
             )
             yield weights[0], module.in_proj_bias
             yield from ((weight, None) for weight in weights[1:])
+
+
+def whiten(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Let the first convolution whiten patches of the images: its outputs are their principal components, each with both signs.
+
+    After Jordan (arXiv:2404.00498), section 3.1, and Page ("How to train your ResNet", 2018). The convolution has two outputs
+    for each number of a patch. `batches` are normalised images (B, C, H, W).
+
+    Raises:
+        ValueError: if the first convolution has another number of outputs.
+    """
+    layer = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    patch = 0 if layer is None else layer.weight[0].numel()
+    if layer is None or layer.out_channels != 2 * patch:
+        found = "there is none" if layer is None else f"it has {layer.out_channels}"
+        raise ValueError(f"the first convolution needs two outputs for each of {patch} numbers of a patch, and {found}")
+    weight, products, count = layer.weight, torch.zeros(patch, patch, dtype=torch.float64), 0
+    for images in batches:
+        patches = nn.functional.unfold(images, layer.kernel_size).transpose(1, 2).reshape(-1, patch).double().cpu()
+        products += patches.T @ patches
+        count += len(patches)
+    values, vectors = torch.linalg.eigh(products / count)
+    filters = (vectors / (values + _WHITENING_EPS).sqrt()).T
+    with torch.no_grad():
+        weight.copy_(torch.cat([filters, -filters]).view(weight.shape))
 
 
 def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:

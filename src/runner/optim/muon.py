@@ -1,8 +1,9 @@
-"""Muon for the hidden weight matrices and AdamW for everything else, as one optimizer."""
+"""Muon for hidden weight matrices, and for kernels if asked, and AdamW for everything else, as one optimizer."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -13,21 +14,68 @@ from torch.optim import Optimizer
 _log = logging.getLogger(__name__)
 
 _Part = Literal["muon", "adamw"]
-_KINDS: dict[_Part, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, from Jordan's post
+
+
+class _Muon(Optimizer):
+    """What `torch.optim.Muon` computes, also for kernels, which are matrices (outputs, all else), and normalised weights."""
+
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, weight.grad, self.state[weight], group)
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        matrix = _orthogonal(update.flatten(1), group["ns_steps"])
+        rows, columns = matrix.shape
+        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(rows, columns)) if matches_adamw else math.sqrt(max(1, rows / columns))
+        if group["normalize"]:
+            weight.mul_(math.sqrt(rows) / weight.norm())
+            scale = 1.0
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        weight.add_(matrix.view_as(weight), alpha=-group["lr"] * scale)
+
+
+def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """About the nearest matrix with orthonormal rows, or columns if there are more rows, in bfloat16."""
+    a, b, c = _COEFFICIENTS
+    wide = matrix.bfloat16()
+    wide = wide.T if len(matrix) > matrix.shape[1] else wide
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if len(matrix) > matrix.shape[1] else wide
+
+
+_KINDS: dict[_Part, Callable[..., Optimizer]] = {"muon": _Muon, "adamw": torch.optim.AdamW}
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` behind one list of parameter groups.
+    """Muon and `torch.optim.AdamW` behind one list of parameter groups.
 
     Muon (Jordan, https://kellerjordan.github.io/posts/muon/) is designed for the weight matrices of hidden layers. It gets
-    the two-dimensional parameters except the last one in the given order, which is the head; AdamW gets the rest: the head,
-    biases, norms, positions and convolution kernels. Each given group becomes up to two, distinguished by the key
-    "algorithm" ("muon" or "adamw"), each with its own "initial_lr".
+    the two-dimensional parameters except the last one in the given order, which is the head, and with `kernels` those of
+    convolutions; AdamW gets the rest: the head, biases, norms, positions and other kernels. Each given group becomes up to
+    two, distinguished by the key "algorithm" ("muon" or "adamw"), each with its own "initial_lr".
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of either. A group's "lr" applies to Muon; AdamW's is scaled
             in the same proportion. A group's "weight_decay" applies to both.
         lr, momentum, nesterov, ns_steps, adjust_lr_fn: of Muon; None for `adjust_lr_fn` is "original".
+        kernels: whether Muon gets kernels of convolutions, each as a matrix (outputs, all else).
+        normalize: whether each weight of Muon has the norm sqrt(outputs) before each update, which then has its plain size;
+            for layers that a norm without scale follows. Both as in airbench (Jordan, arXiv:2404.00498).
         adamw_lr, betas, eps, foreach, fused: of AdamW; None for `foreach` and `fused` lets torch choose.
         weight_decay: decoupled weight decay of both.
 
@@ -44,6 +92,8 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
+        kernels: bool = False,
+        normalize: bool = False,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         weight_decay: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -51,17 +101,26 @@ class Muon(Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        for name, value, least in (("lr", lr, 0), ("adamw_lr", adamw_lr, 0), ("ns_steps", ns_steps, 1)):
+        for name, value, least in (
+            ("lr", lr, 0),
+            ("adamw_lr", adamw_lr, 0),
+            ("momentum", momentum, 0),
+            ("ns_steps", ns_steps, 1),
+        ):
             if not value >= least:
                 raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn must be original, match_rms_adamw or None, got {adjust_lr_fn}")
         # Two optimizers with their own arguments: Muon for hidden matrices, AdamW for everything else
         own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        own["normalize"] = normalize
         adamw = {"betas": (betas[0], betas[1]), "eps": eps, "foreach": foreach, "fused": fused}
         self._options: dict[_Part, dict[str, Any]] = {
             "muon": {"lr": lr, "weight_decay": weight_decay, **own},
             "adamw": {"lr": adamw_lr, "weight_decay": weight_decay, **adamw},
         }
         self._parts: dict[_Part, Optimizer] = {}
+        self._kernels = kernels
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         # Parameters are walked through twice, so an iterator becomes a list.
@@ -78,7 +137,8 @@ class Muon(Optimizer):
         """Add a group, split into the matrices for Muon and the rest for AdamW."""
         parts: dict[_Part, list[Any]] = {"muon": [], "adamw": []}
         for item in _listed(param_group["params"]):
-            is_hidden = _tensor(item).ndim == 2 and _tensor(item) is not self._head
+            is_hidden = _tensor(item).ndim == 2 or (self._kernels and _tensor(item).ndim > 2)
+            is_hidden = is_hidden and _tensor(item) is not self._head
             parts["muon" if is_hidden else "adamw"].append(item)
         for algorithm, items in parts.items():
             if items:
@@ -111,7 +171,7 @@ class Muon(Optimizer):
             part.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_options": self._options, "_head": self._head}
+        return {**super().__getstate__(), "_options": self._options, "_head": self._head, "_kernels": self._kernels}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

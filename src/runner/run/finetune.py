@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
@@ -10,14 +11,19 @@ from torch import Tensor, nn
 from runner.base.errors import UserError, first_line
 from runner.base.patterns import matching
 from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
+from runner.config.schema.sections import ADJUSTMENTS
 from runner.config.schema.train import Train
+from runner.data.module import DataModule
+from runner.data.sample_rng import preserved_rng
 from runner.engine.freezing import Freezing, Frozen
 from runner.instrument.no_trace import evaluating
 from runner.instrument.observer import Observer
 from runner.models import heads
 from runner.models.heads import Head, HeadNotFound, replace_head
-from runner.models.initial import draw_weights, set_prior, zero_last_norms
+from runner.models.initial import draw_weights, set_prior, whiten, zero_last_norms
 from runner.runtime.determinism import refusal
+
+_WHITENED = 5000
 
 
 def try_forward(model: nn.Module, images: Tensor) -> Tensor:
@@ -75,7 +81,7 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
 
 
 def initialize(
-    config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None, feed: Callable[[], object]
+    config: Train, model: nn.Module, image: Tensor, data: DataModule, feed: Callable[[], object]
 ) -> Sequence[str]:
     """Set initial weights as `init` says; returns the names of the schemes. `feed` sends samples through the model.
 
@@ -83,17 +89,30 @@ def initialize(
         UserError: if a scheme does not apply to the model.
     """
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
-    for scheme in sorted(schemes, key=("zero_gamma", "prior_bias").count):  # after what would undo them
+    for scheme in sorted(schemes, key=ADJUSTMENTS.count):  # after what would undo them
         try:
             if scheme == "zero_gamma":
                 zero_last_norms(model, feed)
             elif scheme == "prior_bias":
-                _set_prior(model, image, class_counts)
+                _set_prior(model, image, data.class_counts)
+            elif scheme == "whiten":
+                whiten(model, _some_images(data))
             else:
                 draw_weights(model, scheme)
         except ValueError as error:
             raise UserError("init", f"{scheme} does not apply: {error}", "init without it") from error
     return schemes
+
+
+def _some_images(data: DataModule) -> Iterator[Tensor]:
+    """About `_WHITENED` training images in batches from all over the split, normalised and not augmented."""
+    if data.trial is not None:
+        raise ValueError("samples are not pairs of image and target")
+    loader = data.train_for_eval.loader
+    batches = math.ceil(loader.samples / loader.batch_size)
+    with preserved_rng():
+        for batch in loader.batches(0, 0, batches, max(1, loader.samples // _WHITENED)):
+            yield batch.images
 
 
 def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> None:

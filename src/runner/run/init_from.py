@@ -82,7 +82,7 @@ def set_initial_weights(
         UserError: if a scheme does not apply to the model, or a file does not fit.
     """
     modules = {name: module for name, module in modules_of(model, nn.Identity()).items() if name != "loss"}
-    schemes, given = initialize(config, modules["model"], image, data.class_counts, feed), config.init_from
+    schemes, given = initialize(config, modules["model"], image, data, feed), config.init_from
     files = dict(given) if isinstance(given, dict) else {"model": given} if given is not None else {}
     if unknown := [name for name in files if name not in modules]:
         raise UserError("init_from", f"names '{unknown[0]}', and the task has no such module", ", ".join(modules))

@@ -18,7 +18,9 @@ NonNegative = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
 TEST_SHARE = 0.2
 """The share that `data.split.test=null` takes where the data set has no validation split."""
-Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "zero_gamma", "prior_bias"]
+Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "whiten", "zero_gamma", "prior_bias"]
+ADJUSTMENTS = ("whiten", "zero_gamma", "prior_bias")
+"""Schemes of `init` that change a part of the weights, and follow one that draws all of them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Normalize(Section):
 class Split(Section):
     """The splits of validation and test samples if the data set does not provide them."""
 
-    val: Share = 0.1
+    val: Share | Literal["test"] = 0.1
     test: Share | None = None
     seed: NonNegative = 0
     stratified: bool = True
