@@ -81,7 +81,8 @@ class Segment:
 class Shown(Segment):
     def predict_step(self, modules, batch):
         logits = modules["model"](batch[0])
-        return {"mask": logits.argmax(1).to(torch.uint8), "share": logits.argmax(1).float().mean((1, 2))}
+        mask = logits.argmax(1)
+        return {"mask": mask.to(torch.uint8), "share": mask.float().mean((1, 2)), "drawn": torch.rand(len(mask))}
 
     def draw(self, sample, outputs):
         return draw_segmentation_masks(sample[0][0], outputs["mask"].bool(), alpha=0.5, colors="red")
@@ -236,10 +237,12 @@ def test_masks_are_written_as_index_pictures_with_a_palette(
     train: Callable[..., Any], ok: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
     directory = train(*MASKS, "epochs=10").directory
-    found = ok("predict", f"ckpt_path={directory}", "input=test", "output=rows.csv", "pictures=true")
+    words = (f"ckpt_path={directory}", "input=test", "pictures=true", "evaluate.batch_size=3")
+    found = ok("predict", *words, "output=rows.csv")
     with Path("rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [list(row) for row in rows] == [["sample", "mask", "share", "picture"]] * found["predicted"]
+    assert [list(row) for row in rows] == [["sample", "mask", "share", "drawn", "picture"]] * found["predicted"]
+    assert len({row["drawn"] for row in rows}) == len(rows) > 3
     for row in rows:
         image = _opened(row["mask"])
         mask = np.asarray(image)
@@ -253,7 +256,7 @@ def test_masks_are_written_as_index_pictures_with_a_palette(
         assert (picture[mask == 0] == 40).all(), "the normalisation is not undone"
         assert (picture[mask == 1] == picture[mask == 1][0]).all()
         assert picture[mask == 1][0, 0] > picture[mask == 1][0, 1]
-    two = run("predict", f"ckpt_path={directory}", "input=test", "output=two.csv", "pictures=true", "devices=2")
+    two = run("predict", *words, "output=two.csv", "devices=2")
     assert two.status == 0, two.err
     assert Path("two.csv").read_text().replace("two_", "rows_") == Path("rows.csv").read_text()
 

@@ -237,8 +237,9 @@ def _predict(
     batches = math.ceil(loader.samples / loader.batch_size)
     with evaluating(model), report.counting("predict", math.ceil(batches / ranks.size)) as begin:
         own = iter(loader.batches(0, ranks.rank, batches, ranks.size))
-        for _ in range(0, batches, ranks.size):
+        for first in range(0, batches, ranks.size):
             begin()
+            torch.manual_seed(first + ranks.rank)  # what the task draws is that of the batch, as in evaluations
             parts = ranks.gather(_computed(model, layers, source, precision, next(own, None)))
             for _, _, _, unreadable in parts:
                 source.unreadable.update(unreadable)
