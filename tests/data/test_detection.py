@@ -75,6 +75,15 @@ def test_names_of_yolo_may_skip_numbers(drawn: Path) -> None:
     assert train[0][1]["labels"].tolist() == [4]
 
 
+def test_an_empty_line_among_the_names_of_yolo_is_a_class(drawn: Path) -> None:
+    (drawn / "classes.txt").write_text("tall\n\nwide\n\n")
+    for file in (drawn / "labels").rglob("*.txt"):
+        file.write_text("2 0.5 0.5 0.5 0.5\n")
+    train = yolo(str(drawn))["train"]
+    assert train.classes == ("tall", "1", "wide")
+    assert train[0][1]["labels"].tolist() == [3]
+
+
 @needs("detection")
 def test_masks_are_those_of_polygons_and_run_lengths(drawn: Path) -> None:
     from faster_coco_eval.core import mask

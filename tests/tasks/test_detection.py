@@ -209,7 +209,11 @@ def test_bad_annotations_end_a_run_or_are_replaced_and_listed(
     contents["annotations"][0]["bbox"] = [0, 0, 99, 5]
     (drawn / "train.json").write_text(json.dumps(contents))
     assert "annotations[0]" in rejected("train", "threads=1", "logger=none", *TINY).err
+    contents["annotations"][1]["bbox"] = [3, 3, 0, 5]
+    contents["annotations"][2]["bbox"] = [3, 3, 5, 0]
+    (drawn / "train.json").write_text(json.dumps(contents))
     result = train(*TINY, "data.on_error=skip", "data.max_skipped=0.5", "epochs=1")
+    assert result.out.count("train.json: 2 boxes of zero width or height are dropped") == 1
     listed = (result.directory / "skipped.jsonl").read_text()
     assert "annotations[0]" in listed
     assert "000.png" in listed

@@ -162,18 +162,20 @@ def coco(
     for split, folder, file in zip(_SPLITS, folders, files, strict=True):
         if file is None:
             continue
-        images, theirs = _read_coco(base / file, base / (folder or ""), masks)
+        images, theirs, empty = _read_coco(base / file, base / (folder or ""), masks)
         names = names or theirs
         if differing := sorted(theirs.items() ^ names.items()):
             problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
             raise UserError("data.dataset", problem, "the same ids and names in every file")
         made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
+        if empty:
+            made[split].warnings = [f"{base / file}: {empty:,} boxes of zero width or height are dropped"]
     return made
 
 
-def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], dict[int, str]]:
-    """The images with their objects, and the names of the categories by id."""
-    section, place = "file", None
+def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], dict[int, str], int]:
+    """The images with their objects, the names of the categories by id, and how many boxes were dropped as they are empty."""
+    section, place, empty = "file", None, 0
     try:
         contents = json.loads(path.read_bytes())
         names, images = dict[int, str](), dict[int, Annotated]()
@@ -190,6 +192,7 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
             if entry["image_id"] not in images or entry["category_id"] not in labels:
                 raise ValueError(f"no image {entry['image_id']}, or no category {entry['category_id']}")
             if width == 0 or height == 0:  # such as two of COCO's own
+                empty += 1
                 continue
             box, crowd = (x, y, x + width, y + height), bool(entry.get("iscrowd"))
             label, image = labels[entry["category_id"]], images[entry["image_id"]]
@@ -202,7 +205,7 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
         where = where if section != "file" else f"{path}, which is not JSON or cut short,"
         problem = f"{where} cannot be used: {type(error).__name__}: {error}"
         raise UserError("data.dataset", problem, "a file of COCO's format") from error
-    return list(images.values()), dict(sorted(names.items()))
+    return list(images.values()), dict(sorted(names.items())), empty
 
 
 def _new(number: int, known: Container[int]) -> int:
@@ -233,10 +236,10 @@ def yolo(
     path, plain = base / description, base / "classes.txt"
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").split("\n")
-        # Numbers that a mapping skips, as those of COCO do, are classes whose name is the number
+        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").strip().splitlines()
+        # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         known = names if isinstance(names, dict) else dict(enumerate(names))
-        names = tuple(filter(None, (str(known.get(number, number)).strip() for number in range(max(known) + 1))))
+        names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(max(known) + 1))
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error

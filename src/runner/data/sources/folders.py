@@ -62,6 +62,7 @@ class ImageFolder(ImageList):
     """The images of a list of files; for the other arguments see `ImageList`."""
 
     groups: list[str]  # of each sample, for `data.split.group`, if the source has them
+    warnings: Sequence[str] = ()  # to be shown when a run begins
 
     def __init__(
         self,
