@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runner.checkpoint.weights import weights_sha256
-from runner.engine.step import backward, forward, update_weights
+from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
 
 
@@ -36,11 +36,12 @@ def both(*names: str) -> list[str]:
     [
         {},
         {"accumulate": 2},
+        {"accumulate": 2, "parts": {"weight": lambda data: data[1].sum()}},
         {"parts": {"clip_norm": 0.1, "clip_value": 0.05}},
         {"parts": {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}},
         {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0), "accumulate": 3},
     ],
-    ids=["plain", "accumulate", "clip", "amp", "scaler"],
+    ids=["plain", "accumulate", "weight", "clip", "amp", "scaler"],
 )
 def test_a_marked_step_trains_the_same_bits(bench: Any, keys: dict[str, Any]) -> None:
     weights = []
@@ -48,7 +49,7 @@ def test_a_marked_step_trains_the_same_bits(bench: Any, keys: dict[str, Any]) ->
         made = keys | ({"scaler": keys["scaler"]()} if "scaler" in keys else {})
         loop = bench(10, **made).loop()
         if mark is not None:
-            loop.step = step_in_ranges(mark, forward, backward, update_weights)
+            loop.step = step_in_ranges(mark, forward, share_of, backward, update_weights)
         loop.run()
         weights.append(weights_sha256(loop.state.model.state_dict()))
     assert weights[0] == weights[1]
@@ -57,7 +58,7 @@ def test_a_marked_step_trains_the_same_bits(bench: Any, keys: dict[str, Any]) ->
 def test_the_ranges_come_in_the_order_of_the_step(bench: Any) -> None:
     diary = Diary()
     loop = bench(10, accumulate=2, limits={"epochs": 1, "max_steps": None}).loop()
-    loop.step = step_in_ranges(diary, forward, backward, update_weights)
+    loop.step = step_in_ranges(diary, forward, share_of, backward, update_weights)
     loop.run()
     window = both(FORWARD, BACKWARD)
     assert diary.book == [*window, *window, *both(OPTIMIZER), *window, *both(OPTIMIZER)]

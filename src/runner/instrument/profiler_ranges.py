@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 
 def step_in_ranges(
-    mark: Mark, forward: Callable[..., Any], backward: Callable[..., Any], update_weights: Callable[..., Any]
+    mark: Mark,
+    forward: Callable[..., Any],
+    share_of: Callable[..., Any],
+    backward: Callable[..., Any],
+    update_weights: Callable[..., Any],
 ) -> Callable[..., None]:
     """A training step for `Loop` with its parts in ranges: the same work in the same order as `engine.step.train_step`."""
 
@@ -24,7 +28,7 @@ def step_in_ranges(
         with mark(FORWARD):
             loss = forward(state, parts, batch, samples)
         with mark(BACKWARD):
-            backward(state, loss, weight)
+            backward(state, loss, share_of(state, parts, batch.data, weight))
         if update:
             with mark(OPTIMIZER):
                 update_weights(state, parts)

@@ -18,7 +18,7 @@ from runner.data.loaders import Batch
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.engine.position import Position
-from runner.engine.step import backward, forward, update_weights
+from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.nested import fields_of, leaves_of, tensors_in
 from runner.instrument.observer import Observer, observe_gradients
 from runner.instrument.profiler_ranges import FORWARD, step_in_ranges
@@ -58,7 +58,7 @@ class Side:
         # The loss is recorded at its call, whether compiled or not
         parts = training.parts
         self._parts = dataclasses.replace(parts, equivalent=self._recorded(parts.equivalent or parts.objective))
-        self._step = step_in_ranges(self._mark, forward, backward, update_weights)
+        self._step = step_in_ranges(self._mark, forward, share_of, backward, update_weights)
         for parameter, name in self.names.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient(name))  # type: ignore[no-untyped-call]

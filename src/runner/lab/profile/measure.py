@@ -20,7 +20,7 @@ from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
-from runner.engine.step import backward, forward, update_weights
+from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT, step_in_ranges
 from runner.instrument.saved_tensors import SavedTensors
 from runner.run.metrics import build_callbacks
@@ -159,7 +159,7 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
         evaluate=None,
         callbacks=[*extra.values(), Log(config.log.every_steps, []), phases],
         monitor=training.monitor,
-        step=step_in_ranges(stopwatch, forward, backward, update_weights),
+        step=step_in_ranges(stopwatch, forward, share_of, backward, update_weights),
     )
     try:
         with contextlib.closing(phases.script):  # stops what is still recording, after an error
