@@ -88,3 +88,9 @@ def test_a_run_whose_callback_has_changed_says_what_to_set_and_that_works(
     assert "callbacks.mine: Counting cannot load its state" in changed.err
     assert "there is no 'counted'" in changed.err
     accepted("train", "ckpt_path=run", "max_steps=3", "callbacks=none")
+    without = ("~callbacks.mine", "hydra.run.dir=without")
+    accepted("train", "ckpt_path=run", "max_steps=3", *without)
+    assert "Counting" not in (workdir / "without" / "config.yaml").read_text()
+    assert "LearningRateMonitor" in (workdir / "without" / "config.yaml").read_text()
+    accepted("train", "ckpt_path=without", "max_steps=4", *without)
+    assert "callbacks.mine: cannot be deleted" in rejected("train", *words, "~callbacks.mine").err

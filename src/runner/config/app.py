@@ -29,7 +29,7 @@ from runner.config.composition import Composition as Composition
 from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
-from runner.config.keys import flatten, is_of_hydra
+from runner.config.keys import flatten, is_of_hydra, key_of
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.sources import Sources, searchpath_folder, shipped
 from runner.config.space import with_space
@@ -146,7 +146,7 @@ def compose(
     names, failure = list[str](), list[Problem]()
     try:
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
-        cfg: DictConfig = app.compose_config(primary, words, RunMode.RUN)
+        cfg: DictConfig = app.compose_config(primary, [*_of_checkpoint(words), *words], RunMode.RUN)
         names = [key for key in flatten(OmegaConf.to_container(cfg, resolve=False)) if not key.startswith("hydra.")]
         composition = Composition(
             values={},
@@ -175,6 +175,12 @@ def compose(
     if problems:
         raise ConfigError([*problems, *also(composition, False)])
     return composition, cfg
+
+
+def _of_checkpoint(words: Sequence[str]) -> list[str]:
+    """Overrides that set what `~key` deletes: it may be of a checkpoint, or deleted there already."""
+    keys = list(map(key_of, words))
+    return [f"++{key}={{}}" for key in keys if "ckpt_path" in keys and "." in key and f"~{key}" in words]
 
 
 def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) -> Composition:
