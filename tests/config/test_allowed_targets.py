@@ -99,6 +99,8 @@ BUILDERS = [
     {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"},
     {"_target_": "torchvision.models.resnet18", "pretrained": True},
     {"_target_": "torchvision.models.resnet18", "_args_": ["IMAGENET1K_V1"]},
+    {"_target_": "torchvision.models.get_model", "name": "resnet18", "weights": "DEFAULT"},
+    {"_target_": "torchvision.models.get_model", "_args_": ["lraspp_mobilenet_v3_large"]},
     {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large"},
     {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large", "weights": "DEFAULT"},
     {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large", "pretrained_backbone": True},
@@ -131,6 +133,11 @@ def test_without_weights_the_other_arguments_of_a_builder_stay() -> None:
     made = build("model", {"_target_": "torchvision.models.vit_b_32", "image_size": 64, "num_classes": 3}, fetch=False)
     assert (made.image_size, made.heads[-1].out_features) == (64, 3)
     assert isinstance(made, models.VisionTransformer)
+
+
+def test_a_name_that_no_builder_has_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Unknown model nothing"):
+        build("model", {"_target_": "torchvision.models.get_model", "name": "nothing"}, fetch=False)
 
 
 # What is advised

@@ -273,7 +273,7 @@ torch.serialization.os.system torch.utils.cpp_extension.load torch.package.Packa
 torch.multiprocessing.spawn torch.utils.data.DataLoader torch.nn.Module.load_state_dict
 torch.nn.modules.module._addindent torch.nn.Linear.__init__.__globals__ torch.nn.Linear.__class__
 torchvision.io.write_file torchvision.io.write_png torchvision.datasets.utils.download_url
-torchvision.datasets.utils.extract_archive torchvision.models.get_model torchvision.models.list_models
+torchvision.datasets.utils.extract_archive torchvision.models.get_model_weights torchvision.models.list_models
 torchvision.transforms.functional.to_tensor torchmetrics.os.system runner.tracking.loggers.Csv.open
 runner.tracking.loggers.JsonLines.log torch.nn.Module.load_state_dict
 os torch nothing_at_all.Net
@@ -291,7 +291,7 @@ runner.optim.muon.Muon runner.optim.losses.CrossEntropy runner.optim.schedules.O
 runner.tasks.classification.Classification runner.engine.callbacks.EarlyStopping runner.tracking.loggers.TensorBoard
 torch.nn.Linear torch.nn.Sequential torch.nn.CrossEntropyLoss torch.optim.SGD torch.optim.AdamW
 torch.optim.lr_scheduler.StepLR torch.utils.data.TensorDataset
-torchvision.models.resnet18 torchvision.models.vit_b_16 torchvision.models.resnet.ResNet
+torchvision.models.resnet18 torchvision.models.get_model torchvision.models.vit_b_16 torchvision.models.resnet.ResNet
 torchvision.datasets.MNIST torchvision.datasets.FakeData torchvision.datasets.ImageFolder
 torchvision.transforms.v2.RandomCrop torchvision.transforms.v2.Compose torchvision.transforms.RandomHorizontalFlip
 torchvision.transforms.Compose torchvision.transforms.ToTensor
