@@ -128,7 +128,7 @@ def test_tab_completion_knows_verbs_groups_options_and_keys(line, expected, work
 def test_tab_completion_never_imports_torch(line, workdir):
     done, notes = guarded("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[0] in ("train", "model=mlp")
+    assert done.stdout.split()[0] in ("train", "model=airbench")
     assert notes["refused"] == []
     assert int(notes["modules"][0]) < (150 if line == "runner tr" else 450)
 
