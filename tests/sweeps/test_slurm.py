@@ -294,6 +294,7 @@ def check(workdir):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_on_a_real_cluster_a_warned_job_continues_and_a_sweep_finds_its_jobs_again(
     check, run, tiny, workdir, monkeypatch
 ):
