@@ -256,21 +256,6 @@ def test_another_target_on_the_line_drops_the_facts_that_it_does_not_take(train:
     assert "Sequential, 650 parameters" in train(*words, "debug=smoke").out
 
 
-def test_arguments_that_pass_through_are_taken_from_the_data_if_the_config_lists_them(
-    train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = "print('sizes', sizes) or nn.Sequential(nn.Flatten(), nn.Linear(64, 10))"
-    (workdir / "own_net.py").write_text(f"from torch import nn\n\n\ndef net(**sizes):\n    return {body}\n")
-    monkeypatch.syspath_prepend(workdir)
-    (workdir / "own" / "model").mkdir(parents=True)
-    (workdir / "own" / "model" / "own.yaml").write_text("_target_: own_net.net\nnum_classes: null\nin_channels: null\n")
-    words = ("max_steps=1", "evaluate.test=false")
-    assert "sizes {'num_classes': 10, 'in_channels': 1}" in train("--config-dir=own", "model=own", *words).out
-    left_over = ("model._target_=own_net.net", "~model.width", "~model.dropout")
-    assert "sizes {}" in train(*left_over, *words).out
-    assert "sizes {'num_classes': 10}" in train(*left_over, "model.num_classes=null", *words).out
-
-
 def test_a_data_set_in_place_of_the_default_one_gives_the_name_and_is_measured(
     train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,11 +29,10 @@ from runner.config.composition import Composition as Composition
 from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
-from runner.config.keys import at, flatten, is_of_hydra, key_of
+from runner.config.keys import flatten, is_of_hydra, key_of
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.sources import Sources, searchpath_folder, shipped
 from runner.config.space import with_space
-from runner.config.targets import FACTS
 from runner.config.yaml_files import refusing
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
@@ -194,12 +193,7 @@ def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) ->
         ConfigError: for an interpolation that cannot be resolved.
     """
     try:
-        values, given = _plain(cfg), set(map(key_of, composition.overrides))
-        # A new target that takes any arguments should not get those that the option leaves to the data
-        for section, name in [(each, name) for each in FACTS if f"{each}._target_" in given for name in FACTS[each]]:
-            if at(values, key := f"{section}.{name}") is None and key not in given:
-                del at(values, section)[name]
-        return dataclasses.replace(composition, values=values)
+        return dataclasses.replace(composition, values=_plain(cfg))
     except OmegaConfBaseException as error:
         raise ConfigError(composition.with_origins([as_problem(error, names)])) from error
 

@@ -107,7 +107,6 @@ class Component:
             self.parameters = inspect.signature(self.target).parameters
         except (ValueError, TypeError):
             self.parameters = None
-        self.takes_any = any(each.kind is each.VAR_KEYWORD for each in (self.parameters or {}).values())
         # Keys that this program reads itself are not passed on
         extras = extras_class(key)
         self.known_extras = [name for name in keys.hints(extras) if not self.takes(name)] if extras else []
@@ -170,6 +169,7 @@ def bind(
         return problems
     # What the program passes by position is not for a config to give.
     parameters = list(component.parameters.values())
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     parameters = parameters[positional + len(component.positional) :]
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     annotations = _annotations(component.target)
@@ -178,7 +178,7 @@ def bind(
             continue  # from the data, or the default, which `width: int = None` does not annotate
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
-        elif not component.takes_any:
+        elif not takes_any:
             # What the program gives to a logger is not a setting.
             listed = [each for each in named if not (key.startswith("logger.") and each in facts)]
             listed += sorted(component.known_extras)
@@ -257,9 +257,8 @@ def extras_of(key: str, node: Mapping[str, Any]) -> Any:
 
 
 def names_argument(node: Mapping[str, Any], name: str) -> bool:
-    """Tell whether a component has an argument of this name: in the signature of its target, or listed if that takes any."""
-    component = Component("", node)
-    return component.takes(name) or (component.takes_any and name in node)
+    """Tell whether the signature of a component's target has an argument of this name."""
+    return Component("", node).takes(name)
 
 
 def preferred_data(node: Mapping[str, Any], grey: bool) -> dict[str, Any]:
@@ -302,11 +301,12 @@ def build(
     kwargs = {name: _built(f"{key}.{name}", value, fetch) for name, value in component.arguments.items()}
     # Facts fill what the config leaves open, and only if the target asks for them
     for name, value in (facts or {}).items():
-        if kwargs.get(name) is None and names_argument(node, name):
+        if kwargs.get(name) is None and component.takes(name):
             kwargs[name] = value
-    if (
-        component.parameters and not component.takes_any
-    ):  # of the option that another target was put into, and validated before
+        elif kwargs.get(name, ...) is None:
+            del kwargs[name]  # of the option that another target was put into
+    parameters = (component.parameters or {}).values()
+    if parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters):  # as above, and validated before
         kwargs = {name: value for name, value in kwargs.items() if value is not None or component.takes(name)}
     positional = [*args, *(_built(f"{key}._args_", value, fetch) for value in component.positional)]
     if node.get("_partial_"):
