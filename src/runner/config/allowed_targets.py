@@ -147,7 +147,8 @@ def _builds_a_part(found: Any) -> bool:
     # Functions are allowed only if torchvision lists them as builders of models
     if inspect.isfunction(found) and within(home, ["torchvision.models"]):
         try:
-            return found.__name__ == "get_model" or torchvision.models.get_model_builder(found.__name__) is found
+            models = torchvision.models
+            return bool(found is models.get_model or models.get_model_builder(found.__name__) is found)
         except ValueError:
             return False
     if not inspect.isclass(found) or not within(home, _EVERY_HOME):

@@ -175,7 +175,7 @@ def coco(
 
 def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], dict[int, str], int]:
     """The images with their objects, the names of the categories by id, and how many boxes were dropped as they are empty."""
-    section, place = "file", None
+    section, place, empty = "file", None, 0
     try:
         contents = json.loads(path.read_bytes())
         names, images = dict[int, str](), dict[int, Annotated]()
@@ -192,6 +192,7 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
             if entry["image_id"] not in images or entry["category_id"] not in labels:
                 raise ValueError(f"no image {entry['image_id']}, or no category {entry['category_id']}")
             if width == 0 or height == 0:  # such as two of COCO's own
+                empty += 1
                 continue
             box, crowd = (x, y, x + width, y + height), bool(entry.get("iscrowd"))
             label, image = labels[entry["category_id"]], images[entry["image_id"]]
@@ -204,7 +205,6 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
         where = where if section != "file" else f"{path}, which is not JSON or cut short,"
         problem = f"{where} cannot be used: {type(error).__name__}: {error}"
         raise UserError("data.dataset", problem, "a file of COCO's format") from error
-    empty = sum(0 in each["bbox"][2:] for each in contents["annotations"])
     return list(images.values()), dict(sorted(names.items())), empty
 
 
