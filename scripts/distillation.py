@@ -39,7 +39,6 @@ def run(words: list[str], root: str) -> Path:
     """The directory of a run or a sweep."""
     # Weights are evaluated at the end, as the best of many evaluations of 100 images would be chosen by chance
     common = [
-        "data=digits",
         "data.dataset._target_=distillation.few_digits",
         "model=small_cnn",
         "threads=1",

@@ -256,28 +256,6 @@ def test_another_target_on_the_line_drops_the_facts_that_it_does_not_take(train:
     assert "Sequential, 650 parameters" in train(*words, "debug=smoke").out
 
 
-def test_a_data_set_in_place_of_the_default_one_gives_the_name_and_is_measured(
-    train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workdir / "own_grey.py").write_text(
-        "import torch\n\n\ndef grey():\n    return [(torch.full((3, 8, 8), 0.25), 0)] * 40\n"
-    )
-    monkeypatch.syspath_prepend(workdir)
-    words = ("data.dataset._target_=own_grey.grey", "task.num_classes=2", "max_steps=1", "evaluate.test=false")
-    for more, name, mean in (
-        ((), "grey", [0.25] * 3),
-        (("data.name=own", "data.normalize={mean: [0.5], std: [1]}"), "own", [0.5]),
-        (("data=digits",), "digits", [0.3053]),
-    ):
-        directory = train(*words, *more).directory
-        config = yaml.safe_load((directory / "config.yaml").read_text())
-        assert (directory.parent.name, config["data"]["name"], config["data"]["normalize"]["mean"]) == (
-            name,
-            name,
-            mean,
-        )
-
-
 def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(train: Any, train_once: Any) -> None:
     first = train_once(*SMALL, "evaluate.test=false")
     for size in (4, 32):

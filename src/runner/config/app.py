@@ -146,7 +146,7 @@ def compose(
     names, failure = list[str](), list[Problem]()
     try:
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
-        cfg: DictConfig = app.compose_config(primary, [*_implied(words), *words], RunMode.RUN)
+        cfg: DictConfig = app.compose_config(primary, [*_of_checkpoint(words), *words], RunMode.RUN)
         names = [key for key in flatten(OmegaConf.to_container(cfg, resolve=False)) if not key.startswith("hydra.")]
         composition = Composition(
             values={},
@@ -177,13 +177,10 @@ def compose(
     return composition, cfg
 
 
-def _implied(words: Sequence[str]) -> list[str]:
-    """Overrides that others imply: a checkpoint may have what `~key` deletes, and another data set is not the default one."""
-    given = {key_of(word): word.replace("=", ".").rpartition(".")[2].strip("'\"") for word in words}
-    found = [f"++{key}={{}}" for key in given if "ckpt_path" in given and "." in key and f"~{key}" in words]
-    if "data.dataset._target_" in given and not {"data", "experiment"} & given.keys():
-        found += [f"data.name={given['data.dataset._target_']}", "data.normalize={mean: null, std: null}"]
-    return found
+def _of_checkpoint(words: Sequence[str]) -> list[str]:
+    """Overrides that set what `~key` deletes: it may be of a checkpoint, or deleted there already."""
+    keys = list(map(key_of, words))
+    return [f"++{key}={{}}" for key in keys if "ckpt_path" in keys and "." in key and f"~{key}" in words]
 
 
 def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) -> Composition:

@@ -363,7 +363,8 @@ def _fetch_nothing(component: Component) -> None:
         given |= dict(zip(component.parameters or (), component.positional, strict=False))
         component.positional = []
         given = {name: value for name, value in given.items() if name not in _DOWNLOADS}
-        if (name := str(given.get("name")).lower()) in resolve("torchvision.models.list_models")():  # of `get_model`
-            target = resolve("torchvision.models.get_model_builder")(name)
+        if target.__name__ == "get_model":  # calls a builder by its name; building refuses a name that there is not
+            with contextlib.suppress(ValueError):
+                target = resolve("torchvision.models.get_model_builder")(str(given["name"]))
         builder = Component("", {"_target_": ""}, target)
         component.arguments = given | {name: None for name in ("weights", "weights_backbone") if builder.takes(name)}

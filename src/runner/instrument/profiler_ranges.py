@@ -13,11 +13,14 @@ Mark = Callable[[str], contextlib.AbstractContextManager[object]]
 """Gives a context for a range of that name."""
 
 T = TypeVar("T")
-_Part = Callable[..., Any]
 
 
 def step_in_ranges(
-    mark: Mark, forward: _Part, share_of: _Part, backward: _Part, update_weights: _Part
+    mark: Mark,
+    forward: Callable[..., Any],
+    share_of: Callable[..., Any],
+    backward: Callable[..., Any],
+    update_weights: Callable[..., Any],
 ) -> Callable[..., None]:
     """A training step for `Loop` with its parts in ranges: the same work in the same order as `engine.step.train_step`."""
 
