@@ -250,7 +250,7 @@ def _train(
             epoch = state.position.epoch + (state.position.batch > 0)
             tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
             buffer("test", tested, state.position.global_step, epoch)
-        elif data.test is None and config.evaluate.test:
+        elif data.test is None and config.evaluate.test and config.data.split.val != "test":
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
     except Interrupted:
         raise Preempted(agreement.reason() or signals.asked()) from None

@@ -107,6 +107,8 @@ init=[normal,kaiming] | init | draws the weights 2 times: normal, kaiming
 model=torchvision model.weights=DEFAULT init=kaiming | init | which would overwrite the weights that model.weights loads
 init_mismatch=skip | init_mismatch | has no effect without init_from
 init=he | init | cannot be he
+data.split.val=test data.split.folds=3 | data.split.val | is test, and data.split.folds=3 divides the data
+data.split.val=test data.split.test=0.1 | data.split.val | is test, and data.split.test=0.1 divides the data
 model.head=deep | model.head | cannot be deep
 model.head=[0] | model.head | cannot be
 optimizer=rmsprop optimizer.fused=true | optimizer.fused | is not an argument of torch.optim.RMSprop

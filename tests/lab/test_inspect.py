@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -281,15 +282,20 @@ def test_features_of_a_split_are_those_of_its_samples_in_order(
     assert (path.name, path.parent.parent, Path(found["folder"]).parent) == ("features_val.npz", folder, folder)
 
 
-def test_features_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_features_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [{"x": torch.full((3, 2), float(number)), "y": torch.arange(3)} for number in range(5)]
     target = tmp_path / "f.npz"
     assert write_features(iter(batches), target) == {"x": (15, 2), "y": (15,)}
     with np.load(target) as archive:
         assert archive["x"][:, 0].tolist() == [number for number in range(5) for _ in range(3)]
         assert (archive["x"].dtype, archive["y"].dtype) == (np.float32, np.int64)
-    with pytest.raises(UserError, match="cannot write"):
-        write_features(iter(batches), tmp_path / "missing" / "g.safetensors")
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="no space left"):
+        write_features(iter(batches), tmp_path / "g.safetensors")
     other = iter([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
     with pytest.raises(UserError, match=r"features: x has rows of \(4,\) in one batch and of \(3,\) in another"):
         write_features(other, tmp_path / "h.npz")

@@ -107,6 +107,8 @@ def test_a_kernel_is_updated_as_the_matrix_of_its_outputs(layout: torch.memory_f
         theirs.step()
     assert torch.equal(kernel.flatten(1), matrix)
     assert [group["algorithm"] for group in Muon([kernel, head]).param_groups] == ["adamw"]
+    positions = nn.Parameter(torch.zeros(1, 4, 6))
+    assert [len(group["params"]) for group in Muon([positions, kernel, head], kernels=True).param_groups] == [1, 2]
 
 
 def test_normalised_weights_have_the_norm_of_their_outputs_before_each_update() -> None:

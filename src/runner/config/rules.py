@@ -150,13 +150,11 @@ def _of_data(config: Train) -> Broken:
     """Splitting, normalising and placing the data."""
     data, split, mean, std = config.data, config.data.split, config.data.normalize.mean, config.data.normalize.std
     test = TEST_SHARE if split.test is None else split.test
-    if split.val == "test" and split.folds is not None:
-        yield (
-            "data.split.val",
-            f"is test, and data.split.folds={split.folds} makes a validation split",
-            "one of the two",
-        )
-    elif split.val != "test" and split.val + test >= 1:
+    if split.val == "test":
+        for name in ("test", "folds", "group"):
+            if (value := getattr(split, name)) is not None:
+                yield "data.split.val", f"is test, and data.split.{name}={value} divides the data", "one of the two"
+    elif split.val + test >= 1:
         message = f"val={split.val} and test={test} leave nothing to train on"
         yield "data.split", message, "fractions that add up to less than 1"
     if split.folds is not None and split.fold >= split.folds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -139,6 +140,8 @@ class LoaderBuilder:
         """Reads samples of a split, as training or evaluations get them."""
         source, replacements = self.placement.source(self.parts[name][0]), self.replacements.get(name)
         transforms = self.sample_train if training else self.sample_eval
+        if not self.pairs:  # each reader has its own, as they may keep state
+            transforms = copy.deepcopy(transforms)
         return SeededDataset(source, self.config.seed, transforms, replacements, name, pairs=self.pairs)
 
     def build(

@@ -127,7 +127,9 @@ def write_features(batches: Iterator[Mapping[str, Tensor]], path: Path) -> dict[
     for batch in batches:
         for name, tensor in batch.items():
             rows = found.setdefault(name, [])
-            rows.append(tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else torch.int64))
+            rows.append(
+                tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else torch.int64, copy=True)
+            )
             if rows[-1].shape[1:] != rows[0].shape[1:]:
                 shapes = f"{tuple(rows[-1].shape[1:])} in one batch and of {tuple(rows[0].shape[1:])} in another"
                 raise UserError("features", f"{name} has rows of {shapes}", "layers whose outputs have one shape")

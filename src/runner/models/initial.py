@@ -78,13 +78,15 @@ def whiten(model: nn.Module, batches: Iterable[Tensor]) -> None:
     for each number of a patch. `batches` are normalised images (B, C, H, W).
 
     Raises:
-        ValueError: if the first convolution has another number of outputs.
+        ValueError: if the first convolution has another number of outputs, or groups or a dilation.
     """
     layer = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    patch = 0 if layer is None else layer.weight[0].numel()
-    if layer is None or layer.out_channels != 2 * patch:
-        found = "there is none" if layer is None else f"it has {layer.out_channels}"
-        raise ValueError(f"the first convolution needs two outputs for each of {patch} numbers of a patch, and {found}")
+    if layer is None or layer.groups > 1 or layer.dilation != (1, 1):
+        raise ValueError("the model has no convolution of images, or its first one has groups or a dilation")
+    patch = layer.weight[0].numel()
+    if layer.out_channels != 2 * patch:
+        needed = f"needs two outputs for each of {patch} numbers of a patch"
+        raise ValueError(f"the first convolution {needed}, and it has {layer.out_channels}")
     weight, products, count = layer.weight, torch.zeros(patch, patch, dtype=torch.float64), 0
     for images in batches:
         patches = nn.functional.unfold(images, layer.kernel_size).transpose(1, 2).reshape(-1, patch).double().cpu()

@@ -40,7 +40,7 @@ class _Muon(Optimizer):
         matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
         scale = 0.2 * math.sqrt(max(rows, columns)) if matches_adamw else math.sqrt(max(1, rows / columns))
         if group["normalize"]:
-            weight.mul_(math.sqrt(rows) / weight.norm())
+            weight.mul_(math.sqrt(rows) / weight.norm().clamp(min=1e-7))
             scale = 1.0
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(matrix.view_as(weight), alpha=-group["lr"] * scale)
@@ -66,8 +66,8 @@ class Muon(Optimizer):
 
     Muon (Jordan, https://kellerjordan.github.io/posts/muon/) is designed for the weight matrices of hidden layers. It gets
     the two-dimensional parameters except the last one in the given order, which is the head, and with `kernels` those of
-    convolutions; AdamW gets the rest: the head, biases, norms, positions and other kernels. Each given group becomes up to
-    two, distinguished by the key "algorithm" ("muon" or "adamw"), each with its own "initial_lr".
+    two-dimensional convolutions; AdamW gets the rest: the head, biases, norms, positions and other kernels. Each given group
+    becomes up to two, distinguished by the key "algorithm" ("muon" or "adamw"), each with its own "initial_lr".
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of either. A group's "lr" applies to Muon; AdamW's is scaled
@@ -137,7 +137,7 @@ class Muon(Optimizer):
         """Add a group, split into the matrices for Muon and the rest for AdamW."""
         parts: dict[_Part, list[Any]] = {"muon": [], "adamw": []}
         for item in _listed(param_group["params"]):
-            is_hidden = _tensor(item).ndim == 2 or (self._kernels and _tensor(item).ndim > 2)
+            is_hidden = _tensor(item).ndim == 2 or (self._kernels and _tensor(item).ndim > 3)
             is_hidden = is_hidden and _tensor(item) is not self._head
             parts["muon" if is_hidden else "adamw"].append(item)
         for algorithm, items in parts.items():

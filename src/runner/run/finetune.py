@@ -113,6 +113,7 @@ def _some_images(data: DataModule) -> Iterator[Tensor]:
     with preserved_rng():
         for batch in loader.batches(0, 0, batches, max(1, loader.samples // _WHITENED)):
             yield batch.images
+    loader.close()
 
 
 def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> None:

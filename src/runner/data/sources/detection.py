@@ -236,7 +236,7 @@ def yolo(
     path, plain = base / description, base / "classes.txt"
     try:
         said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").strip().splitlines()
+        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         known = names if isinstance(names, dict) else dict(enumerate(names))
         names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(max(known) + 1))

@@ -137,8 +137,8 @@ _BACKWARD = (
 _BY_PHASE: dict[str, tuple[str, str]] = {
     Phase.START: ("the model is built with other values: {owner} draws them from its own generator", _SEEDED),
     Phase.BATCH: (
-        "a transform, the data set or data.batch_sampler keeps state or asks which worker it runs in, or files change",
-        "no such state, and nothing from get_worker_info()",
+        "a transform, the data set or data.batch_sampler keeps state, depends on the worker process, or files change",
+        "keep no state, and do not use get_worker_info()",
     ),
     Phase.DRAWN: _DREW,
     Phase.ACTIVATION: (
