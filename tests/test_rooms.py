@@ -190,7 +190,7 @@ BUDGET = {
     "launch": 1_030,
     "models": 1_390,
     "optim": 1_200,
-    "run": 4_600,
+    "run": 4_610,
     "runtime": 1_890,
     "sweeps": 2_280,
     "tasks": 780,

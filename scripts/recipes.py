@@ -1,0 +1,89 @@
+"""Reruns a recipe of docs/recipes.md with several seeds, and compares it with the stored curves.
+
+    python scripts/recipes.py cifar10_airbench --seeds 3 data.root=path/to/data
+    python scripts/recipes.py cifar10_airbench --store data.root=path/to/data
+
+Overrides go to each run. Prints the accuracy of each seed after the last epoch, with and without test-time augmentation, the
+samples trained per second, the epoch that reaches each level, and mean and standard deviation over the seeds. Exit status 4 if
+`report` finds the runs worse than `scripts/recipes/NAME.json`, 1 if their mean is below the bar; `--store` writes that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STORED = Path(__file__).resolve().parent / "recipes"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment, the views of its test-time augmentation, and the accuracies that it should reach."""
+
+    tta: str
+    bar: float
+    levels: tuple[float, ...]
+
+
+RECIPES = {
+    "cifar10_airbench": Recipe("[flip]", 0.94, (0.9, 0.93, 0.94)),
+}
+
+
+def runner(*words: str) -> str:
+    """The output of a verb, which must succeed."""
+    return subprocess.run(
+        [sys.executable, "-m", "runner", *words], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def records(directory: Path, split: str) -> list[dict[str, Any]]:
+    """The logged lines of a run: of training, or of its evaluations."""
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["split"] == split]
+
+
+def main() -> int:
+    """Run a recipe."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=RECIPES)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="of the sweep; a sweep in it is continued")
+    parser.add_argument("--store", action="store_true", help="write the runs as those to compare with")
+    parser.add_argument("words", nargs="*", help="overrides")
+    given = parser.parse_intermixed_args()
+    recipe, folder = RECIPES[given.name], given.folder or Path("outputs/recipes") / given.name
+    seeds = f"seed={','.join(map(str, range(given.seeds)))}"
+    sweep = ("--multirun", f"experiment={given.name}", seeds, f"hydra.sweep.dir={folder}", "logger=none", *given.words)
+    subprocess.run([sys.executable, "-m", "runner", "train", *sweep], check=True)
+    plain, views = [], []
+    for directory in sorted(path.parent for path in folder.glob("*/summary.json")):
+        last = f"ckpt_path={directory}/checkpoints/last.safetensors"
+        found = json.loads(runner("eval", last, "split=val", f"tta={recipe.tta}", "json=true"))
+        evaluations = records(directory, "val")
+        plain.append(evaluations[-1]["accuracy"])
+        views.append(found["tta"]["metrics"]["accuracy"])
+        rate = statistics.median(line["samples_per_s"] for line in records(directory, "train"))
+        print(f"{directory.name}: accuracy {plain[-1]:.4f}, with tta {views[-1]:.4f}, {rate:.0f} samples/s")
+        for level in recipe.levels:
+            reached = [line["epoch"] for line in evaluations if line["accuracy"] >= level]
+            print(f"  {level:.0%}: {f'epoch {reached[0]}' if reached else 'not without tta'}")
+    for name, values in (("accuracy", plain), ("with tta", views)):
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        print(f"{name}: mean {statistics.mean(values):.4f}, standard deviation {spread:.4f}, {len(values)} seeds")
+    file = STORED / f"{given.name}.json"
+    word = f"save_baseline={file}" if given.store else f"against={file}"
+    status = 0
+    if given.store or file.exists():
+        status = subprocess.run([sys.executable, "-m", "runner", "report", str(folder), word], check=False).returncode
+    return status or int(statistics.mean(views) < recipe.bar)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
