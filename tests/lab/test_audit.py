@@ -122,7 +122,7 @@ def test_an_augmentation_seeded_by_the_worker_is_found(audit: Callable[..., Any]
     words = ("transform.sample_train=[{_target_: audit_faults.ByWorker}]", "data.placement=disk")
     found = audit(*QUICK, *words, f"vary=data.num_workers:{workers}")
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    assert "asks which worker it runs in" in found["cause"]["text"]
+    assert "depends on the worker process" in found["cause"]["text"]
     assert "get_worker_info" in found["cause"]["remedy"]
     assert audit(*QUICK, *words, "vary=data.num_workers:0,0")["same"], "it repeats in one process"
 
