@@ -135,9 +135,10 @@ def test_without_weights_the_other_arguments_of_a_builder_stay() -> None:
     assert isinstance(made, models.VisionTransformer)
 
 
-def test_a_name_that_no_builder_has_is_refused() -> None:
-    with pytest.raises(UserError, match=r"Unknown model nothing"):
-        build("model", {"_target_": "torchvision.models.get_model", "name": "nothing"}, fetch=False)
+@pytest.mark.parametrize(("named", "reason"), [({"name": "nothing"}, "Unknown model nothing"), ({}, "missing")])
+def test_a_name_that_no_builder_has_is_refused(named: dict[str, str], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        build("model", {"_target_": "torchvision.models.get_model", **named}, fetch=False)
 
 
 # What is advised

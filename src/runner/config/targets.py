@@ -365,6 +365,6 @@ def _fetch_nothing(component: Component) -> None:
         given = {name: value for name, value in given.items() if name not in _DOWNLOADS}
         if target.__name__ == "get_model":  # calls a builder by its name; building refuses a name that there is not
             with contextlib.suppress(ValueError):
-                target = resolve("torchvision.models.get_model_builder")(str(given["name"]))
+                target = resolve("torchvision.models.get_model_builder")(str(given.get("name")))
         builder = Component("", {"_target_": ""}, target)
         component.arguments = given | {name: None for name in ("weights", "weights_backbone") if builder.takes(name)}
