@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -54,8 +54,8 @@ def interruptible() -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
-        # While torch is imported, its compiled part aborts the process if Python raises an exception.
-        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        # Compiled code that is being imported may print what Python raises, drop it, or, as torch does, abort the process
+        if any(caller.f_code.co_filename.startswith("<frozen importlib") for caller, _ in traceback.walk_stack(frame)):
             os.write(2, b"interrupted\n")
             os._exit(128 + number)
         signal.default_int_handler(number, frame)
