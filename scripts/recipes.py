@@ -32,7 +32,7 @@ class Recipe:
 
 
 RECIPES = {
-    "cifar10_airbench": Recipe("[flip]", 0.94, (0.9, 0.93, 0.94)),
+    "cifar10_airbench": Recipe("[flip,shifts]", 0.94, (0.9, 0.93, 0.94)),
 }
 
 

@@ -50,14 +50,21 @@ def test_a_view_differs_from_the_image_and_keeps_its_shape(name: str, images: Te
         assert not torch.equal(seen, images)
 
 
-def test_views_that_two_names_share_are_seen_once() -> None:
-    assert len(views_named(["five_crop", "ten_crop", "flip", "hflip"])) == 1 + 10 + 1
+def test_each_view_of_a_name_is_seen_in_each_view_of_the_others(images: Tensor) -> None:
+    views = views_named(["flip", "shifts", "hflip"])
+    seen = [view(images) for view in views]
+    assert len(seen) == 2 * 5, "flip and hflip are one"
+    moved = (images, *(shift(images) for shift in VIEWS["shifts"]))
+    for expected in (*moved, *(each.flip(-1) for each in moved)):
+        assert any(torch.equal(expected, each) for each in seen)
 
 
-def test_a_shift_moves_by_a_sixteenth_and_repeats_the_edge(images: Tensor) -> None:
+@pytest.mark.parametrize(("size", "pixels"), [(16, 1), (96, 3)])
+def test_a_shift_moves_by_a_thirty_second_at_least_a_pixel_and_repeats_the_edge(size: int, pixels: int) -> None:
+    images = torch.rand(2, 3, size, size)
     moved = VIEWS["shifts"][1](images)
-    assert torch.equal(moved[..., 1:, :], images[..., :-1, :])
-    assert torch.equal(moved[..., 0, :], images[..., 0, :])
+    assert torch.equal(moved[..., pixels:, :], images[..., :-pixels, :])
+    assert torch.equal(moved[..., :pixels, :], images[..., :1, :].expand(-1, -1, pixels, -1))
 
 
 def test_corners_are_the_corners_and_a_tenth_crop_is_a_mirrored_one(images: Tensor) -> None:

@@ -259,7 +259,10 @@ def test_nothing_is_found_in_healthy_data(
         2,
         4,
         8,
-        *range(13, 23),
+        13,
+        16,
+        19,
+        22,
         several=True,
     ),
 )

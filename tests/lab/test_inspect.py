@@ -314,6 +314,7 @@ def test_lists_can_be_typed_without_brackets() -> None:
     ]
 
 
+@pytest.mark.extended
 def test_averaged_weights_are_looked_at_where_they_are_meant(
     train: Callable[..., Any], inspect: Callable[..., Any], run: Callable[..., Any]
 ) -> None:

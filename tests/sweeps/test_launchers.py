@@ -37,6 +37,7 @@ def counts(folder: Path) -> Counter[str]:
     return Counter(line["event"] for line in events(folder))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_command_of_a_job_has_the_same_bits_and_a_job_that_fails_early_keeps_its_folder(
     trained, spawn, tiny, workdir, mine

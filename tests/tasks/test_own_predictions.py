@@ -324,6 +324,7 @@ def test_inspect_shows_the_samples_with_the_largest_loss(train: Callable[..., An
     assert found["gradients"]
 
 
+@pytest.mark.extended
 def test_inspect_looks_into_tasks_that_compute_their_steps(ok: Callable[..., Any], run: Callable[..., Any]) -> None:
     found = ok("inspect", *PAIRS, "what=[gradients,weights,filters]")
     assert {each["name"] for each in found["gradients"]} > {"head.weight", "head.bias"}

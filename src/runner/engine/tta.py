@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 View = Callable[[Tensor], Tensor]
 
 _CROP = 7 / 8  # edge of a crop as a share of the image's, as 224 of 256
-_SHIFT = 1 / 16
+_SHIFT = 1 / 32
 _SCALES = (1.1, 0.9)
 
 
@@ -27,7 +28,7 @@ def _rotated(images: Tensor, quarters: int) -> Tensor:
 
 
 def _shifted(images: Tensor, down: int, right: int) -> Tensor:
-    """Moved by a sixteenth of the size, at least a pixel, in each direction that is not 0; the edge is repeated."""
+    """Moved by a thirty-second of the size, at least a pixel, in each direction that is not 0; the edge is repeated."""
     height, width = images.shape[-2:]
     rows, columns = down * max(1, round(_SHIFT * height)), right * max(1, round(_SHIFT * width))
     padded = F.pad(images, (abs(columns),) * 2 + (abs(rows),) * 2, mode="replicate")
@@ -78,8 +79,13 @@ VIEWS: dict[str, tuple[View, ...]] = {
 
 
 def views_named(names: Sequence[str]) -> list[View]:
-    """The original image and the views of each name, without duplicates."""
-    return list(dict.fromkeys([_SAME, *(view for name in names for view in VIEWS[name])]))
+    """The original image and the views of each name, seen in each view of the other names too."""
+    sets = dict.fromkeys((_SAME, *VIEWS[name]) for name in names)
+    return [partial(reduce, _seen, views) for views in product(*sets)]
+
+
+def _seen(images: Tensor, view: View) -> Tensor:
+    return view(images)
 
 
 class TTAModel(nn.Module):
