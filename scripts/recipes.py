@@ -5,7 +5,8 @@
 
 Overrides go to each run. Prints the accuracy of each seed after the last epoch, with and without test-time augmentation, the
 samples trained per second, the epoch that reaches each level, and mean and standard deviation over the seeds. Exit status 4 if
-`report` finds the runs worse than `scripts/recipes/NAME.json`, 1 if their mean is below the bar; `--store` writes that file.
+`report` finds the runs worse than `scripts/recipes/NAME.json`, 1 if their mean is below the bar; `--store` writes that file,
+and the plot of docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 STORED = Path(__file__).resolve().parent / "recipes"
+PLOTS = Path(__file__).resolve().parents[1] / "docs" / "assets"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,23 @@ def records(directory: Path, split: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["split"] == split]
 
 
+def plot(name: str, recipe: Recipe, curves: list[list[dict[str, Any]]], views: list[float]) -> None:
+    """Draw the accuracy of each seed after each epoch, and with test-time augmentation after the last one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for seed, (curve, view) in enumerate(zip(curves, views, strict=True)):
+        epochs = [line["epoch"] for line in curve]
+        (line,) = axes.plot(epochs, [line["accuracy"] for line in curve], label=f"seed {seed}")
+        axes.plot(epochs[-1:], [view], "o", color=line.get_color())
+    axes.axhline(recipe.bar, color="grey", linestyle=":")
+    axes.set(xlabel="epoch", ylabel="test accuracy", title=f"{name}; dots: with tta={recipe.tta}")
+    axes.legend()
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOTS / f"recipe_{name}.png", dpi=100)
+
+
 def main() -> int:
     """Run a recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,21 +81,27 @@ def main() -> int:
     seeds = f"seed={','.join(map(str, range(given.seeds)))}"
     sweep = ("--multirun", f"experiment={given.name}", seeds, f"hydra.sweep.dir={folder}", "logger=none", *given.words)
     subprocess.run([sys.executable, "-m", "runner", "train", *sweep], check=True)
-    plain, views = [], []
+    curves, views = [], []
     for directory in sorted(path.parent for path in folder.glob("*/summary.json")):
         last = f"ckpt_path={directory}/checkpoints/last.safetensors"
         found = json.loads(runner("eval", last, "split=val", f"tta={recipe.tta}", "json=true"))
         evaluations = records(directory, "val")
-        plain.append(evaluations[-1]["accuracy"])
+        curves.append(evaluations)
         views.append(found["tta"]["metrics"]["accuracy"])
         rate = statistics.median(line["samples_per_s"] for line in records(directory, "train"))
-        print(f"{directory.name}: accuracy {plain[-1]:.4f}, with tta {views[-1]:.4f}, {rate:.0f} samples/s")
+        print(
+            f"{directory.name}: accuracy {evaluations[-1]['accuracy']:.4f}, with tta {views[-1]:.4f}, {rate:.0f} samples/s"
+        )
         for level in recipe.levels:
             reached = [line["epoch"] for line in evaluations if line["accuracy"] >= level]
             print(f"  {level:.0%}: {f'epoch {reached[0]}' if reached else 'not without tta'}")
+    plain = [evaluations[-1]["accuracy"] for evaluations in curves]
     for name, values in (("accuracy", plain), ("with tta", views)):
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         print(f"{name}: mean {statistics.mean(values):.4f}, standard deviation {spread:.4f}, {len(values)} seeds")
+    if given.store:
+        STORED.mkdir(exist_ok=True)
+        plot(given.name, recipe, curves, views)
     file = STORED / f"{given.name}.json"
     word = f"save_baseline={file}" if given.store else f"against={file}"
     status = 0

@@ -119,6 +119,20 @@ def test_each_batch_has_the_chosen_samples(package: Path, compose: Any) -> None:
     assert not torch.equal(batches[0].indices, other[0].indices)
 
 
+def test_repeated_augmentation_draws_each_sample_several_times_in_a_row(compose: Any) -> None:
+    repeated = "data.batch_sampler={_target_: runner.data.repeated.repeated_augmentation, _partial_: true, repeats: 3}"
+    data = read(compose, repeated, "data.shift=0.5", "data.batch_size=30")
+    batches = batches_of(data)
+    drawn = torch.cat([batch.indices for batch in batches])
+    assert len(drawn) == data.train.samples
+    groups = drawn[: len(drawn) // 3 * 3].view(-1, 3)
+    assert (groups == groups[:, :1]).all()
+    assert len(drawn.unique()) == math.ceil(data.train.samples / 3), "no image is in two groups"
+    copies = batches[0].images.view(10, 3, -1)
+    assert not torch.equal(copies[:, 0], copies[:, 1]), "each is augmented differently"
+    assert not torch.equal(drawn, torch.cat([batch.indices for batch in batches_of(data, epoch=1)]))
+
+
 def test_a_sample_is_augmented_anew_each_time_that_it_occurs(package: Path, compose: Any) -> None:
     twice = SAMPLER % ("twice", "")
     images = batches_of(read(compose, twice, "data.shift=0.5", "data.batch_size=40"))[0].images

@@ -16,17 +16,6 @@ from runner.config.keys import within
 from runner.config.sources import shipped
 from runner.config.targets import resolve
 
-_TRANSFORMS = (
-    "torchvision.transforms",
-    "runner.data.transforms.augment",
-    "runner.data.transforms.crops",
-    "runner.data.transforms.detection",
-    "runner.data.transforms.color_jitter",
-    "runner.data.transforms.auto_augment",
-    "runner.data.transforms.resized_crop",
-    "runner.data.transforms.segmentation",
-)
-
 
 def _named_in(group: str) -> set[str]:
     """The modules of this package that the shipped options of a group name: other modules beside them are not for configs."""
@@ -45,7 +34,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "torch.utils.data.dataset",
         "torchvision.transforms",
     ),
-    "transform": (*_TRANSFORMS, "runner.data.transforms.mixing", "torch.nn.modules"),
+    "data.batch_sampler": ("runner.data.repeated",),
+    "transform": ("torchvision.transforms", "runner.data.transforms", "torch.nn.modules"),
     "model": _MODELS,
     "loss": ("runner.optim.losses", "torch.nn.modules", "torchvision.ops"),
     "optimizer": ("runner.optim", "torch.optim"),

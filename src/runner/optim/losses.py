@@ -99,9 +99,7 @@ class CrossEntropy(_ClassLoss):
         ignore_index: int = -100,
     ) -> None:
         super().__init__(class_weights, num_classes, class_counts, ignore_index)
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
-        self.label_smoothing = label_smoothing
+        self.label_smoothing = _checked_smoothing(label_smoothing)
 
     def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits, weight = self._checked(logits, targets)
@@ -193,6 +191,7 @@ class BinaryCrossEntropy(_DenseLoss):
     Args:
         pos_weight: weight of the positive targets: one for each output, or one number for all; "auto" takes the number of
             training samples without a label by that with it, so that both count equally.
+        label_smoothing: share of each target that is spread evenly over all outputs, from 0 to 1.
         num_classes: checked against the logits if given.
         label_counts: training samples without and with each label, int64 (2, C); required for "auto".
 
@@ -207,14 +206,18 @@ class BinaryCrossEntropy(_DenseLoss):
         pos_weight: list[float] | float | Literal["auto"] | None = None,
         num_classes: int | None = None,
         label_counts: Tensor | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(num_classes)
+        self.label_smoothing = _checked_smoothing(label_smoothing)
         # Not persistent, as class weights are.
         self.register_buffer("pos_weight", _positive_weights(pos_weight, num_classes, label_counts), persistent=False)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The mean over samples and outputs."""
         weight = None if self.pos_weight is None else self.pos_weight.to(logits.dtype)
+        if self.label_smoothing:
+            targets = targets * (1 - self.label_smoothing) + self.label_smoothing / targets.shape[1]
         return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight)
 
 
@@ -224,6 +227,12 @@ class MeanSquaredError(_DenseLoss):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The mean over samples and outputs."""
         return F.mse_loss(logits, targets)
+
+
+def _checked_smoothing(share: float) -> float:
+    if not 0 <= share <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {share}")
+    return share
 
 
 def _check_matrix(logits: Tensor, num_classes: int | None) -> None:

@@ -1,0 +1,22 @@
+"""Repeated augmentation, a function for `data.batch_sampler`."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+import torch
+from torch import Tensor
+
+
+def repeated_augmentation(dataset: Sized, batch_size: int, generator: torch.Generator, repeats: int) -> Tensor:
+    """Each sample `repeats` times in a row, each time augmented differently (Berman et al. 2019, arXiv:1902.05509).
+
+    An epoch has as many samples as the data set, int64 (N,), and so a share 1 / `repeats` of its images.
+
+    Raises:
+        ValueError: `repeats` is below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    order = torch.randperm(len(dataset), generator=generator)
+    return order.repeat_interleave(repeats)[: len(dataset)]

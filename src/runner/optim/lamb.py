@@ -1,0 +1,38 @@
+"""LAMB, from timm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from runner.base.errors import UserError
+
+
+def lamb(
+    params: Iterable[Any],
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    max_grad_norm: float | None = 1.0,
+) -> Optimizer:
+    """timm's LAMB (You et al., arXiv:1904.00962): Adam whose step for each tensor has a norm relative to the tensor's.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: decay rates of the running averages of the gradient and its square.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        max_grad_norm: norm to which all gradients together are clipped; None does not clip.
+
+    Raises:
+        UserError: timm is not installed.
+    """
+    try:
+        from timm.optim.lamb import Lamb
+    except ImportError as error:
+        raise UserError("optimizer", "LAMB requires timm", "pip install 'runner[timm]'") from error
+    return Lamb(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)

@@ -1,0 +1,124 @@
+"""The experiments that repeat published trainings: their hyper-parameters are those of their sources, and they can be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from extras import needs
+from PIL import Image
+
+_SGD = {"optimizer._target_": "torch.optim.SGD", "optimizer.momentum": 0.9, "optimizer.nesterov": False}
+_TORCHVISION = "torchvision's references/classification/README.md"
+_V1 = _SGD | {"optimizer.lr": 0.1, "optimizer.weight_decay": 1e-4, "data.batch_size": 8 * 32, "epochs": 90}
+_V1 |= {"scheduler.every": 30, "scheduler.gamma": 0.1, "crop": 224, "resize": 256, "centre": 224, "hflip": 0.5}
+_V2 = _SGD | {"optimizer.lr": 0.5, "optimizer.weight_decay": 2e-5, "data.batch_size": 8 * 128, "epochs": 600}
+_V2 |= {"warmup_epochs": 5, "scheduler._target_": "runner.optim.schedules.Cosine", "loss.label_smoothing": 0.1}
+_V2 |= {"crop": 176, "resize": 232, "centre": 224, "mixup": 0.2, "cutmix": 1.0, "erasing": 0.1, "repeats": 4}
+# The decay counts for 32 steps, and is scaled by samples of a step * 32 / epochs
+_V2 |= {"of_newest": (1 - 0.99998) * 1024 * 32 / 600 / 32}
+_STRIKES_BACK = "Wightman et al. 2021, arXiv:2110.00476, table 2"
+_A2 = {"optimizer._target_": "runner.optim.lamb.lamb", "optimizer.lr": 5e-3, "optimizer.weight_decay": 0.02}
+_A2 |= {"data.batch_size": 2048, "epochs": 300, "warmup_epochs": 5, "scheduler.final": 0.0, "repeats": 3}
+_A2 |= {"loss._target_": "runner.optim.losses.BinaryCrossEntropy", "loss.label_smoothing": 0.0, "crop": 224}
+_A2 |= {"model.options.drop_path_rate": 0.05, "mixup": 0.1, "cutmix": 1.0, "magnitude": 7, "centre": 224, "resize": 236}
+_A1 = _A2 | {"epochs": 600, "optimizer.weight_decay": 0.01, "loss.label_smoothing": 0.1, "mixup": 0.2}
+_A3 = _A2 | {"epochs": 100, "optimizer.lr": 8e-3, "magnitude": 6, "crop": 160, "repeats": 1}
+_A3 |= {"model.options.drop_path_rate": 0.0}
+_FFCV = "libffcv/ffcv-imagenet, rn18_configs"
+_R18 = _SGD | {
+    "optimizer.lr": 0.5,
+    "optimizer.weight_decay": 5e-5,
+    "data.batch_size": 1024,
+    "loss.label_smoothing": 0.1,
+}
+_R18 |= {"crop": 192, "smallest": 160, "centre": 256, "epochs": 16, "begin": 11, "end": 13, "warmup_epochs": 2}
+_DEIT = {"optimizer._target_": "torch.optim.AdamW", "optimizer.lr": 5e-4 * 1024 / 512, "optimizer.weight_decay": 0.05}
+_DEIT |= {"data.batch_size": 1024, "epochs": 300, "warmup_epochs": 5, "model.options.drop_path_rate": 0.1, "repeats": 3}
+_DEIT |= {"loss.label_smoothing": 0.1, "magnitude": 9, "mixup": 0.8, "cutmix": 1.0, "erasing": 0.25, "crop": 224}
+_DEIT |= {"scheduler.final": 1e-5 / 1e-3}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "imagenet_resnet50_v1": (_TORCHVISION, _V1),
+    "imagenet_resnet50_v2": (_TORCHVISION, _V2),
+    "imagenet_resnet50_a1": (_STRIKES_BACK, _A1),
+    "imagenet_resnet50_a2": (_STRIKES_BACK, _A2),
+    "imagenet_resnet50_a3": (_STRIKES_BACK, _A3),
+    "imagenet_resnet18_16ep": (_FFCV, _R18),
+    "imagenet_resnet18_88ep": (_FFCV, _R18 | {"epochs": 88, "begin": 65, "end": 76}),
+    "imagenet_deit_small": ("Touvron et al. 2021, arXiv:2012.12877, table 9", _DEIT),
+}
+"""Source and hyper-parameters of each experiment."""
+
+
+def _described(values: Any) -> dict[str, Any]:
+    """The keys of a config that stand alone, and numbers of its transforms under the names of the sources."""
+    transform = values["transform"]
+    parts = {part["_target_"].rpartition(".")[2]: part for part in (transform["mix"] or {}).get("choices", [])}
+    for part in (*transform["sample_train"], *transform["sample_eval"], *transform["train"]):
+        parts[part["_target_"].rpartition(".")[2]] = part
+    found = {
+        "crop": parts["RandomResizedCrop"]["size"],
+        "centre": parts["CenterCrop"]["size"],
+        "resize": values["data"]["image_size"],
+        "hflip": parts["RandomFlip"].get("p", 0.5),
+        "repeats": (values["data"]["batch_sampler"] or {"repeats": 1})["repeats"],
+        "mixup": parts.get("Mixup", {}).get("alpha"),
+        "cutmix": parts.get("CutMix", {}).get("alpha"),
+        "erasing": parts.get("RandomErasing", {}).get("p"),
+        "magnitude": parts.get("RandAugment", {}).get("magnitude", 0) / 30 * 10,  # of 10, in timm
+        "warmup_epochs": values["scheduler"].get("warmup", 0) * values["epochs"],
+        "of_newest": 1 - (values["ema"] or 0),
+        **parts.get("GrowingSize", {}),
+    }
+    sections = ("optimizer", "scheduler", "loss", "data", "model")
+    return found | values | {f"{name}.{key}": value for name in sections for key, value in values[name].items()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_hyper_parameters_are_those_of_the_source(name: str, compose: Any) -> None:
+    source, published = PUBLISHED[name]
+    found = _described(compose(f"experiment={name}", "data.root=images").values)
+    found["model.options.drop_path_rate"] = (found.get("model.options") or {}).get("drop_path_rate")
+    for key, value in published.items():
+        assert found[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3)), (key, source)
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four images of noise in each of two classes and splits."""
+    root = tmp_path_factory.mktemp("photographs")
+    generator = torch.Generator().manual_seed(0)
+    for split, name in ((split, name) for split in ("train", "val", "test") for name in "ab"):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for number in range(4):
+            pixels = torch.randint(256, (320, 300, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / f"{number}.jpg")
+    return root
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[needs("timm")] if name.endswith(("_a1", "_a2", "_a3", "_deit_small")) else [])
+        for name in PUBLISHED
+    ],
+)
+def test_it_trains_and_evaluates_a_step_and_resumes(name: str, photographs: Path, train: Any) -> None:
+    small = (
+        "data.batch_size=4",
+        "data.drop_last=false",
+        "evaluate.batch_size=4",
+        "amp=false",
+        "checkpoint.min_seconds=0",
+    )
+    if name.endswith("88ep"):
+        small = (*small, "transform.train.0.begin=1", "transform.train.0.end=2")
+    run = train(f"experiment={name}", f"data.root={photographs}", *small, "epochs=3", "max_steps=1")
+    assert run.summary["global_step"] == 1
+    resumed = train(f"ckpt_path={run.directory}", "max_steps=5", "evaluate.test=true")
+    assert resumed.summary["global_step"] == 5
+    assert set(resumed.summary["test"]) >= {"loss", "accuracy"}
