@@ -94,7 +94,7 @@ def test_images_are_moved_as_torchvision_moves_them(name: str, strength: float, 
 
 
 @pytest.mark.parametrize(
-    "policy", [RandAugment(), RandAugment(3, 20), TrivialAugment()], ids=lambda p: type(p).__name__
+    "policy", [RandAugment(), RandAugment(3, 20, p=0.5), TrivialAugment()], ids=lambda p: type(p).__name__
 )
 def test_every_image_has_a_change_of_its_own_and_all_occur(policy: Any) -> None:
     image = pictures(1)
@@ -105,6 +105,16 @@ def test_every_image_has_a_change_of_its_own_and_all_occur(policy: Any) -> None:
     assert len({tuple(one.flatten().tolist()) for one in found}) > 15
     assert (found != image).flatten(1).any(1).float().mean() > 0.5
     assert not torch.equal(found, policy(images, draws(300, epoch=1)))
+
+
+def test_each_operation_has_its_probability() -> None:
+    images = pictures(400)
+    kept = [
+        (RandAugment(1, 20, p=p)(images, draws(400)) == images).flatten(1).all(1).float().mean() for p in (0, 0.5, 1)
+    ]
+    assert kept[0] == 1
+    assert kept[2] < 0.2, "some operations change nothing"
+    assert kept[1] == pytest.approx((1 + float(kept[2])) / 2, abs=0.1)
 
 
 @pytest.mark.parametrize("policy", [RandAugment(), TrivialAugment()], ids=lambda p: type(p).__name__)
@@ -120,6 +130,7 @@ def test_a_device_that_makes_all_changes_and_selects_one_gives_the_same_bits(
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: RandAugment(p=1.5), "p must be from 0 to 1"),
         (lambda: RandAugment(num_ops=0), "num_ops must be at least 1"),
         (lambda: RandAugment(magnitude=31), "magnitude from 0 to 30, got 2 and 31"),
         (lambda: TrivialAugment(1), "num_magnitude_bins must be at least 2, got 1"),

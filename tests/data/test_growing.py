@@ -39,6 +39,6 @@ def test_a_run_trains_on_growing_images_with_the_same_bits_for_any_workers_and_a
 
 def test_images_that_are_too_small_and_epochs_out_of_order_are_refused(rejected: Any) -> None:
     result = rejected("train", *WORDS, "transform.train.0.smallest=64")
-    assert "smallest=64 is more than the 32 pixels" in result.err
+    assert "smallest=64 pixels, got 32x32" in result.err
     with pytest.raises(ValueError, match="end above begin"):
         GrowingSize(16, 3, 3)

@@ -104,8 +104,9 @@ def test_binary_cross_entropy_is_torch_s_on_one_hot_targets() -> None:
     column, binary = logits[:, :1], classes % 2
     expected = F.binary_cross_entropy_with_logits(column[:, 0], binary.double())
     torch.testing.assert_close(BinaryCrossEntropy()(column, binary), expected)
-    smoothed = F.binary_cross_entropy_with_logits(logits, 0.9 * one_hot + 0.1 / 4)
-    torch.testing.assert_close(BinaryCrossEntropy(label_smoothing=0.1)(logits, classes), smoothed)
+    above = F.binary_cross_entropy_with_logits(logits, (soft > 0.2).double())
+    assert (soft > 0.2).sum() not in (0, len(soft))
+    torch.testing.assert_close(BinaryCrossEntropy(target_threshold=0.2)(logits, soft), above)
 
 
 def test_positive_weights_are_torch_s_and_can_balance_each_label() -> None:
@@ -248,7 +249,7 @@ def test_class_weights_move_with_the_module_and_stay_out_of_its_state() -> None:
             r"needs training samples of every class; classes without: \[1, 3\]",
         ),
         (lambda: BinaryCrossEntropy([1.0, 2.0], num_classes=3), "one weight for each of 3 outputs, got 2"),
-        (lambda: BinaryCrossEntropy(label_smoothing=2.0), "label_smoothing must be from 0 to 1"),
+        (lambda: BinaryCrossEntropy(target_threshold=1.0), "target_threshold must be from 0 to below 1"),
         (lambda: BinaryCrossEntropy(0.0), "pos_weight must be one or several numbers above 0"),
         (lambda: BinaryCrossEntropy("auto"), "pos_weight=auto needs a data set with an attribute targets"),
         (lambda: BinaryCrossEntropy("some"), "pos_weight must be a number, a list"),  # type: ignore[arg-type]

@@ -18,5 +18,6 @@ def repeated_augmentation(dataset: Sized, batch_size: int, generator: torch.Gene
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
-    order = torch.randperm(len(dataset), generator=generator)
-    return order.repeat_interleave(repeats)[: len(dataset)]
+    samples = len(dataset)
+    chosen = torch.randperm(samples, generator=generator)[: -(-samples // repeats)]
+    return chosen.repeat_interleave(repeats)[:samples]

@@ -267,8 +267,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     Raises:
         ValueError: if the parameter groups do not match, or moments have another shape or kind of values than their weights.
     """
-    # A learning rate that the command line changed has to survive the load
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    # A learning rate that the command line changed has to survive the load; timm's LAMB counts its steps in the group
+    counted = ("params", "step")
+    settings = [{key: value for key, value in group.items() if key not in counted} for group in optimizer.param_groups]
     groups = state["param_groups"]
     if len(groups) == len(settings):
         # load_state_dict places the step counters by these settings: fused kernels need them on the device.

@@ -99,7 +99,9 @@ class CrossEntropy(_ClassLoss):
         ignore_index: int = -100,
     ) -> None:
         super().__init__(class_weights, num_classes, class_counts, ignore_index)
-        self.label_smoothing = _checked_smoothing(label_smoothing)
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
+        self.label_smoothing = label_smoothing
 
     def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits, weight = self._checked(logits, targets)
@@ -191,7 +193,8 @@ class BinaryCrossEntropy(_DenseLoss):
     Args:
         pos_weight: weight of the positive targets: one for each output, or one number for all; "auto" takes the number of
             training samples without a label by that with it, so that both count equally.
-        label_smoothing: share of each target that is spread evenly over all outputs, from 0 to 1.
+        target_threshold: targets above it become 1 and all others 0, so that both classes of a mixed image count fully (Wightman et
+            al., arXiv:2110.00476); from 0 to 1.
         num_classes: checked against the logits if given.
         label_counts: training samples without and with each label, int64 (2, C); required for "auto".
 
@@ -206,18 +209,20 @@ class BinaryCrossEntropy(_DenseLoss):
         pos_weight: list[float] | float | Literal["auto"] | None = None,
         num_classes: int | None = None,
         label_counts: Tensor | None = None,
-        label_smoothing: float = 0.0,
+        target_threshold: float | None = None,
     ) -> None:
         super().__init__(num_classes)
-        self.label_smoothing = _checked_smoothing(label_smoothing)
+        if target_threshold is not None and not 0 <= target_threshold < 1:
+            raise ValueError(f"target_threshold must be from 0 to below 1, got {target_threshold}")
+        self.target_threshold = target_threshold
         # Not persistent, as class weights are.
         self.register_buffer("pos_weight", _positive_weights(pos_weight, num_classes, label_counts), persistent=False)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The mean over samples and outputs."""
         weight = None if self.pos_weight is None else self.pos_weight.to(logits.dtype)
-        if self.label_smoothing:
-            targets = targets * (1 - self.label_smoothing) + self.label_smoothing / targets.shape[1]
+        if self.target_threshold is not None:
+            targets = (targets > self.target_threshold).to(targets.dtype)
         return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight)
 
 
@@ -227,12 +232,6 @@ class MeanSquaredError(_DenseLoss):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The mean over samples and outputs."""
         return F.mse_loss(logits, targets)
-
-
-def _checked_smoothing(share: float) -> float:
-    if not 0 <= share <= 1:
-        raise ValueError(f"label_smoothing must be from 0 to 1, got {share}")
-    return share
 
 
 def _check_matrix(logits: Tensor, num_classes: int | None) -> None:

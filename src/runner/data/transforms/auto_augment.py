@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.data.sample_rng import SampleRNG
-from runner.data.transforms.augment import rounded
+from runner.data.transforms.augment import chosen_from, rounded
 from runner.data.transforms.color_jitter import lightness, mean_lightness
 
 
@@ -184,15 +184,18 @@ class RandAugment(_Policy):
         num_ops: operations, one after the other.
         magnitude: their strength, from 0 to `num_magnitude_bins` - 1.
         num_magnitude_bins: strengths from none to the largest.
+        p: probability of each operation; timm's recipes have 0.5.
     """
 
-    def __init__(self, num_ops: int = 2, magnitude: int = 9, num_magnitude_bins: int = 31) -> None:
+    def __init__(self, num_ops: int = 2, magnitude: int = 9, num_magnitude_bins: int = 31, p: float = 1.0) -> None:
         super().__init__(num_magnitude_bins, shear=0.3, shift=150 / 331, degrees=30.0, blend=0.9, bits=4, of_side=True)
         if num_ops < 1 or not 0 <= magnitude < num_magnitude_bins:
             raise ValueError(
                 f"num_ops must be at least 1 and magnitude from 0 to {num_magnitude_bins - 1}, got {num_ops} and {magnitude}"
             )
-        self.num_ops, self.magnitude = num_ops, magnitude
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must be from 0 to 1, got {p}")
+        self.num_ops, self.magnitude, self.p = num_ops, magnitude, p
 
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Change `images`."""
@@ -200,7 +203,8 @@ class RandAugment(_Policy):
 
         def change(images: Tensor) -> Tensor:
             for _ in range(self.num_ops):
-                images = self._changed(images, rng, level)
+                others = self._changed(images, rng, level)
+                images = others if self.p == 1 else chosen_from(rng.uniform() < self.p, others, images)
             return images
 
         return _as_bytes(images, change)

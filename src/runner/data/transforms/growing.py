@@ -15,7 +15,7 @@ class GrowingSize:
     up to `begin`, S from `end` on, and between them the multiple of 32 next to the line that joins both. Epochs count from 0.
 
     Raises:
-        ValueError: `smallest` is below 1, `end` is not after `begin`, or an image is smaller than `smallest`.
+        ValueError: `smallest` is below 1, `end` is not after `begin`, or images are smaller than `smallest` or not square.
     """
 
     per_sample = True
@@ -27,9 +27,11 @@ class GrowingSize:
 
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Reduce `images`."""
-        largest = images.shape[-1]
-        if largest < self.smallest:
-            raise ValueError(f"smallest={self.smallest} is more than the {largest} pixels of the images")
+        height, largest = images.shape[-2:]
+        if height != largest or largest < self.smallest:
+            raise ValueError(
+                f"images must be square with at least smallest={self.smallest} pixels, got {height}x{largest}"
+            )
         share = (rng.epoch - self.begin) / (self.end - self.begin)
         if share >= 1 or largest == self.smallest:
             return images
