@@ -3,6 +3,7 @@
     python scripts/gpu.py
     python scripts/gpu.py --list
     python scripts/gpu.py --only tests compile
+    python scripts/gpu.py --only cifar10 --airbench path/to/airbench94_muon.py --cifar path/to/data
 
 Each entry is a command with its own time limit. A failure, a limit or a missing package becomes a row with the reason. Every
 ratio is the median of several, taken side by side in turns by `runner bench`, `benchmark_loop.py` or `benchmark_peers.py`.
@@ -133,6 +134,13 @@ def of_memory(printed: str, folder: Path) -> list[Row]:
     return rows
 
 
+def of_airbench(printed: str, folder: Path) -> list[Row]:
+    """Seconds and accuracy of `airbench_gpu.py`."""
+    lines = [line for line in printed.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    return [(name, "", f"{seconds} s, accuracy {accuracy}", f"{runs} runs") for name, seconds, accuracy, runs in cells]
+
+
 def bench(name: str, budget_s: float, limit_s: float, *words: str) -> Entry:
     """An entry that compares settings with `runner bench`."""
     common = ("device={device}", "json=true", f"budget_s={budget_s:g}", "combine=false", "output_root={folder}")
@@ -204,12 +212,17 @@ def run(entry: Entry, device: str, limit_s: float) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run or list the entries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [entry.name for entry in ENTRIES]
+    names = [*(entry.name for entry in ENTRIES), "cifar10"]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ENTRY", help=", ".join(names))
     parser.add_argument("--device", default="cuda", help="cpu runs the entries without a GPU, to try this script")
+    parser.add_argument("--airbench", help="the file that the recipe for CIFAR-10 follows: runs both")
+    parser.add_argument("--cifar", help="folder of its data")
     parser.add_argument("--list", action="store_true", help="show the commands, and run nothing")
     asked = parser.parse_args(argv)
     chosen = [entry for entry in ENTRIES if entry.name in asked.only]
+    if asked.airbench and asked.cifar:
+        command = ("scripts/airbench_gpu.py", asked.airbench, asked.cifar, "device={device}")
+        chosen.append(Entry("cifar10", command, 300, of_airbench))
     absent = asked.device != "cpu" and not torch.cuda.is_available()
     if absent or asked.list:
         print("there is no CUDA device; on a machine with one, this would run:" if absent else "this would run:")

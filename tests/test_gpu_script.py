@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import airbench_gpu
 import benchmark_loop
 import benchmark_peers
 import gpu
@@ -134,3 +135,22 @@ def test_waits_are_counted_within_the_steps(tmp_path: Path) -> None:
 def test_predicted_and_reported_bytes_are_rows() -> None:
     printed = "| model | ranks |\n|---|---|\n| mlp | 2 | total | 100 | 101 | 102 | 1.020 |"
     assert gpu.of_memory(printed, NONE) == [("total, mlp, 2 ranks", "predicted", "1.020 times", "102 bytes")]
+
+
+def test_both_trainings_of_cifar10_are_rows(tmp_path: Path) -> None:
+    lines = [
+        "|  run     |  epoch  |  train_acc  |  val_acc  |  tta_val_acc  |  time_seconds  |",
+        "|  warmup  |      1  |     0.8000  |   0.7000  |               |        0.3000  |",
+        "|          |   eval  |     0.9300  |   0.9290  |       0.9390  |        9.1234  |",
+        "|       0  |      1  |     0.8000  |   0.7000  |               |        0.3000  |",
+        "|          |   eval  |     0.9400  |   0.9310  |       0.9405  |        2.6000  |",
+    ]
+    file = tmp_path / "airbench.py"
+    text = "\n".join(lines)
+    file.write_text(f"import os, time\nassert os.path.isdir('cifar10/there')\nprint({text!r})\ntime.sleep(60)")
+    (tmp_path / "data" / "there").mkdir(parents=True)
+    assert airbench_gpu.airbench(file, tmp_path / "data", 1) == [(2.6, 0.9405)], "without the run that warms up"
+    logged = [{"global_step": 50, "samples_per_s": 1000.0}, {"global_step": 60, "samples_per_s": 500.0}]
+    assert airbench_gpu.seconds_of(logged, 100) == 50 * 100 / 1000 + 10 * 100 / 500
+    printed = "| training | seconds, median |\n|---|---|\n| `a.py` | 2.60 | 0.9405 | 5 |"
+    assert gpu.of_airbench(printed, NONE) == [("`a.py`", "", "2.60 s, accuracy 0.9405", "5 runs")]
