@@ -236,27 +236,18 @@ def runner(given: argparse.Namespace) -> None:
 LOOPS = {"runner": runner, "dataloader": dataloader, "lightning": lightning, "timm": timm}
 
 
-def measured(name: str, given: argparse.Namespace, scratch: Path) -> list[tuple[float, float]]:
+def measured(name: str, given: argparse.Namespace) -> list[tuple[float, float]]:
     """Seconds and accuracy at the end of each epoch, of one contender in a separate process."""
-    result = scratch / "result.jsonl"
-    result.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        __file__,
-        str(given.root),
-        "--one",
-        name,
-        "--epochs",
-        str(given.epochs),
-        "--lr",
-        str(given.lr),
-    ]
-    command += ["--seed", str(given.seed), "--result", str(result), "--scratch", str(scratch)]
-    with (scratch / "log").open("w") as log:
-        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{(scratch / 'log').read_text()[-2000:]}")
-    return [tuple(json.loads(line)) for line in result.read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        result = scratch / "result.jsonl"
+        command = [sys.executable, __file__, str(given.root), "--one", name, "--epochs", str(given.epochs)]
+        command += ["--lr", str(given.lr), "--seed", str(given.seed), "--result", str(result), "--scratch", folder]
+        with (scratch / "log").open("w") as log:
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{(scratch / 'log').read_text()[-2000:]}")
+        return [tuple(json.loads(line)) for line in result.read_text().splitlines()]
 
 
 def said(name: str, curve: list[tuple[float, float]], level: float) -> Iterator[str]:
@@ -288,10 +279,9 @@ def main() -> None:
         LOOPS[given.one](given)
         return
     print(json.dumps(machine() | {"load": load()}), flush=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        for _ in range(given.rounds):
-            for name in given.only:
-                print(*said(name, measured(name, given, Path(scratch)), given.level), sep="\n", flush=True)
+    for _ in range(given.rounds):
+        for name in given.only:
+            print(*said(name, measured(name, given), given.level), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
