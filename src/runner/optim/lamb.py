@@ -13,6 +13,7 @@ from runner.base.errors import UserError
 def lamb(
     params: Iterable[Any],
     lr: float = 1e-3,
+    *,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-6,
     weight_decay: float = 0.01,
