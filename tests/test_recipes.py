@@ -134,8 +134,13 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_trains_and_a_resumed_run_ends_with_the_same_bits(name: str, photographs: Path, train: Any) -> None:
     small = ["data.batch_size=4", "data.drop_last=false", "evaluate.batch_size=4", "amp=false", "epochs=3"]
     small += ["scheduler.total_steps=6"]  # max_steps would change the schedule
-    if name.endswith("88ep"):
-        small += ["transform.train.0.begin=1", "transform.train.0.end=2"]
+    if "resnet" in name:
+        sizes = ("transform.sample_train.0.size=64", "transform.sample_eval.0.size=64", "data.image_size=72")
+        small += ["model.name=resnet18", *sizes]
+    else:
+        small += ["model.name=deit_tiny_patch16_224"]
+    if "resnet18" in name:
+        small += ["transform.train.0.smallest=32", "transform.train.0.begin=0", "transform.train.0.end=2"]
     words = (f"experiment={name}", f"data.root={photographs}", *small)
     stopped = train(*words, "max_steps=1")
     assert stopped.summary["global_step"] == 1
