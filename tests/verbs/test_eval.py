@@ -189,7 +189,7 @@ def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_th
     _, model = resolved.restore_model(splits, torch.device("cpu"))
     with torch.inference_mode():
         (batch,) = splits.test.loader.batches(0, 0, 1)
-        views = torch.stack([model(batch.images), model(batch.images.flip(-1)), model(batch.images.flip(-2))])
+        views = torch.stack([model(batch.images.flip(axes)) for axes in ((), (-1,), (-2,), (-1, -2))])
         logits = views.mean(0) if mean == "logits" else views.softmax(2).mean(0).log()
     assert found["tta"]["metrics"]["loss"] == pytest.approx(float(F.cross_entropy(logits, batch.targets)), rel=1e-5)
     right = (logits.argmax(1) == batch.targets).double().mean()
