@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,21 +132,33 @@ def loaders(root: Path) -> tuple[DataLoader[Any], DataLoader[Any]]:
     return DataLoader(train, shuffle=True, drop_last=True, **options), DataLoader(held, **options)
 
 
-def dataloader(given: argparse.Namespace) -> None:
+def train_epochs(
+    given: argparse.Namespace,
+    model: nn.Module,
+    loader: Any,
+    optimizer: torch.optim.Optimizer,
+    update_rate: Callable[[], None],
+    held: DataLoader[Any],
+) -> None:
     """The loop of the tutorials."""
-    train, held = loaders(given.root)
-    model = network(train.dataset, given.seed)  # type: ignore[arg-type]
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=given.lr, fused=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, given.lr, total_steps=given.epochs * len(train))
     clock = Clock(given.result)
     for _ in range(given.epochs):
-        for images, targets in train:
+        for images, targets in loader:
             optimizer.zero_grad()
             loss = loss_of(model, images, targets)
             loss.backward()
             optimizer.step()
-            scheduler.step()
+            update_rate()
         clock.epoch_ended(accuracy_of(model, held))
+
+
+def dataloader(given: argparse.Namespace) -> None:
+    """A DataLoader, AdamW and OneCycleLR."""
+    train, held = loaders(given.root)
+    model = network(train.dataset, given.seed)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=given.lr, fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, given.lr, total_steps=given.epochs * len(train))
+    train_epochs(given, model, train, optimizer, scheduler.step, held)
 
 
 def timm(given: argparse.Namespace) -> None:
@@ -167,16 +179,8 @@ def timm(given: argparse.Namespace) -> None:
     scheduler = CosineLRScheduler(
         optimizer, steps, warmup_t=steps // 4, warmup_lr_init=given.lr / 25, t_in_epochs=False
     )
-    clock, step = Clock(given.result), 0
-    for _ in range(given.epochs):
-        for images, targets in loader:
-            optimizer.zero_grad()
-            loss = loss_of(model, images, targets)
-            loss.backward()
-            optimizer.step()
-            step += 1
-            scheduler.step_update(step)
-        clock.epoch_ended(accuracy_of(model, held))
+    steps_taken = count(1)
+    train_epochs(given, model, loader, optimizer, lambda: scheduler.step_update(next(steps_taken)), held)
 
 
 def lightning(given: argparse.Namespace) -> None:

@@ -79,6 +79,15 @@ def test_an_optimizer_takes_over_moments_and_keeps_its_own_settings() -> None:
     assert int(new.state[weight]["step"]) == 1
 
 
+def test_a_step_counter_in_a_group_is_that_of_the_file_also_for_an_optimizer_that_has_taken_steps() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    old, used = (torch.optim.SGD([weight], lr=rate) for rate in (0.1, 0.2))
+    for optimizer, steps in ((old, 3), (used, 7)):
+        optimizer.param_groups[0]["step"] = steps  # as timm's LAMB does
+    load_optimizer(used, old.state_dict())
+    assert (used.param_groups[0]["step"], used.param_groups[0]["lr"]) == (3, 0.2)
+
+
 def test_an_optimizer_of_other_groups_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     old = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.1)
