@@ -166,8 +166,8 @@ PEERS = ("--contenders", "runner", "accelerate", "lightning", "--threads", "4", 
 PROFILE = (*RESNET, *IMAGES, "device={device}", "trace_steps=5", "steps=10", "budget_s=20", "output={folder}/profile")
 
 ENTRIES = (
-    Entry("tests", ("-m", "pytest", "-q", "-n", "2", "-m", "gpu", *TESTS), 100, of_tests, also=(1,)),
-    Entry("loop", ("scripts/benchmark_loop.py", "--turns", "12", *LOOP), 60, of_loops),
+    Entry("tests", ("-m", "pytest", "-q", "-n", "4", "-p", "no:benchmark", "-m", "gpu", *TESTS), 100, of_tests, also=(1,)),
+    Entry("loop", ("scripts/benchmark_loop.py", "--turns", "6", *LOOP), 90, of_loops),
     Entry("loop of a large model", ("scripts/benchmark_loop.py", "--case", "resnet18", "--turns", "6", *LOOP), 45,
           of_loops),
     Entry("peers", ("scripts/benchmark_peers.py", "--case", "digits", "--epochs", "11", "--device", "{device}", *PEERS),
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     chosen = [entry for entry in ENTRIES if entry.name in asked.only]
     if asked.airbench and asked.cifar:
-        command = ("scripts/airbench_gpu.py", asked.airbench, asked.cifar, "device={device}")
+        command = ("scripts/airbench_gpu.py", asked.airbench, asked.cifar, "--runs", "3", "device={device}")
         chosen.append(Entry("cifar10", command, 300, of_airbench))
     absent = asked.device != "cpu" and not torch.cuda.is_available()
     if absent or asked.list:

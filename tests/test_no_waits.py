@@ -118,6 +118,7 @@ def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize(
     "data", [("data.placement=device",), ("data.placement=disk", "data.num_workers=1")], ids=" ".join
 )

@@ -144,6 +144,7 @@ def test_it_trains_and_a_resumed_run_ends_with_the_same_bits(name: str, photogra
     words = (f"experiment={name}", f"data.root={photographs}", *small)
     stopped = train(*words, "max_steps=1")
     assert stopped.summary["global_step"] == 1
+    assert "no effect" not in stopped.out + stopped.err
     resumed, whole = train(f"ckpt_path={stopped.directory}", "max_steps=5"), train(*words, "max_steps=5")
     assert resumed.summary["global_step"] == 5
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]

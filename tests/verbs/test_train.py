@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
@@ -302,3 +303,10 @@ def test_a_logger_whose_methods_raise_costs_a_warning_each(
             each for each in (result.out + result.err).splitlines() if f"warning: logger.bad: {method} raised " in each
         ]
         assert f"{workdir / 'bad_logger.py'}, line " in line
+
+
+def test_a_second_run_in_a_process_does_not_keep_the_objects_of_the_first(train: Any) -> None:
+    train("max_steps=1")
+    before = gc.get_freeze_count()
+    train("max_steps=1")
+    assert gc.get_freeze_count() == before > 0

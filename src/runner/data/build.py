@@ -70,10 +70,19 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
     known, warnings = known_targets(parts, sources, examples)
-    warnings = [*placement.warnings, *warnings, *(shared_groups(parts, data.split.group) if data.split.group else ())]
+    warnings = [
+        *placement.warnings,
+        *getattr(train_set, "warnings", ()),
+        *warnings,
+        *(shared_groups(parts, data.split.group) if data.split.group else ()),
+    ]
     classes, (channels, height, width) = _classes(train_set), first.shape
     incompatibilities = _incompatibilities(parts, examples, classes)
-    if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
+    if (
+        data.image_size is not None
+        and not loaders.sample_eval
+        and (height, width) != (data.image_size, data.image_size)
+    ):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
     mean, std, choices = _normalization(data, parts["train"], loaders.sample_eval, channels)

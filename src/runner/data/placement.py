@@ -103,7 +103,7 @@ def plan_placement(
                 allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
                 raise UserError("data.cache", problem, allowed)
         _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
-    elif data.cache_dir is not None:
+    elif data.cache_dir is not None and getattr(getattr(train, "files", None), "sizes", None) is None:
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
     # Where images live decides whether workers are needed at all, so their number is chosen last.
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}

@@ -1,4 +1,4 @@
-"""A small network for 32x32 pixels that learns CIFAR-10 in a few epochs."""
+"""A small network that learns small images in a few epochs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runner.models.checks import at_least_1
 
 
 class Airbench(nn.Module):
-    """Whitening convolution and three groups of two convolutions, of airbench94 (Jordan, arXiv:2404.00498, listing 4).
+    """Whitening convolution and groups of two convolutions, three in airbench94 (Jordan, arXiv:2404.00498, listing 4).
 
     The first convolution, 2x2, has two outputs for each number of a patch; `init=whiten` sets its weights, and
     `freeze=[whiten.weight]` keeps them. A group is convolution, max-pool, norm, GELU, convolution, norm, GELU. Its norms have
@@ -18,7 +18,7 @@ class Airbench(nn.Module):
     1.97 million parameters for three channels and ten classes.
 
     Args:
-        widths: channels of each group.
+        widths: channels of each group, which halves the height and width.
         momentum: share of the newest batch in BatchNorm's running statistics.
 
     Raises:
@@ -26,7 +26,7 @@ class Airbench(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, num_classes: int, widths: tuple[int, int, int] = (64, 256, 256), momentum: float = 0.4
+        self, in_channels: int, num_classes: int, widths: tuple[int, ...] = (64, 256, 256), momentum: float = 0.4
     ) -> None:
         super().__init__()
         at_least_1(in_channels=in_channels, num_classes=num_classes, width=min(widths))

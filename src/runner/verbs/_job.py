@@ -39,7 +39,8 @@ def run_job(name: str, composition: Composition) -> None:
     for variable, value in verb.environment.items():
         os.environ.setdefault(variable, value)
     run: Callable[[Composition], float | None] = importlib.import_module(verb.module).run
-    gc.freeze()  # no collection during a run looks at what was imported
+    if not gc.get_freeze_count():  # a second job in this process must not keep the garbage of the first
+        gc.freeze()  # no collection during a run looks at what was imported
     gc.enable()
     if verb.keeps_runs:
         run(composition)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from runner.base.errors import UserError, nearest_path
 from runner.config.schema.sections import Data
-from runner.data.sources.folders import ImageFolder, images_below
+from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
+from runner.data.sources.listing import images_below
 
 OnError = Literal["raise", "skip"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -20,10 +19,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
-
-EXTENSIONS = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
-)
+from runner.data.sources.listing import EXTENSIONS, Files, list_splits
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -66,22 +62,21 @@ class ImageFolder(ImageList):
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[Path] | Files,
         targets: Sequence[int] | Tensor,
         classes: Sequence[str],
         decoding: Decoding = Decoding(),  # noqa: B008  it is immutable
     ) -> None:
         numbers = targets if isinstance(targets, Tensor) else torch.tensor(targets, dtype=torch.int64)
         super().__init__(numbers, classes, decoding)
-        # One bytes object instead of a list: reading strings in a forked worker writes their reference counts, which
-        # copies their pages one after the other.
-        encoded = [os.fsencode(path) for path in paths]
-        self._names = b"".join(encoded)
-        self._ends = torch.tensor([0, *map(len, encoded)]).cumsum(0)
+        self.files = paths if isinstance(paths, Files) else Files.of([os.fsencode(path) for path in paths])
 
     def encoded(self, index: int) -> tuple[Path, bytes | None]:
-        """See `ImageList.encoded`."""
-        return self.path(index), None
+        """See `ImageList.encoded`; raises `UserError` if the file has another size than when it was listed."""
+        path, sizes = self.path(index), self.files.sizes
+        if sizes is not None and path.exists() and path.stat().st_size != sizes[index]:
+            raise UserError(f"the image {path} was changed after its folder was listed: run `touch {path.parent}`")
+        return path, None
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: files with sizes and times, settings, decoder versions."""
@@ -99,14 +94,12 @@ class ImageFolder(ImageList):
         return digest.hexdigest()
 
     def file_names(self) -> list[bytes]:
-        """The file of each item, as bytes: a Path for each of a million files would cost much more."""
-        return [self._names[begin:end] for begin, end in itertools.pairwise(self._ends.tolist())]
+        """The file of each item."""
+        return self.files.all_names()
 
     def path(self, index: int) -> Path:
         """The file of item `index`."""
-        index = range(len(self))[index]
-        begin, end = self._ends[index : index + 2].tolist()
-        return Path(os.fsdecode(self._names[begin:end]))
+        return Path(os.fsdecode(self.files.name(range(len(self))[index])))
 
     @property
     def paths(self) -> list[Path]:
@@ -124,6 +117,7 @@ def image_folder(
     test_folder: str = "test",
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
+    cache_dir: str | None = None,
 ) -> dict[str, ImageFolder]:
     """Data sets from `<root>/<split>/<class>/**/image`, or from `<root>/<class>/**/image` without splits.
 
@@ -133,6 +127,7 @@ def image_folder(
         root: folder of the data set.
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         train_folder, val_folder, test_folder: names of the folders of the splits; the last two are optional.
+        cache_dir: folder for the list of the files if there are very many; None for `<root>.cache`.
 
     Raises `UserError` if a folder is missing or empty, or the splits have different classes.
     """
@@ -156,7 +151,11 @@ def image_folder(
         if more := set(names) ^ set(_class_folders(folder)):
             only = "; ".join(f"{name} only in {folders['train'] if name in names else folder}" for name in sorted(more))
             raise UserError("data.root", f"splits have different class folders: {only}", "the same in every split")
-    return {split: _list_images(folder, names, decoding) for split, folder in folders.items()}
+    index = Path(cache_dir).expanduser() if cache_dir else (real := base.resolve()).with_name(f"{real.name}.cache")
+    listed, warning = list_splits(folders, names, index)
+    made = {split: ImageFolder(files, numbers, names, decoding) for split, (files, numbers) in listed.items()}
+    made["train"].warnings = (warning,) if warning else ()
+    return made
 
 
 def _class_folders(folder: Path) -> list[str]:
@@ -175,53 +174,3 @@ def _class_folders(folder: Path) -> list[str]:
         problem = f"{folder.absolute()} has one folder, '{names[0]}', with {len(inner)} folders in it"
         raise UserError("data.root", problem, f"data.root={folder / names[0]}, if these are the classes")
     return names
-
-
-def _list_images(folder: Path, classes: Sequence[str], decoding: Decoding) -> ImageFolder:
-    paths: list[Path] = []
-    targets: list[int] = []
-    for target, name in enumerate(classes):
-        found = sorted(images_below(folder / name))
-        if not found:
-            problem = f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})"
-            raise UserError("data.root", problem, "add some, or remove the folder")
-        paths += found
-        targets += [target] * len(found)
-    return ImageFolder(paths, targets, classes, decoding)
-
-
-def images_below(folder: Path) -> Iterator[Path]:
-    """All images under a folder, see `folders_below`."""
-    for _, files in folders_below(folder):
-        yield from (path for path in files if path.suffix.lower() in EXTENSIONS)
-
-
-def folders_below(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """A folder and those under it, each with its files sorted by name; hidden ones are skipped.
-
-    Links to folders are followed, but not to a parent, and no folder is visited twice.
-
-    Raises:
-        UserError: if a folder cannot be read; it names the folder.
-    """
-    seen = {folder.resolve(), *folder.resolve().parents}
-    pending = [folder]
-    while pending:
-        here = pending.pop()
-        below, files = [], []
-        try:
-            with os.scandir(here) as entries:
-                for entry in sorted(entries, key=lambda entry: entry.name):
-                    if entry.name.startswith("."):
-                        continue
-                    path = Path(entry.path)
-                    if not (entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and path.is_dir())):
-                        files.append(path)
-                    elif path.resolve() not in seen:
-                        seen.add(path.resolve())
-                        below.append(path)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise UserError(f"cannot read the folder {here}: {reason}. Make it readable or remove it.") from error
-        yield here, files
-        pending += reversed(below)

@@ -12,8 +12,9 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.sources.folders import ImageFolder, images_below
+from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
+from runner.data.sources.listing import images_below
 
 _IGNORED = 255
 _LOOKED_AT = 8  # masks

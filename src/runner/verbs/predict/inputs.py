@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.base.errors import UserError, nearest_path
-from runner.data.sources.folders import EXTENSIONS, folders_below, images_below
+from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
 from runner.run.from_checkpoint import SPLITS
 
 INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
@@ -66,4 +66,4 @@ def _matches(pattern: Path) -> Iterator[Path]:
     rest = parts[place + 1 :] or ("*",)
     for start in _matches(Path(*parts[:place])) if place else [Path()]:
         for folder, _ in folders_below(start) if start.is_dir() else ():
-            yield from _matches(Path(glob.escape(str(folder)), *rest))
+            yield from _matches(Path(glob.escape(folder), *rest))
