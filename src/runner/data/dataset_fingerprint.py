@@ -18,6 +18,7 @@ from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
 from runner.instrument.nested import leaves_of
 
@@ -51,7 +52,7 @@ def fingerprint_data(
             digests["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
         if files:
             digests["files"] = _digest(_listing(files, indices, _sizes_of(dataset)))
-        if isinstance(dataset, ImageArrays):
+        if isinstance(dataset, ImageArrays | Shards):
             digests["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
         if full:
             digests["bytes"] = _digest(

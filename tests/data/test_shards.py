@@ -1,0 +1,221 @@
+"""Images in tar files: what is read, what is refused, and that nothing else than what was indexed is trained on."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from runner.base.errors import UserError
+from runner.data.sources import shards as module
+from runner.data.sources.folders import image_folder
+from runner.data.sources.shards import shards
+
+Members = Iterable[tuple[str, bytes]]
+
+
+def encoded(number: int, size: int = 16) -> bytes:
+    pixels = torch.randint(256, (size, size, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), "png")
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: Members, format: int = tarfile.PAX_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def samples(numbers: Iterable[int], label: Callable[[int], tuple[str, bytes]]) -> Members:
+    for number in numbers:
+        extension, content = label(number)
+        yield f"{number:06d}.png", encoded(number)
+        yield f"{number:06d}.{extension}", content
+
+
+def cls(number: int) -> tuple[str, bytes]:
+    return "cls", str(number % 3).encode()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for split, starts in (("train", (0, 12)), ("val", (24,))):
+        for start in starts:
+            write_tar(tmp_path / "shards" / split / f"{start:03d}.tar", samples(range(start, start + 12), cls))
+    return tmp_path / "shards"
+
+
+def test_images_and_classes_come_in_the_order_of_shards_and_of_each_file(root: Path) -> None:
+    found = shards(str(root))
+    assert {split: len(dataset) for split, dataset in found.items()} == {"train": 24, "val": 12}
+    for number in range(24):
+        image, target = found["train"][number]
+        expected = torch.from_numpy(np.array(Image.open(io.BytesIO(encoded(number))))).permute(2, 0, 1)
+        assert torch.equal(image, expected)
+        assert target == number % 3
+    assert torch.equal(found["train"][-1][0], found["train"][23][0])
+    assert found["train"].classes == ("0", "1", "2")
+
+
+def test_json_labels_class_names_other_formats_and_further_files(tmp_path: Path) -> None:
+    def members() -> Members:
+        yield "a/0.seg.png", encoded(7)  # a mask comes first, and is not the image
+        yield "a/0.jpg", encoded(0)
+        yield "a/0.json", json.dumps({"kind": 1, "label": 0}).encode()
+        yield "a/0.txt", b"a caption"
+        yield "a/" + "long" * 60 + ".png", encoded(1)
+        yield "a/" + "long" * 60 + ".json", json.dumps({"kind": 0}).encode()
+        yield "readme.md", b"of no sample"
+
+    write_tar(tmp_path / "000.tar", members(), tarfile.GNU_FORMAT)
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    found = shards(str(tmp_path), label="kind")["train"]
+    assert found.classes == ("cat", "dog")
+    assert [target for _, target in (found[0], found[1])] == [1, 0]
+    assert found[0][0].shape == (3, 16, 16)
+
+
+def test_a_second_start_reads_no_shard(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = shards(str(root))
+    monkeypatch.setattr(module, "index_of", None)
+    again = shards(str(root))
+    for split, dataset in first.items():
+        assert again[split].fingerprint() == dataset.fingerprint()
+        assert again[split].targets.tolist() == dataset.targets.tolist()
+        assert torch.equal(again[split][5][0], dataset[5][0])
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 40], ids=["empty", "foreign"])
+def test_a_damaged_index_is_made_again(root: Path, damage: bytes) -> None:
+    before = shards(str(root))["train"].fingerprint()
+    (root / "train" / "000.tar.index").write_bytes(damage)
+    assert shards(str(root))["train"].fingerprint() == before
+
+
+def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(root: Path) -> None:
+    shards(str(root))
+    path = root / "train" / "012.tar"
+    content = bytearray(path.read_bytes())
+    content[content.index(encoded(13)) + 100] ^= 1
+    path.write_bytes(content)
+    dataset = shards(str(root))["train"]
+    assert dataset[12][1] == 0
+    with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed") as caught:
+        dataset[13]
+    assert "012.tar.index" in str(caught.value)
+
+
+def test_a_shard_of_another_size_is_indexed_again(root: Path) -> None:
+    shards(str(root))
+    write_tar(root / "train" / "012.tar", samples(range(30, 33), cls))
+    assert len(shards(str(root))["train"]) == 15
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (lambda tar: tar[: len(tar) // 2], "truncated"),
+        (lambda tar: tar[: tar.rindex(encoded(11))], "unexpected end"),
+        (lambda tar: b"", "empty"),
+        (lambda tar: b"no tar at all" * 100, "invalid header"),
+    ],
+    ids=["cut", "cut in an image", "empty", "foreign"],
+)
+def test_a_file_that_is_no_whole_tar_is_named(root: Path, content: Callable[[bytes], bytes], reason: str) -> None:
+    path = root / "train" / "000.tar"
+    path.write_bytes(content(path.read_bytes()))
+    with pytest.raises(UserError, match=rf"cannot read the shard .*000\.tar: .*({reason})"):
+        shards(str(root))
+
+
+@pytest.mark.parametrize(
+    "label", [("cls", b"dog"), ("cls", b"-1"), ("json", b"{}"), ("json", b"{"), ("txt", b"1")], ids=str
+)
+def test_an_image_without_a_class_number_is_named(tmp_path: Path, label: tuple[str, bytes]) -> None:
+    write_tar(tmp_path / "0.tar", samples([4], lambda number: label))
+    with pytest.raises(UserError, match=r"sample 000004 of .*0\.tar has no class number"):
+        shards(str(tmp_path))
+
+
+def test_folders_without_shards_shards_without_images_and_too_few_names_are_named(tmp_path: Path, root: Path) -> None:
+    with pytest.raises(UserError, match=r"has no files \*\.tar"):
+        shards(str(tmp_path / "nothing"))
+    (root / "classes.txt").write_text("one\n")
+    with pytest.raises(UserError, match=r"class 2.* only 1 line"):
+        shards(str(root))
+    write_tar(tmp_path / "0.tar", [("0.txt", b"")])
+    with pytest.raises(UserError, match="has no images"):
+        shards(str(tmp_path))
+
+
+SMALL = (
+    "data.image_size=8", "data.batch_size=4", "model=mlp", "epochs=2", "scheduler=constant", "logger=none",
+    "evaluate.test=false", "name=x",
+)  # fmt: skip
+
+
+@pytest.fixture
+def folders(tmp_path: Path, root: Path) -> Path:
+    """The same images as files; those of a class follow each other, so the order is another."""
+    for split, numbers in (("train", range(24)), ("val", range(24, 36))):
+        for number in numbers:
+            path = tmp_path / "files" / split / str(number % 3) / f"{number:06d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encoded(number))
+    return tmp_path / "files"
+
+
+def test_a_run_that_is_stopped_and_resumed_with_other_workers_has_the_bits_of_one_that_is_not(
+    root: Path, accepted: Any
+) -> None:
+    words = ("train", "data=shards", f"data.root={root}", *SMALL)
+    whole = accepted(*words)
+    stopped = accepted(*words, "max_steps=4")
+    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null", "data.num_workers=2")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    cached = accepted(*words, "data.cache=disk", f"data.cache_dir={root.parent / 'cache'}")
+    assert cached.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_a_resumed_run_refuses_shards_with_another_image(root: Path, run: Any) -> None:
+    stopped = run("train", "data=shards", f"data.root={root}", *SMALL, "max_steps=4")
+    assert stopped.status == 0, stopped.err
+    write_tar(
+        root / "train" / "012.tar", samples([*range(12, 22), 40, 41], lambda number: ("cls", str(number % 3).encode()))
+    )
+    (root / "train" / "012.tar.index").unlink()
+    refused = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
+    assert refused.status == 2
+    assert "other images" in refused.err + refused.out
+
+
+def test_shards_and_files_hold_the_same_images(root: Path, folders: Path) -> None:
+    packed, loose = shards(str(root), 8)["train"], image_folder(str(folders), 8)["train"]
+    order = [int(path.stem) for path in loose.paths]
+    for place, number in enumerate(order):
+        assert torch.equal(packed[number][0], loose[place][0])
+        assert packed[number][1] == loose[place][1]
+
+
+def test_indexes_are_kept_in_the_cache_folder_and_a_run_says_if_they_cannot(
+    root: Path, accepted: Any, tmp_path: Path
+) -> None:
+    words = ("train", "data=shards", f"data.root={root}", *SMALL, "max_steps=1")
+    (tmp_path / "file").write_text("")
+    said = accepted(*words, f"data.cache_dir={tmp_path / 'file'}")
+    assert "cannot keep the indexes of shards in" in said.out + said.err
+    accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
+    assert len(list((tmp_path / "kept").glob("*.index"))) == 3
+    assert not list(root.rglob("*.index"))
