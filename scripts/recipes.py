@@ -4,8 +4,8 @@
     python scripts/recipes.py cifar10_airbench --store data.root=path/to/data
 
 Overrides go to each run. Prints the accuracy of each seed after the last epoch, with and without test-time augmentation, the
-samples trained per second, the epoch that reaches each level without it, and mean and standard deviation over the seeds. Exit status 4 if
-`report` finds the runs worse than `scripts/recipes/NAME.json`, 1 if their mean is below the bar; `--store` writes that file,
+samples trained per second, the epoch that reaches each level without it, and mean and standard deviation over the seeds. Exit
+status 4 if `report` finds the runs worse than `scripts/recipes/NAME.json`, 1 if their mean is below the bar; `--store` writes that file,
 and the plot of docs/recipes.md.
 """
 
@@ -36,7 +36,7 @@ class Recipe:
 RECIPES = {
     "cifar10_airbench": Recipe(0.94, (0.9, 0.93, 0.94), "[flip,shifts]"),
     "fashion_mnist_airbench": Recipe(0.945, (0.92, 0.94, 0.945)),
-    "imagenette_128": Recipe(0.8743, (0.8, 0.85, 0.8743)),
+    "imagenette_128": Recipe(0.85, (0.8, 0.85, 0.8743)),  # the last is that of the leaderboard
 }
 
 

@@ -13,8 +13,8 @@ from PIL import Image
 
 from runner.base.errors import UserError
 from runner.data.sources import listing
-from runner.data.sources.folders import image_folder
-from runner.data.sources.listing import images_below, list_classes
+from runner.data.sources.folders import ImageFolder, image_folder
+from runner.data.sources.listing import folders_below, images_below, list_classes
 
 
 def save(path: Path, size: tuple[int, int] = (6, 4)) -> None:
@@ -34,19 +34,22 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "images"
 
 
-def indexes(folder: Path) -> list[Path]:
-    return sorted(folder.glob("files-*"))
+def opened(root: Path, **settings: Any) -> dict[str, ImageFolder]:
+    """The data sets of a run, which keeps its index."""
+    made = image_folder(str(root), cache_folder=str(root.with_name("cache")), **settings)
+    assert made["train"].keep_indexes() == []
+    return made
 
 
 def listed(root: Path, **settings: Any) -> dict[str, list[Path]]:
-    return {split: dataset.paths for split, dataset in image_folder(str(root), **settings).items()}
+    return {split: dataset.paths for split, dataset in opened(root, **settings).items()}
 
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From now on, listing a folder of images is an error."""
 
-    def refuse(folder: Path) -> None:
+    def refuse(folder: Path, times: Any) -> None:
         raise AssertionError(f"{folder} is listed again")
 
     return lambda: monkeypatch.setattr(listing, "folders_below", refuse)
@@ -55,19 +58,19 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_the_order_is_that_of_sorted_paths_also_with_nested_folders(tmp_path: Path) -> None:
     for name in ("b/1.png", "b-c/1.png", "b.png", "a/z/1.PNG", "a/0.png", "ab.jpg", ".hidden.png", "x.txt"):
         save(tmp_path / "class" / name) if not name.endswith("txt") else (tmp_path / "class" / name).write_text("")
-    visited: list[str] = []
-    files, classes = list_classes(tmp_path, ["class"], visited)
+    times: listing.Times = {}
+    files, classes = list_classes(tmp_path, ["class"], times)
     assert [os.fsdecode(name) for name in files.all_names()] == [
         str(path) for path in sorted(images_below(tmp_path / "class"))
     ]
     assert len(files) == len(classes) == 6
-    assert {Path(path).name for path in visited} == {"class", "a", "z", "b", "b-c"}
+    assert {Path(path).name for path in times} == {"class", "a", "z", "b", "b-c"}
 
 
 def test_a_second_start_lists_no_folder_and_gets_the_same(root: Path, unread: Callable[[], None]) -> None:
-    first = image_folder(str(root))
+    first = opened(root)
     unread()
-    again = image_folder(str(root))
+    again = opened(root)
     for split, dataset in first.items():
         assert again[split].paths == dataset.paths
         assert again[split].targets.tolist() == dataset.targets.tolist() == [0, 0, 1, 1]
@@ -89,8 +92,6 @@ def test_a_second_start_lists_no_folder_and_gets_the_same(root: Path, unread: Ca
 def test_a_change_of_a_folder_is_seen(root: Path, change: Callable[[Path], object]) -> None:
     before = listed(root)
     change(root)
-    for folder in root.rglob("*"):
-        os.utime(folder, (0, 0))  # as a copy that keeps times does
     assert listed(root) != before
     assert listed(root) == {
         split: [path for folder in sorted((root / split).iterdir()) for path in sorted(images_below(folder))]
@@ -98,50 +99,110 @@ def test_a_change_of_a_folder_is_seen(root: Path, change: Callable[[Path], objec
     }
 
 
-def test_a_file_that_was_overwritten_is_not_read(root: Path) -> None:
-    image_folder(str(root))
-    save(root / "train" / "cat" / "1.png", (60, 40))
-    dataset = image_folder(str(root))["train"]
-    dataset[0]
-    with pytest.raises(UserError, match=r"cat/1\.png was changed after its folder was listed"):
-        dataset[1]
-    (root / "train" / "cat").touch()
-    assert image_folder(str(root))["train"][1][0].shape == (3, 40, 60)
-
-
-def test_no_index_is_kept_of_few_files_or_of_folders_that_just_changed(
+def test_a_file_that_comes_while_the_others_are_listed_is_seen_by_the_next_start(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = root.with_name("images.cache")
-    (root / "val" / "dog").touch()
-    image_folder(str(root))
+    def slow(folder: Path, times: Any = None) -> Any:
+        yield from folders_below(folder, times)
+        save(root / "train" / "cat" / "late.png")
+
+    monkeypatch.setattr(listing, "folders_below", slow)
+    monkeypatch.setattr(listing, "_SETTLED_S", -60.0)  # as if the clock of the file system were late
+    assert len(listed(root)["train"]) == 4
+    monkeypatch.setattr(listing, "folders_below", folders_below)
+    assert len(listed(root)["train"]) == 5
+
+
+def test_a_file_that_was_overwritten_is_not_read(root: Path) -> None:
+    opened(root)
+    save(root / "train" / "cat" / "1.png", (60, 40))
+    dataset = opened(root)["train"]
+    dataset[0]
+    with pytest.raises(UserError, match=r"cat/1\.png has another size than when the files were listed") as caught:
+        dataset[1]
+    assert f"touch {root / 'train' / 'cat'}" in str(caught.value)
+    (root / "train" / "cat").touch()
+    assert opened(root)["train"][1][0].shape == (3, 40, 60)
+
+
+def test_no_index_is_made_of_few_files_or_where_a_change_would_not_be_seen(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept() -> bool:
+        opened(root)
+        return root.with_name("cache").exists()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "_SETTLED_S", 60.0)
+        assert not kept(), "a folder was changed a moment ago"
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "INDEXED_FROM", 9)
+        assert not kept(), "there are few files"
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "_times", lambda folder: [5, 5, 5])
+        assert not kept(), "all folders have one time of change"
+    (link := root / "train" / "cat" / "more").symlink_to(root / "absent")
     time.sleep(0.05)
-    monkeypatch.setattr(listing, "INDEXED_FROM", 9)
-    image_folder(str(root))
-    assert not cache.exists()
+    assert not kept(), "a link leads nowhere yet"
+    link.unlink()
+    time.sleep(0.05)
+    assert kept()
 
 
-def test_a_damaged_index_and_one_of_other_folders_are_not_used(root: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda index: b"", lambda index: index[:100], lambda index: index[: len(index) // 2]]
+)
+def test_a_damaged_index_is_not_used(root: Path, damage: Callable[[bytes], bytes]) -> None:
     whole = listed(root)
-    (index,) = indexes(root.with_name("images.cache"))
-    content = index.read_bytes()
-    for damaged in (b"", content[:100], content[: len(content) // 2]):
-        index.write_bytes(damaged)
-        assert listed(root) == whole
+    (index,) = root.with_name("cache").iterdir()
+    index.write_bytes(damage(index.read_bytes()))
+    assert listed(root) == whole
+    assert len(index.read_bytes()) > 200, "it is written again"
+
+
+def test_other_folders_and_other_rules_have_another_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = listed(root)
     assert listed(root, val_folder="nothing") == {"train": whole["train"]}
+    (root / "train" / "cat" / "1.png").rename(root / "train" / "cat" / "1.new")
+    (root / "train" / "cat").touch()
+    time.sleep(0.05)
+    assert len(listed(root)["train"]) == 3
+    monkeypatch.setattr(listing, "EXTENSIONS", (*listing.EXTENSIONS, ".new"))
+    monkeypatch.setattr(listing, "_ENDINGS", (*listing.EXTENSIONS,))
+    assert len(listed(root)["train"]) == 4
 
 
-def test_it_is_in_the_cache_folder_and_a_run_says_if_it_cannot_be_kept(
+def test_classes_without_splits_and_relative_folders_have_one_too(
+    root: Path, unread: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "INDEXED_FROM", 4)
+    monkeypatch.chdir(root)
+    first = image_folder("train", cache_folder=str(root / "cache"))["train"]
+    first.keep_indexes()
+    unread()
+    again = image_folder("train", cache_folder=str(root / "cache"))["train"]
+    assert (
+        again.paths
+        == first.paths
+        == [Path("train", name, f"{index}.png") for name in ("cat", "dog") for index in (0, 1)]
+    )
+
+
+def test_a_run_keeps_it_in_the_cache_folder_and_says_if_it_cannot_and_eval_writes_none(
     root: Path, accepted: Any, tmp_path: Path, unread: Callable[[], None]
 ) -> None:
     words = ("train", "data=image_folder", f"data.root={root}", "data.image_size=8", "data.batch_size=4", "model=mlp")
     words += ("max_steps=1", "evaluate.test=false", "logger=none", "name=x")
     (tmp_path / "file").write_text("")
     said = accepted(*words, f"data.cache_dir={tmp_path / 'file'}")
-    assert "cannot keep the list of files in" in said.out + said.err
+    assert "cannot keep what is known of the files of data in" in said.out + said.err
     first = accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
     assert "no effect" not in first.out + first.err
-    assert len(indexes(tmp_path / "kept")) == 1
+    (index,) = (tmp_path / "kept").iterdir()
+    index.unlink()
+    accepted("eval", f"ckpt_path={first.directory}", "split=val")
+    assert not list((tmp_path / "kept").iterdir()), "only a training names the folder itself"
+    accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
     unread()
     again = accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
     assert again.summary["weights_sha256"] == first.summary["weights_sha256"] == said.summary["weights_sha256"]

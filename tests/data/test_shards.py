@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 from runner.base.errors import UserError
 from runner.data.sources import shards as module
 from runner.data.sources.folders import image_folder
-from runner.data.sources.shards import shards
+from runner.data.sources.shards import Shards, shards
 
 Members = Iterable[tuple[str, bytes]]
 
@@ -57,6 +58,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
+def opened(root: Path) -> dict[str, Shards]:
+    """The data sets of a run, which keeps its indexes."""
+    made = shards(str(root), cache_folder=str(root / "cache"))
+    assert made["train"].keep_indexes() == []
+    return made
+
+
 def test_images_and_classes_come_in_the_order_of_shards_and_of_each_file(root: Path) -> None:
     found = shards(str(root))
     assert {split: len(dataset) for split, dataset in found.items()} == {"train": 24, "val": 12}
@@ -88,39 +96,35 @@ def test_json_labels_class_names_other_formats_and_further_files(tmp_path: Path)
 
 
 def test_a_second_start_reads_no_shard(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = shards(str(root))
+    first = opened(root)
     monkeypatch.setattr(module, "index_of", None)
-    again = shards(str(root))
+    again = opened(root)
     for split, dataset in first.items():
         assert again[split].fingerprint() == dataset.fingerprint()
         assert again[split].targets.tolist() == dataset.targets.tolist()
         assert torch.equal(again[split][5][0], dataset[5][0])
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 40], ids=["empty", "foreign"])
-def test_a_damaged_index_is_made_again(root: Path, damage: bytes) -> None:
-    before = shards(str(root))["train"].fingerprint()
-    (root / "train" / "000.tar.index").write_bytes(damage)
-    assert shards(str(root))["train"].fingerprint() == before
-
-
 def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(root: Path) -> None:
-    shards(str(root))
+    opened(root)
     path = root / "train" / "012.tar"
-    content = bytearray(path.read_bytes())
+    content, times = bytearray(path.read_bytes()), path.stat()
     content[content.index(encoded(13)) + 100] ^= 1
     path.write_bytes(content)
-    dataset = shards(str(root))["train"]
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    dataset = opened(root)["train"]
     assert dataset[12][1] == 0
-    with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed") as caught:
+    with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed"):
         dataset[13]
-    assert "012.tar.index" in str(caught.value)
+    path.touch()
+    with pytest.raises(UserError, match="image"):
+        opened(root)["train"][13]
 
 
-def test_a_shard_of_another_size_is_indexed_again(root: Path) -> None:
-    shards(str(root))
+def test_a_shard_that_changed_is_indexed_again(root: Path) -> None:
+    opened(root)
     write_tar(root / "train" / "012.tar", samples(range(30, 33), cls))
-    assert len(shards(str(root))["train"]) == 15
+    assert len(opened(root)["train"]) == 15
 
 
 @pytest.mark.parametrize(
@@ -195,7 +199,6 @@ def test_a_resumed_run_refuses_shards_with_another_image(root: Path, run: Any) -
     write_tar(
         root / "train" / "012.tar", samples([*range(12, 22), 40, 41], lambda number: ("cls", str(number % 3).encode()))
     )
-    (root / "train" / "012.tar.index").unlink()
     refused = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
     assert refused.status == 2
     assert "other images" in refused.err + refused.out
@@ -209,13 +212,17 @@ def test_shards_and_files_hold_the_same_images(root: Path, folders: Path) -> Non
         assert packed[number][1] == loose[place][1]
 
 
-def test_indexes_are_kept_in_the_cache_folder_and_a_run_says_if_they_cannot(
+def test_a_run_keeps_indexes_in_the_cache_folder_and_eval_writes_none(
     root: Path, accepted: Any, tmp_path: Path
 ) -> None:
     words = ("train", "data=shards", f"data.root={root}", *SMALL, "max_steps=1")
     (tmp_path / "file").write_text("")
     said = accepted(*words, f"data.cache_dir={tmp_path / 'file'}")
-    assert "cannot keep the indexes of shards in" in said.out + said.err
-    accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
-    assert len(list((tmp_path / "kept").glob("*.index"))) == 3
-    assert not list(root.rglob("*.index"))
+    assert "cannot keep what is known of the files of data in" in said.out + said.err
+    first = accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
+    assert "no effect" not in first.out + first.err
+    kept = list((tmp_path / "kept").iterdir())
+    assert len(kept) == 3
+    kept[0].unlink()
+    accepted("eval", f"ckpt_path={first.directory}", "split=val")
+    assert len(list((tmp_path / "kept").iterdir())) == 2

@@ -309,4 +309,4 @@ def test_a_second_run_in_a_process_does_not_keep_the_objects_of_the_first(train:
     train("max_steps=1")
     before = gc.get_freeze_count()
     train("max_steps=1")
-    assert gc.get_freeze_count() == before > 0
+    assert 0 < gc.get_freeze_count() <= before

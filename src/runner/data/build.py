@@ -30,6 +30,7 @@ from runner.data.sample_rng import preserved_rng
 from runner.data.sampler import BalancedOrder, ClassBalance, Indices
 from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.folders import ImageList
 from runner.data.splits import Parts, make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
@@ -70,12 +71,10 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
     known, warnings = known_targets(parts, sources, examples)
-    warnings = [
-        *placement.warnings,
-        *getattr(train_set, "warnings", ()),
-        *warnings,
-        *(shared_groups(parts, data.split.group) if data.split.group else ()),
-    ]
+    warnings = [*placement.warnings, *warnings, *(shared_groups(parts, data.split.group) if data.split.group else ())]
+    files = train_set if isinstance(train_set, ImageList) else None
+    if files is not None and make_cache:
+        warnings += files.keep_indexes()
     classes, (channels, height, width) = _classes(train_set), first.shape
     incompatibilities = _incompatibilities(parts, examples, classes)
     if (

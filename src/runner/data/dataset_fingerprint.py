@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,10 +17,12 @@ from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.folders import ImageFolder
 from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
 from runner.instrument.nested import leaves_of
 
+_AT_ONCE = 4096  # files of which names and sizes are digested together
 _LOOKED_AT = 16
 _PLACES = 0xDA7A  # separates these random numbers from all others
 _DIFFERENCES = {"targets": "has other targets", "files": "has other files, or files of other sizes"}
@@ -51,7 +52,9 @@ def fingerprint_data(
         if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
             digests["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
         if files:
-            digests["files"] = _digest(_listing(files, indices, _sizes_of(dataset)))
+            digests["files"] = _digest(
+                _listing(files, indices, dataset.files.sizes if isinstance(dataset, ImageFolder) else None)
+            )
         if isinstance(dataset, ImageArrays | Shards):
             digests["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
         if full:
@@ -63,9 +66,9 @@ def fingerprint_data(
 
 
 def _digest(pieces: Iterable[bytes]) -> str:
-    digest, rest = hashlib.sha256(), iter(pieces)
-    while some := list(itertools.islice(rest, 64)):  # a call for each of a million would take longer than the digest
-        digest.update(b"".join(some))
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
 
 
@@ -114,22 +117,22 @@ def _files_of(dataset: Any) -> list[bytes]:
     return [os.fsencode(path) for path in paths] if all(isinstance(path, str | Path) for path in paths) else []
 
 
-def _sizes_of(dataset: Any) -> list[int] | None:
-    """The sizes of the files of `_files_of`, if they were listed with them."""
-    sizes = getattr(getattr(dataset, "files", None), "sizes", None)
-    return None if sizes is None else sizes.tolist()
-
-
-def _listing(files: list[bytes], indices: Indices, sizes: list[int] | None) -> Iterator[bytes]:
+def _listing(files: list[bytes], indices: Indices, sizes: Tensor | None) -> Iterator[bytes]:
     # Without the common prefix, so that a folder may move.
     common = len(os.path.commonpath((min(files), max(files))))
-    for index in indices[:].tolist():
-        try:
-            # os.stat, as a Path for each of a million files would cost more
-            size = os.stat(files[index]).st_size if sizes is None else sizes[index]  # noqa: PTH116
-        except OSError:  # reported when it is read
-            size = -1
-        yield b"%s\0%d\0" % (files[index][common:], size)
+    listed = None if sizes is None else sizes.tolist()
+    for some in torch.split(indices[:], _AT_ONCE):  # as a digest of each of a million would take seconds
+        yield b"".join(
+            b"%s\0%d\0" % (files[index][common:], _size(files[index]) if listed is None else listed[index])
+            for index in some.tolist()
+        )
+
+
+def _size(file: bytes) -> int:
+    try:
+        return os.stat(file).st_size  # noqa: PTH116  a Path for each of a million files would cost more
+    except OSError:  # reported when it is read
+        return -1
 
 
 def _bytes(files: list[bytes], indices: Indices) -> Iterator[bytes]:

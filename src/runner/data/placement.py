@@ -23,6 +23,7 @@ from runner.data.cache_file import CachedImages, StoredImages
 from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.samples import SampleTransform, SeededDataset, crops_while_decoding
 from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.folders import ImageList
 from runner.data.splits import Parts
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
@@ -103,7 +104,7 @@ def plan_placement(
                 allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
                 raise UserError("data.cache", problem, allowed)
         _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
-    elif data.cache_dir is not None and getattr(getattr(train, "files", None), "sizes", None) is None:
+    elif data.cache_dir is not None and not (isinstance(train, ImageList) and train.indexed):
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
     # Where images live decides whether workers are needed at all, so their number is chosen last.
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
@@ -129,11 +130,9 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callabl
             needed.setdefault(id(dataset), (split, dataset))
     if not needed:
         plan.warnings.append("data.cache=disk has no effect: the images are in memory")
-    # The default is beside the images, where every run on them finds it
     root = Path(data.dataset.get("root") or data.root).expanduser().absolute()
-    folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else root.with_name(f"{root.name}.cache")
     recipe = {"dataset": data.dataset, "root": str(root), "image_size": data.image_size}
-    cache = Cache(folder, data.name, recipe, data.on_error == "skip")
+    cache = Cache(Path(data.cache_folder), data.name, recipe, data.on_error == "skip")
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
         # All splits or none: batches of both kinds would mix two ways of reading.

@@ -18,7 +18,7 @@ class Airbench(nn.Module):
     1.97 million parameters for three channels and ten classes.
 
     Args:
-        widths: channels of each group, which halves the height and width.
+        widths: channels of each group; each group halves height and width.
         momentum: share of the newest batch in BatchNorm's running statistics.
 
     Raises:
@@ -29,7 +29,7 @@ class Airbench(nn.Module):
         self, in_channels: int, num_classes: int, widths: tuple[int, ...] = (64, 256, 256), momentum: float = 0.4
     ) -> None:
         super().__init__()
-        at_least_1(in_channels=in_channels, num_classes=num_classes, width=min(widths))
+        at_least_1(in_channels=in_channels, num_classes=num_classes, groups=len(widths), width=min(widths, default=1))
         self.whiten = nn.Conv2d(in_channels, 8 * in_channels, kernel_size=2)
         channels = [8 * in_channels, *widths]
         groups = [_group(*pair, momentum) for pair in pairwise(channels)]
@@ -38,7 +38,7 @@ class Airbench(nn.Module):
         nn.init.normal_(self.head.weight)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, num_classes) of images (B, in_channels, H, W) of at least 17 pixels, both floating point."""
+        """Logits (B, num_classes) of images (B, in_channels, H, W), both floating point; of three groups, of at least 17 pixels."""
         features: Tensor = self.stages(self.whiten(images)).amax(dim=(2, 3))
         logits: Tensor = self.head(features) / self.head.in_features
         return logits

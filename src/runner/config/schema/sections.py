@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -142,6 +143,14 @@ class Data(Section):
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)
     dataset: Node
+
+    @property
+    def cache_folder(self) -> str:
+        """Where files that spare work are kept: `cache_dir`, or beside the folder of the data, where every run finds them."""
+        root = Path(self.dataset.get("root") or self.root).expanduser().absolute()
+        return str(
+            Path(self.cache_dir).expanduser() if self.cache_dir is not None else root.parent / f"{root.name}.cache"
+        )
 
     @property
     def samples_a_batch(self) -> int:

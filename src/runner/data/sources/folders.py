@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
+from runner.data.sources.index_file import IndexFile
 from runner.data.sources.listing import EXTENSIONS, Files, list_splits
 
 
@@ -28,9 +30,14 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
     A data set says with `encoded` where its images are.
 
     Attributes:
+        unsaved: indexes of the files of all splits that a run may keep, for later ones.
+        indexed: whether there are such indexes.
         targets: int64 (N,), or float32 (N, ...).
         classes: names of the classes; empty for regression.
     """
+
+    unsaved: Sequence[tuple[IndexFile, dict[str, Tensor]]] = ()
+    indexed = False
 
     def __init__(self, targets: Tensor, classes: Sequence[str], decoding: Decoding) -> None:
         self.targets, self.classes, self.decoding = targets, tuple(classes), decoding
@@ -38,6 +45,12 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
     def encoded(self, index: int) -> tuple[Path, bytes | None]:
         """The file of item `index`; or a name for messages, and the content."""
         raise NotImplementedError
+
+    def keep_indexes(self) -> list[str]:
+        """Write the indexes that are not kept yet; returns a warning if that is not possible."""
+        unsaved, self.unsaved = self.unsaved, ()
+        warnings = [file.write(tensors) for file, tensors in unsaved]
+        return [warning for warning in warnings if warning][:1]
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -72,10 +85,15 @@ class ImageFolder(ImageList):
         self.files = paths if isinstance(paths, Files) else Files.of([os.fsencode(path) for path in paths])
 
     def encoded(self, index: int) -> tuple[Path, bytes | None]:
-        """See `ImageList.encoded`; raises `UserError` if the file has another size than when it was listed."""
+        """See `ImageList.encoded`; raises `UserError` if the file has another size than in the index."""
         path, sizes = self.path(index), self.files.sizes
-        if sizes is not None and path.exists() and path.stat().st_size != sizes[index]:
-            raise UserError(f"the image {path} was changed after its folder was listed: run `touch {path.parent}`")
+        if sizes is not None:
+            with contextlib.suppress(OSError):  # reported when it is read
+                if path.stat().st_size != sizes[index]:
+                    problem = f"{path} has another size than when the files were listed"
+                    raise UserError(
+                        "data.root", problem, f"`touch {path.parent}`, so that the next run lists them again"
+                    )
         return path, None
 
     def fingerprint(self) -> str:
@@ -117,7 +135,7 @@ def image_folder(
     test_folder: str = "test",
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
-    cache_dir: str | None = None,
+    cache_folder: str | None = None,
 ) -> dict[str, ImageFolder]:
     """Data sets from `<root>/<split>/<class>/**/image`, or from `<root>/<class>/**/image` without splits.
 
@@ -127,7 +145,7 @@ def image_folder(
         root: folder of the data set.
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         train_folder, val_folder, test_folder: names of the folders of the splits; the last two are optional.
-        cache_dir: folder for the list of the files if there are very many; None for `<root>.cache`.
+        cache_folder: where an index of very many files is looked for; None for none.
 
     Raises `UserError` if a folder is missing or empty, or the splits have different classes.
     """
@@ -151,10 +169,11 @@ def image_folder(
         if more := set(names) ^ set(_class_folders(folder)):
             only = "; ".join(f"{name} only in {folders['train'] if name in names else folder}" for name in sorted(more))
             raise UserError("data.root", f"splits have different class folders: {only}", "the same in every split")
-    index = Path(cache_dir).expanduser() if cache_dir else (real := base.resolve()).with_name(f"{real.name}.cache")
-    listed, warning = list_splits(folders, names, index)
+    listed, unsaved = list_splits(folders, names, cache_folder)
     made = {split: ImageFolder(files, numbers, names, decoding) for split, (files, numbers) in listed.items()}
-    made["train"].warnings = (warning,) if warning else ()
+    for dataset in made.values():
+        dataset.indexed = dataset.files.sizes is not None
+    made["train"].unsaved = unsaved
     return made
 
 

@@ -1,37 +1,39 @@
-"""Image files of folders: how they are listed, and the index file that lets the next run skip listing many."""
+"""Image files of folders: how they are listed, and the index of many of them."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
 import json
 import os
-import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from runner.base.errors import UserError
+from runner.data.sources.index_file import IndexFile
 
 EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
 )
 _ENDINGS = tuple(EXTENSIONS)
 INDEXED_FROM = 100_000  # files; fewer are listed within a second
-_FORMAT = "runner files 1"
-_SETTLED_S = 2.0  # a folder changed later than this before it was read may have got another file within its timestamp
+_RULES = 1  # to be raised when other files are listed, or in another order
+_SETTLED_S = 2.0  # a folder that changed less than this before it was read may change again within the same timestamp
+
+Times = dict[str, list[int]]
+"""What tells whether a folder changed: its times of change and modification, in nanoseconds, and its number."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Paths of files as one array: reading strings in a forked worker writes their reference counts, which copies their pages."""
+    """Paths of files, as one array.
+
+    Reading strings in a forked worker writes their reference counts, which copies their pages.
+    """
 
     names: Tensor  # uint8 (B,), one after the other
     ends: Tensor  # int64 (N + 1,), where each begins and ends
@@ -40,7 +42,7 @@ class Files:
     @classmethod
     def of(cls, names: Sequence[bytes]) -> Files:
         """The files of some paths."""
-        joined = torch.frombuffer(bytearray(b"".join(names)) or bytearray(1), dtype=torch.uint8)
+        joined = torch.frombuffer(bytearray(b"".join(names) or b"/"), dtype=torch.uint8)
         return cls(joined, torch.tensor([0, *map(len, names)]).cumsum(0))
 
     def __len__(self) -> int:
@@ -68,10 +70,11 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(_ENDINGS)
 
 
-def folders_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
+def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[str, list[str]]]:
     """A folder and those under it, each with the names of its files, sorted; hidden ones are skipped.
 
-    Links to folders are followed, but not to a parent, and no folder is visited twice.
+    Links to folders are followed, but not to a parent, and no folder is visited twice. `times` gets those of each folder, from
+    before it is read, and zeros for links below the first folder that are not to files.
 
     Raises:
         UserError: if a folder cannot be read; it names the folder.
@@ -82,14 +85,20 @@ def folders_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
         here = pending.pop()
         inner, files = [], []
         try:
+            if times is not None:
+                times[here] = _times(here)
             with os.scandir(here) as entries:
                 for entry in entries:
                     if entry.name.startswith("."):
                         continue
-                    if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and Path(entry.path).is_dir()):
+                    linked = entry.is_symlink()
+                    if entry.is_dir(follow_symlinks=False) or (linked and Path(entry.path).is_dir()):
                         inner.append(entry.path)
                     else:
                         files.append(entry.name)
+                    # Where such a link leads can change, and its folder does not show it
+                    if linked and times is not None and not Path(entry.path).is_file():
+                        times[entry.path] = [0, 0, 0]
             below = []
             for path in sorted(inner):
                 if (real := Path(path).resolve()) not in seen:
@@ -102,10 +111,10 @@ def folders_below(folder: Path) -> Iterator[tuple[str, list[str]]]:
         pending += reversed(below)
 
 
-def list_classes(folder: Path, classes: Sequence[str], visited: list[str]) -> tuple[Files, Tensor]:
+def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Files, Tensor]:
     """The images of folders of classes, in order of class and path, and the class numbers, int64 (N,).
 
-    Appends all folders that were read to `visited`.
+    `times` gets those of all folders, see `folders_below`.
 
     Raises:
         UserError: if a class has no image.
@@ -113,7 +122,7 @@ def list_classes(folder: Path, classes: Sequence[str], visited: list[str]) -> tu
     names: list[bytes] = []
     counts = []
     for name in classes:
-        found = [(here, list(filter(is_image, files))) for here, files in folders_below(folder / name)]
+        found = [(here, list(filter(is_image, files))) for here, files in folders_below(folder / name, times)]
         paths = [f"{here}/{file}" for here, files in found for file in files]
         if len(found) > 1:  # as Path sorts: part by part
             paths.sort(key=lambda path: path.split("/"))
@@ -122,85 +131,64 @@ def list_classes(folder: Path, classes: Sequence[str], visited: list[str]) -> tu
             raise UserError("data.root", problem, "add some, or remove the folder")
         names += map(os.fsencode, paths)
         counts.append(len(paths))
-        visited += [here for here, _ in found]
     return Files.of(names), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def list_splits(
-    folders: Mapping[str, Path], classes: Sequence[str], cache_dir: Path
-) -> tuple[dict[str, tuple[Files, Tensor]], str]:
-    """What `list_classes` gives for the folder of each split: read from an index in `cache_dir`, or listed, and kept there if many.
+    folders: Mapping[str, Path], classes: Sequence[str], cache_folder: str | None
+) -> tuple[dict[str, tuple[Files, Tensor]], list[tuple[IndexFile, dict[str, Tensor]]]]:
+    """What `list_classes` gives for the folder of each split: from an index in `cache_folder`, or from listing them.
 
-    The index counts as long as no folder has got, lost or renamed a file: its time of change (ctime) tells, which nothing can
-    set back. Sizes are those of the files when they were listed.
+    An index counts as long as no folder has changed, as its times tell. Sizes are those of the files when they were listed.
 
     Returns:
-        The files and class numbers of each split, and a warning or "".
+        The files and class numbers of each split, and an index to keep, if there are many files.
     """
-    key = json.dumps([_FORMAT, {split: str(folder) for split, folder in folders.items()}, [*classes]])
-    index = cache_dir / f"files-{hashlib.sha256(key.encode()).hexdigest()[:12]}.safetensors"
-    if (known := _read(index, key)) is not None:
-        return known, ""
-    begun, visited = time.time_ns(), [str(path) for path in {folder.parent for folder in folders.values()}]
-    visited += map(str, folders.values())
-    times = {path: os.stat(path).st_ctime_ns for path in visited}  # noqa: PTH116
-    splits = {split: list_classes(folder, classes, visited) for split, folder in folders.items()}
-    if sum(len(files) for files, _ in splits.values()) < INDEXED_FROM:
-        return splits, ""
+    where = {split: [str(folder), str(folder.absolute())] for split, folder in folders.items()}
+    key = json.dumps([_RULES, sorted(EXTENSIONS), list(classes)])
+    index = IndexFile.of(cache_folder or "", json.dumps(where), key)
+    if cache_folder is not None and (known := index.read()) is not None and (found := _unchanged(known, folders)):
+        return found, []
+    begun, times = time.time_ns(), {str(folder): _times(folder) for folder in folders.values()}
+    splits = {split: list_classes(folder, classes, times) for split, folder in folders.items()}
+    if sum(len(files) for files, _ in splits.values()) < INDEXED_FROM or cache_folder is None:
+        return splits, []
     splits = {split: (replace(files, sizes=_sizes(files)), numbers) for split, (files, numbers) in splits.items()}
-    times |= {path: os.stat(path).st_ctime_ns for path in visited}  # noqa: PTH116
-    if max(times.values()) < begun - _SETTLED_S * 1e9:
+    changes = [changed for changed, *_ in times.values()]
+    # Without a time of change for each folder, as in some network file systems, a change would not be seen
+    if max(changes) > begun - _SETTLED_S * 1e9 or min(changes) <= 0 or len(set(changes)) == 1:
+        return splits, []
+    watched = Files.of([os.fsencode(path) for path in times])
+    tensors = {"times": torch.tensor(list(times.values())), "names": watched.names, "ends": watched.ends}
+    for split, (files, numbers) in splits.items():
+        tensors |= {f"{split}.{name}": tensor for name, tensor in {**vars(files), "classes": numbers}.items()}
+    return splits, [(index, tensors)]
+
+
+def _unchanged(known: Mapping[str, Tensor], splits: Mapping[str, Path]) -> dict[str, tuple[Files, Tensor]] | None:
+    """What an index holds, or None if one of its folders has changed."""
+    for path, then in zip(Files(known["names"], known["ends"]).all_names(), known["times"].tolist(), strict=True):
         try:
-            _write(index, splits, {"key": key, "folders": json.dumps(times)})
-        except OSError as error:
-            return splits, f"cannot keep the list of files in {index} ({error.strerror}): each run lists them again"
-    return splits, ""
+            if _times(path) != then:
+                return None
+        except OSError:
+            return None
+    return {
+        split: (Files(*(known[f"{split}.{name}"] for name in ("names", "ends", "sizes"))), known[f"{split}.classes"])
+        for split in splits
+    }
+
+
+def _times(folder: str | bytes | Path) -> list[int]:
+    found = os.stat(folder)  # noqa: PTH116  a Path for each would cost more
+    return [found.st_ctime_ns, found.st_mtime_ns, found.st_ino]
 
 
 def _sizes(files: Files) -> Tensor:
     sizes = []
     for name in files.all_names():
         try:
-            sizes.append(os.stat(name).st_size)  # noqa: PTH116  a Path for each of a million files would cost more
+            sizes.append(os.stat(name).st_size)  # noqa: PTH116  as above
         except OSError:  # reported when it is read
             sizes.append(-1)
     return torch.tensor(sizes)
-
-
-def _write(path: Path, splits: Mapping[str, tuple[Files, Tensor]], known: dict[str, str]) -> None:
-    tensors = {
-        f"{split}.{name}": tensor
-        for split, (files, numbers) in splits.items()
-        for name, tensor in {**vars(files), "classes": numbers}.items()
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        save_file(tensors, temporary, known)
-        temporary.replace(path)
-    except SafetensorError as error:
-        raise OSError(None, str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _read(path: Path, key: str) -> dict[str, tuple[Files, Tensor]] | None:
-    """What an index holds; None if there is none, or it is of other folders, or one of them has changed since."""
-    with contextlib.suppress(OSError, SafetensorError, ValueError, KeyError):
-        with safe_open(path, "pt") as file:
-            known = file.metadata() or {}
-            if known.get("key") != key or not _unchanged(json.loads(known["folders"]).items()):
-                return None
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-        return {
-            split: (
-                Files(*(tensors[f"{split}.{name}"] for name in ("names", "ends", "sizes"))),
-                tensors[f"{split}.classes"],
-            )
-            for split in json.loads(key)[1]
-        }
-    return None
-
-
-def _unchanged(folders: Iterable[tuple[str, int]]) -> bool:
-    return all(os.stat(folder).st_ctime_ns == then for folder, then in folders)  # noqa: PTH116

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 import tarfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import features
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from runner.base.errors import UserError
@@ -28,9 +25,10 @@ from runner.base.reading import open_regular
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding
+from runner.data.sources.index_file import IndexFile
 from runner.data.sources.listing import is_image
 
-_FORMAT = "runner shard 1"
+_RULES = 1  # to be raised when other images are found, or in another order
 _NAMES = ("offsets", "lengths", "checksums", "labels")
 _SPLITS = ("train", "val", "test")
 
@@ -44,18 +42,16 @@ class Shards(ImageList):
     Args:
         paths: of the shards.
         indexes: of each of them.
-        places: of the indexes, for messages.
     """
 
-    warnings: Sequence[str] = ()
+    indexed = True
 
     def __init__(
-        self, paths: Sequence[Path], indexes: Sequence[Index], places: Sequence[Path], classes: Sequence[str],
-        decoding: Decoding,
-    ) -> None:  # fmt: skip
+        self, paths: Sequence[Path], indexes: Sequence[Index], classes: Sequence[str], decoding: Decoding
+    ) -> None:
         joined = {name: torch.cat([index[name] for index in indexes]) for name in _NAMES}
         super().__init__(joined["labels"], classes, decoding)
-        self._paths, self._places = tuple(map(str, paths)), tuple(map(str, places))
+        self._paths = tuple(map(str, paths))
         self._offsets, self._lengths, self._checksums = (joined[name] for name in _NAMES[:3])
         self._ends = torch.tensor([len(index["labels"]) for index in indexes]).cumsum(0)
 
@@ -70,10 +66,10 @@ class Shards(ImageList):
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror or error}") from error
         if len(content) != length or zlib.crc32(content) != int(self._checksums[index]):
-            raise UserError(
-                f"{path} was changed or damaged after it was indexed: the image at byte {offset:,} has other content. "
-                f"Restore the file, or remove {self._places[shard]} to index it again."
+            problem = (
+                f"{path} was changed or damaged after it was indexed: the image at byte {offset:,} has another CRC-32"
             )
+            raise UserError("data.root", problem, f"the file as it was, or `touch {path}` to index it again")
         return Path(path, f"byte {offset}"), content
 
     @property
@@ -102,19 +98,19 @@ def shards(
     label: str = "label",
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
-    cache_dir: str | None = None,
+    cache_folder: str | None = None,
 ) -> dict[str, Shards]:
     """Data sets from `<root>/<split>/*.tar`, or from `<root>/*.tar` without splits, in the order of names and of each file.
 
     The files of a sample follow each other and have the same name up to the first dot: an image, and its class number as text in
     `NAME.cls`, or in `NAME.json` as the value of `label`. `<root>/classes.txt` has a class name in each line; without it, numbers
-    are names. Each shard gets an index when it is first used, beside it or in `cache_dir`.
+    are names. Each shard is read once, for an index of its images, which a run keeps.
 
     Args:
         root: folder of the data set.
         label: key in JSON files.
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
-        cache_dir: folder of the indexes; None for that of the shard.
+        cache_folder: where indexes are looked for; None for none.
 
     Raises:
         UserError: if there are no shards, or one cannot be read, is empty, or has an image without a class number.
@@ -129,27 +125,16 @@ def shards(
             "data.root", f"{where} has no files *.tar", "a folder with shards, or with train/ and val/ of them"
         )
     every = [path for found in paths.values() for path in found]
-    places = [_place(path, cache_dir) for path in every]
     # Reading and checksums release the lock of the interpreter
     with ThreadPoolExecutor() as pool:
-        made = list(pool.map(_indexed, every, places, [label] * len(every)))
+        made = list(pool.map(_indexed, every, [label] * len(every), [cache_folder] * len(every)))
     indexes = {path: index for path, (index, _) in zip(every, made, strict=True)}
     classes = _classes(base / "classes.txt", max(int(index["labels"].max()) for index in indexes.values()))
-    warnings = [*dict.fromkeys(warning for _, warning in made if warning)][:1]
-    of_path = dict(zip(every, places, strict=True))
     result = {
-        split: Shards(found, [indexes[path] for path in found], [of_path[path] for path in found], classes, decoding)
-        for split, found in paths.items()
+        split: Shards(found, [indexes[path] for path in found], classes, decoding) for split, found in paths.items()
     }
-    result["train"].warnings = warnings
+    result["train"].unsaved = [(file, index) for index, file in made if file is not None]
     return result
-
-
-def _place(shard: Path, cache_dir: str | None) -> Path:
-    if cache_dir is None:
-        return shard.with_name(f"{shard.name}.index")
-    digest = hashlib.sha256(os.fsencode(shard.resolve())).hexdigest()[:12]
-    return Path(cache_dir).expanduser() / f"{shard.name}-{digest}.index"
 
 
 def _classes(path: Path, largest: int) -> list[str]:
@@ -161,46 +146,20 @@ def _classes(path: Path, largest: int) -> list[str]:
     return names
 
 
-def _indexed(shard: Path, place: Path, label: str) -> tuple[Index, str]:
-    """The index of a shard, read or made and kept, and a warning or ""."""
+def _indexed(shard: Path, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
+    """The index of a shard, and the file to keep it in if it is new."""
     try:
-        known = json.dumps([_FORMAT, shard.stat().st_size, label])
-        if (index := _read(place, known)) is not None:
-            return index, ""
-        index = index_of(shard, label)
+        found = shard.stat()
+        key = json.dumps([_RULES, label, found.st_size, found.st_mtime_ns])
+        file = None if cache_folder is None else IndexFile.of(cache_folder, str(shard.absolute()), key)
+        if file is not None and (known := file.read()) is not None:
+            return known, None
+        return index_of(shard, label), file
     except (OSError, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"cannot read the shard {shard}: {reason}. Restore it, or remove it from the folder."
         ) from error
-    try:
-        write_index(place, index, known)
-    except OSError as error:
-        return (
-            index,
-            f"cannot keep the indexes of shards in {place.parent} ({error.strerror}): each run makes them again",
-        )
-    return index, ""
-
-
-def _read(place: Path, known: str) -> Index | None:
-    with contextlib.suppress(OSError, SafetensorError), safe_open(place, "pt") as file:
-        if (file.metadata() or {}).get("known") == known and set(file.keys()) == set(_NAMES):
-            return {name: file.get_tensor(name) for name in _NAMES}
-    return None
-
-
-def write_index(place: Path, index: Index, known: str) -> None:
-    """Write an index; a crash leaves the whole file or none."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.with_name(f".{place.name}.{secrets.token_hex(6)}")
-    try:
-        save_file(index, temporary, {"known": known})
-        temporary.replace(place)
-    except SafetensorError as error:
-        raise OSError(None, str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def index_of(shard: Path, label: str) -> Index:

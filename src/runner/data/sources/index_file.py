@@ -1,0 +1,56 @@
+"""Files that keep what was found out about many files of data, so that later runs need not look again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from runner.base.errors import UserError
+from runner.base.files import write_atomically
+
+_KEY = "key"
+
+
+@dataclass(frozen=True)
+class IndexFile:
+    """A file of tensors that counts only for a key, which is text."""
+
+    path: Path
+    key: str
+
+    @classmethod
+    def of(cls, folder: str, source: str, key: str) -> IndexFile:
+        """The file for a source of data, such as a path, in a folder for all of them."""
+        name = hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
+        return cls(Path(folder, f"{name}.index"), f"{source}\n{key}")
+
+    def read(self) -> dict[str, Tensor] | None:
+        """The tensors; None if there is no such file, or it is damaged or has another key."""
+        with contextlib.suppress(OSError, SafetensorError):
+            # Not mapped into memory: the file may be replaced while a run uses it
+            tensors = safetensors.torch.load(self.path.read_bytes())
+            if torch.equal(tensors.pop(_KEY, torch.empty(0)), self._key()):
+                return tensors
+        return None
+
+    def write(self, tensors: dict[str, Tensor]) -> str:
+        """Write the file; returns a warning if that is not possible, or ""."""
+        content = safetensors.torch.save(tensors | {_KEY: self._key()})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, content)
+        except (OSError, UserError) as error:
+            problem = f"cannot keep what is known of the files of data in {self.path.parent}: {error}"
+            return f"{problem}; each run looks again, unless data.cache_dir is a writable folder"
+        return ""
+
+    def _key(self) -> Tensor:
+        return torch.tensor(list(self.key.encode(errors="surrogateescape")), dtype=torch.uint8)
