@@ -5,8 +5,8 @@
 
 Overrides go to each run. Prints the accuracy of each seed after the last epoch, with and without test-time augmentation, the
 samples trained per second, the epoch that reaches each level without it, and mean and standard deviation over the seeds. Exit
-status 4 if `report` finds the runs worse than `scripts/recipes/NAME.json`, 1 if their mean is below the bar; `--store` writes that file,
-and the plot of docs/recipes.md.
+status 4 if `report` finds the runs worse than `scripts/recipes/NAME.json`, 1 if their mean is below the bar; `--store` writes
+that file, and the plot of docs/recipes.md.
 """
 
 from __future__ import annotations
