@@ -139,8 +139,10 @@ def test_no_index_is_made_of_few_files_or_where_a_change_would_not_be_seen(
         patch.setattr(listing, "INDEXED_FROM", 9)
         assert not kept(), "there are few files"
     with monkeypatch.context() as patch:
-        patch.setattr(listing, "_times", lambda folder: [5, 5, 5])
+        patch.setattr(listing, "times_of", lambda folder: [5, 5, 5])
         assert not kept(), "all folders have one time of change"
+    image_folder(str(root), cache_folder=str(root / "train"))["train"].keep_indexes()
+    assert not list((root / "train").glob("*.index")), "the index would change the folder"
     (link := root / "train" / "cat" / "more").symlink_to(root / "absent")
     time.sleep(0.05)
     assert not kept(), "a link leads nowhere yet"

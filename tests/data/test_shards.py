@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_images_and_classes_come_in_the_order_of_shards_and_of_each_file(root: P
         assert torch.equal(image, expected)
         assert target == number % 3
     assert torch.equal(found["train"][-1][0], found["train"][23][0])
-    assert found["train"].classes == ("0", "1", "2")
+    assert found["train"].classes == (), "numbers are their names"
 
 
 def test_json_labels_class_names_other_formats_and_further_files(tmp_path: Path) -> None:
@@ -106,19 +107,38 @@ def test_a_second_start_reads_no_shard(root: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(root: Path) -> None:
-    opened(root)
-    path = root / "train" / "012.tar"
-    content, times = bytearray(path.read_bytes()), path.stat()
+    dataset, path = opened(root)["train"], root / "train" / "012.tar"
+    content = bytearray(path.read_bytes())
     content[content.index(encoded(13)) + 100] ^= 1
     path.write_bytes(content)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    dataset = opened(root)["train"]
     assert dataset[12][1] == 0
     with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed"):
         dataset[13]
-    path.touch()
-    with pytest.raises(UserError, match="image"):
+    with pytest.raises(UserError, match="cannot read the image"):
         opened(root)["train"][13]
+
+
+def test_a_label_that_changed_is_seen_also_by_a_cache_of_decoded_images(root: Path) -> None:
+    before, path = opened(root)["train"], root / "train" / "012.tar"
+    times = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"1" + bytes(511), b"0" + bytes(511), 1))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = opened(root)["train"]
+    assert after.targets.tolist() != before.targets.tolist()
+    assert after.digests.tolist() == before.digests.tolist()
+    assert after.fingerprint() != before.fingerprint()
+
+
+def test_an_index_with_a_flipped_bit_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = opened(root)["train"].targets.tolist()
+    for path in (root / "cache").iterdir():
+        content = bytearray(path.read_bytes())
+        for place in range(len(content) - 100, len(content), 8):
+            content[place] ^= 1
+        path.write_bytes(content)
+    assert opened(root)["train"].targets.tolist() == labels
+    monkeypatch.setattr(module, "index_of", None)
+    assert opened(root)["train"].targets.tolist() == labels, "it is written again"
 
 
 def test_a_shard_that_changed_is_indexed_again(root: Path) -> None:
@@ -132,10 +152,11 @@ def test_a_shard_that_changed_is_indexed_again(root: Path) -> None:
     [
         (lambda tar: tar[: len(tar) // 2], "truncated"),
         (lambda tar: tar[: tar.rindex(encoded(11))], "unexpected end"),
+        (lambda tar: tar + tar, "something follows the end"),
         (lambda tar: b"", "empty"),
         (lambda tar: b"no tar at all" * 100, "invalid header"),
     ],
-    ids=["cut", "cut in an image", "empty", "foreign"],
+    ids=["cut", "cut in an image", "two", "empty", "foreign"],
 )
 def test_a_file_that_is_no_whole_tar_is_named(root: Path, content: Callable[[bytes], bytes], reason: str) -> None:
     path = root / "train" / "000.tar"
@@ -153,15 +174,57 @@ def test_an_image_without_a_class_number_is_named(tmp_path: Path, label: tuple[s
         shards(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ([("0.png", encoded(0)), ("0.cls", b"0"), ("0.cls", b"1"), ("0.png", encoded(1))], "twice"),
+        ([("0.png", encoded(0)), ("0.cls", b"0"), ("1.png", encoded(1)), ("1.cls", b"0"), ("0.cls", b"1")], "twice"),
+        ([("0.png", encoded(0)), ("0.jpg", encoded(0)), ("0.cls", b"0")], "two images"),
+        ([("0.json", b"[1]"), ("0.png", encoded(0))], "no class number"),
+        ([("0.cls", b"99999999999999999999"), ("0.png", encoded(0))], "no class number"),
+    ],
+    ids=["twice", "label twice", "two images", "list", "large"],
+)
+def test_samples_that_could_be_mistaken_are_refused(tmp_path: Path, members: Members, reason: str) -> None:
+    write_tar(tmp_path / "0.tar", members)
+    with pytest.raises(UserError, match=reason):
+        shards(str(tmp_path))
+
+
+def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_path: Path) -> None:
+    link = tarfile.TarInfo("1.png")
+    link.type, link.linkname = tarfile.LNKTYPE, "0.png"
+    write_tar(tmp_path / "a" / "0.tar", [("._0.png", b"x"), ("0.cls", b"0"), ("._0.cls", b"x"), ("0.png", encoded(0))])
+    (tmp_path / "a" / "._0.tar").write_text("")
+    assert shards(str(tmp_path / "a"))["train"].targets.tolist() == [0]
+    with tarfile.open(tmp_path / "a" / "0.tar", "a") as tar:
+        tar.addfile(link)
+    with pytest.raises(UserError, match=r"1\.png in .*0\.tar is a link or a sparse file"):
+        shards(str(tmp_path / "a"))
+    (tmp_path / "0.cls").write_text("0")
+    with (tmp_path / "0.png").open("wb") as file:
+        file.seek(2**20)
+        file.write(b"x" * 4096)
+    (tmp_path / "b").mkdir()
+    subprocess.run(["tar", "-S", "-C", tmp_path, "-cf", tmp_path / "b" / "0.tar", "0.cls", "0.png"], check=True)
+    with pytest.raises(UserError, match=r"0\.png in .*0\.tar is a link or a sparse file"):
+        shards(str(tmp_path / "b"))
+
+
 def test_folders_without_shards_shards_without_images_and_too_few_names_are_named(tmp_path: Path, root: Path) -> None:
     with pytest.raises(UserError, match=r"has no files \*\.tar"):
         shards(str(tmp_path / "nothing"))
     (root / "classes.txt").write_text("one\n")
     with pytest.raises(UserError, match=r"class 2.* only 1 line"):
         shards(str(root))
-    write_tar(tmp_path / "0.tar", [("0.txt", b"")])
-    with pytest.raises(UserError, match="has no images"):
-        shards(str(tmp_path))
+    for members in ([("0.txt", b"")], []):
+        write_tar(tmp_path / "0.tar", members)
+        with pytest.raises(UserError, match=r"0\.tar has no images"):
+            shards(str(tmp_path))
+    for names in (b"a\nb\n\n", b"a\nb\na\n", b"\xff\xfe"):
+        (root / "classes.txt").write_bytes(names)
+        with pytest.raises(UserError, match=r"classes\.txt"):
+            shards(str(root))
 
 
 SMALL = (
@@ -197,7 +260,7 @@ def test_a_resumed_run_refuses_shards_with_another_image(root: Path, run: Any) -
     stopped = run("train", "data=shards", f"data.root={root}", *SMALL, "max_steps=4")
     assert stopped.status == 0, stopped.err
     write_tar(
-        root / "train" / "012.tar", samples([*range(12, 22), 40, 41], lambda number: ("cls", str(number % 3).encode()))
+        root / "train" / "012.tar", samples([*range(12, 23), 41], lambda number: ("cls", str(number % 3).encode()))
     )
     refused = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
     assert refused.status == 2

@@ -59,6 +59,8 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
     data = config.data
     parts = make_splits(as_splits(read_dataset(data)), data.split)
     train_set, train_indices = parts["train"]
+    files = train_set if isinstance(train_set, ImageList) else None
+    unkept = [] if files is None else files.keep_indexes(make_cache)
     loaders = LoaderBuilder(config, device, parts)
     transforms = loaders.sample_train, loaders.sample_eval
 
@@ -71,10 +73,12 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
     known, warnings = known_targets(parts, sources, examples)
-    warnings = [*placement.warnings, *warnings, *(shared_groups(parts, data.split.group) if data.split.group else ())]
-    files = train_set if isinstance(train_set, ImageList) else None
-    if files is not None and make_cache:
-        warnings += files.keep_indexes()
+    warnings = [
+        *placement.warnings,
+        *unkept,
+        *warnings,
+        *(shared_groups(parts, data.split.group) if data.split.group else ()),
+    ]
     classes, (channels, height, width) = _classes(train_set), first.shape
     incompatibilities = _incompatibilities(parts, examples, classes)
     if (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -147,7 +148,7 @@ class Data(Section):
     @property
     def cache_folder(self) -> str:
         """Where files that spare work are kept: `cache_dir`, or beside the folder of the data, where every run finds them."""
-        root = Path(self.dataset.get("root") or self.root).expanduser().absolute()
+        root = Path(os.path.abspath(Path(self.dataset.get("root") or self.root).expanduser()))  # noqa: PTH100  without `..`
         return str(
             Path(self.cache_dir).expanduser() if self.cache_dir is not None else root.parent / f"{root.name}.cache"
         )

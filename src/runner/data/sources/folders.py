@@ -46,10 +46,10 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
         """The file of item `index`; or a name for messages, and the content."""
         raise NotImplementedError
 
-    def keep_indexes(self) -> list[str]:
-        """Write the indexes that are not kept yet; returns a warning if that is not possible."""
+    def keep_indexes(self, write: bool = True) -> list[str]:
+        """Write the indexes that are not kept yet, or forget them; returns a warning if writing is not possible."""
         unsaved, self.unsaved = self.unsaved, ()
-        warnings = [file.write(tensors) for file, tensors in unsaved]
+        warnings = [file.write(tensors) for file, tensors in unsaved] if write else []
         return [warning for warning in warnings if warning][:1]
 
     def __len__(self) -> int:

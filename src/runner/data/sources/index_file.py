@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +38,13 @@ class IndexFile:
         with contextlib.suppress(OSError, SafetensorError):
             # Not mapped into memory: the file may be replaced while a run uses it
             tensors = safetensors.torch.load(self.path.read_bytes())
-            if torch.equal(tensors.pop(_KEY, torch.empty(0)), self._key()):
+            if torch.equal(tensors.pop(_KEY, torch.empty(0)), self._key(tensors)):
                 return tensors
         return None
 
     def write(self, tensors: dict[str, Tensor]) -> str:
         """Write the file; returns a warning if that is not possible, or ""."""
-        content = safetensors.torch.save(tensors | {_KEY: self._key()})
+        content = safetensors.torch.save(tensors | {_KEY: self._key(tensors)})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, content)
@@ -52,5 +53,6 @@ class IndexFile:
             return f"{problem}; each run looks again, unless data.cache_dir is a writable folder"
         return ""
 
-    def _key(self) -> Tensor:
-        return torch.tensor(list(self.key.encode(errors="surrogateescape")), dtype=torch.uint8)
+    def _key(self, tensors: dict[str, Tensor]) -> Tensor:
+        checksums = [(name, zlib.crc32(tensor.numpy().data)) for name, tensor in sorted(tensors.items())]
+        return torch.tensor(list(f"{self.key}\n{checksums}".encode(errors="surrogateescape")), dtype=torch.uint8)

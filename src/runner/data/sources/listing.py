@@ -86,7 +86,7 @@ def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[st
         inner, files = [], []
         try:
             if times is not None:
-                times[here] = _times(here)
+                times[here] = times_of(here)
             with os.scandir(here) as entries:
                 for entry in entries:
                     if entry.name.startswith("."):
@@ -149,10 +149,12 @@ def list_splits(
     index = IndexFile.of(cache_folder or "", json.dumps(where), key)
     if cache_folder is not None and (known := index.read()) is not None and (found := _unchanged(known, folders)):
         return found, []
-    begun, times = time.time_ns(), {str(folder): _times(folder) for folder in folders.values()}
+    begun, times = time.time_ns(), {str(folder): times_of(folder) for folder in folders.values()}
     splits = {split: list_classes(folder, classes, times) for split, folder in folders.items()}
     if sum(len(files) for files, _ in splits.values()) < INDEXED_FROM or cache_folder is None:
         return splits, []
+    if Path(cache_folder).resolve() in {folder.resolve() for folder in folders.values()}:
+        return splits, []  # writing the index would change the folder
     splits = {split: (replace(files, sizes=_sizes(files)), numbers) for split, (files, numbers) in splits.items()}
     changes = [changed for changed, *_ in times.values()]
     # Without a time of change for each folder, as in some network file systems, a change would not be seen
@@ -169,7 +171,7 @@ def _unchanged(known: Mapping[str, Tensor], splits: Mapping[str, Path]) -> dict[
     """What an index holds, or None if one of its folders has changed."""
     for path, then in zip(Files(known["names"], known["ends"]).all_names(), known["times"].tolist(), strict=True):
         try:
-            if _times(path) != then:
+            if times_of(path) != then:
                 return None
         except OSError:
             return None
@@ -179,9 +181,10 @@ def _unchanged(known: Mapping[str, Tensor], splits: Mapping[str, Path]) -> dict[
     }
 
 
-def _times(folder: str | bytes | Path) -> list[int]:
-    found = os.stat(folder)  # noqa: PTH116  a Path for each would cost more
-    return [found.st_ctime_ns, found.st_mtime_ns, found.st_ino]
+def times_of(path: str | bytes | Path) -> list[int]:
+    """What tells whether a file or folder has changed, see `Times`."""
+    found = os.stat(path)  # noqa: PTH116  a Path for each would cost more
+    return [found.st_ctime_ns, found.st_mtime_ns, found.st_ino & (2**63 - 1)]
 
 
 def _sizes(files: Files) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import tarfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -26,10 +27,11 @@ from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding
 from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import is_image
+from runner.data.sources.listing import EXTENSIONS, times_of
 
 _RULES = 1  # to be raised when other images are found, or in another order
 _NAMES = ("offsets", "lengths", "checksums", "labels")
+_LARGEST = 2**31 - 1
 _SPLITS = ("train", "val", "test")
 
 Index = dict[str, Tensor]
@@ -86,7 +88,8 @@ class Shards(ImageList):
             *map(features.version, ("pil", "jpg")),
         )
         digest = hashlib.sha256(repr(settings).encode())
-        digest.update(self._lengths.numpy().tobytes() + self._checksums.numpy().tobytes())
+        for numbers in (self._lengths, self._checksums, self.targets):
+            digest.update(numbers.numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -117,17 +120,17 @@ def shards(
     """
     base = Path(root).expanduser()
     decoding = Decoding(image_size, channels, crop_share, max_pixels)
-    paths = {split: sorted((base / split).glob("*.tar")) for split in _SPLITS}
-    paths = {split: found for split, found in paths.items() if found} or {"train": sorted(base.glob("*.tar"))}
+    paths = {split: _tars(base / split) for split in _SPLITS}
+    paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
     if not paths.get("train"):
-        where = base.absolute() / "train" if len(paths) > 1 or "train" not in paths else base.absolute()
+        where = base.absolute() if "train" in paths else base.absolute() / "train"
         raise UserError(
             "data.root", f"{where} has no files *.tar", "a folder with shards, or with train/ and val/ of them"
         )
     every = [path for found in paths.values() for path in found]
     # Reading and checksums release the lock of the interpreter
     with ThreadPoolExecutor() as pool:
-        made = list(pool.map(_indexed, every, [label] * len(every), [cache_folder] * len(every)))
+        made = list(pool.map(functools.partial(_indexed, label=label, cache_folder=cache_folder), every))
     indexes = {path: index for path, (index, _) in zip(every, made, strict=True)}
     classes = _classes(base / "classes.txt", max(int(index["labels"].max()) for index in indexes.values()))
     result = {
@@ -137,20 +140,28 @@ def shards(
     return result
 
 
+def _tars(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))
+
+
 def _classes(path: Path, largest: int) -> list[str]:
     if not path.exists():
-        return [str(number) for number in range(largest + 1)]
-    names = path.read_text(encoding="utf-8").splitlines()
+        return []
+    try:
+        names = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError("data.root", f"cannot read {path}: {error}") from error
     if largest >= len(names):
         raise UserError("data.root", f"a sample is of class {largest}, and {path} has only {len(names)} lines")
+    if "" in names or len(set(names)) < len(names):
+        raise UserError("data.root", f"{path} has an empty line, or a name twice", "a different name in each line")
     return names
 
 
 def _indexed(shard: Path, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
     """The index of a shard, and the file to keep it in if it is new."""
     try:
-        found = shard.stat()
-        key = json.dumps([_RULES, label, found.st_size, found.st_mtime_ns])
+        key = json.dumps([_RULES, label, shard.stat().st_size, times_of(shard)])
         file = None if cache_folder is None else IndexFile.of(cache_folder, str(shard.absolute()), key)
         if file is not None and (known := file.read()) is not None:
             return known, None
@@ -166,47 +177,65 @@ def index_of(shard: Path, label: str) -> Index:
     """Read a shard once, and note where its images are.
 
     Raises:
-        UserError: if it has no image, or one without a class number.
+        UserError: if it has no image, or its samples are not as `shards` says.
         OSError, tarfile.TarError: if it cannot be read.
     """
-    rows = []
+    rows, keys = [], set[str]()
     with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-        members = tar.getmembers()
-        # tarfile takes a file that was cut between two members for a whole one
-        end = max(member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for member in members)
-        if os.pread(file.fileno(), tarfile.BLOCKSIZE, end) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError("it is truncated")
-        files = (member for member in members if member.isfile())
-        for key, group in groupby(files, key=lambda member: _key(member.name)):
-            parts = {member.name[len(key) + 1 :].lower(): member for member in group}
-            images = [part for extension, part in parts.items() if is_image(f".{extension}") and "." not in extension]
+        for key, group in groupby(_files(shard, tar), key=lambda part: part[0]):
+            files = [(extension, member) for _, extension, member in group]
+            parts, images = dict(files), [extension for extension, _ in files if f".{extension}" in EXTENSIONS]
+            if key in keys or len(parts) < len(files) or len(images) > 1:
+                problem = f"{shard} has sample {key} twice, or two images of it, or other files between its own"
+                raise UserError(
+                    "data.root", problem, "one image of each name, with its files next to it: tar --sort=name"
+                )
+            keys.add(key)
             if not images:
                 continue
-            found = {name: _content(tar, part) for name, part in parts.items() if name in ("cls", "json")}
-            number, image = _class_number(shard, key, found, label), images[0]
-            content = os.pread(file.fileno(), image.size, image.offset_data)
+            contents = {
+                extension: os.pread(file.fileno(), member.size, member.offset_data)
+                for extension, member in files
+                if extension in (images[0], "cls", "json")
+            }
+            image, content = parts[images[0]], contents[images[0]]
+            number = _class_number(shard, key, contents, label)
             rows.append((image.offset_data, image.size, zlib.crc32(content), number))
+        # tarfile takes a file that was cut between two members for a whole one, and does not look behind the end
+        file.seek(tar.offset)
+        ending = file.read(tarfile.BLOCKSIZE)
+        if len(ending) < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError("it is truncated")
+        while ending:
+            if any(ending):
+                raise tarfile.ReadError("something follows the end of its files, such as another tar file")
+            ending = file.read(2**16)
     if not rows:
         raise UserError("data.root", f"the shard {shard} has no images")
     return {name: tensor.contiguous() for name, tensor in zip(_NAMES, torch.tensor(rows).T, strict=True)}
 
 
-def _key(name: str) -> str:
-    folder, _, base = name.rpartition("/")
-    return f"{folder}/{base.partition('.')[0]}" if folder else base.partition(".")[0]
+def _files(shard: Path, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Key, extension and place of each file of a sample; hidden ones, and those without an extension, belong to none."""
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # half a kilobyte each
+        folder, _, name = member.name.rpartition("/")
+        stem, _, extension = name.partition(".")
+        if member.isdir() or not stem or not extension:
+            continue
+        if not member.isreg() or member.issparse():
+            raise UserError(
+                "data.root", f"{member.name} in {shard} is a link or a sparse file", "tar files of whole files"
+            )
+        yield f"{folder}/{stem}" if folder else stem, extension.lower(), member
 
 
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    assert file is not None, "it is a file"
-    return file.read()
-
-
-def _class_number(shard: Path, name: str, found: Mapping[str, bytes], label: str) -> int:
+def _class_number(shard: Path, key: str, contents: Mapping[str, bytes], label: str) -> int:
     number: Any = None
-    with contextlib.suppress(ValueError):
-        number = int(found["cls"]) if "cls" in found else json.loads(found.get("json", b"{}")).get(label)
-    if type(number) is not int or number < 0:
-        problem = f"sample {name} of {shard} has no class number"
-        raise UserError("data.root", problem, f"a number from 0 in {name}.cls, or in {name}.json as '{label}'")
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
+        number = int(contents["cls"]) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
+    if type(number) is not int or not 0 <= number <= _LARGEST:
+        problem = f"sample {key} of {shard} has no class number"
+        allowed = f"a number from 0 to {_LARGEST:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"
+        raise UserError("data.root", problem, allowed)
     return number
