@@ -105,6 +105,7 @@ def test_a_table_with_several_columns_of_targets(kind: str, story: Any, pictures
     )  # fmt: skip
 
 
+@pytest.mark.extended
 @needs("huggingface")
 @pytest.mark.parametrize("kind", some(["classification", *ROWS], 0))
 def test_a_data_set_of_hugging_face(kind: str, story: Any, pictures: Path) -> None:
@@ -125,6 +126,7 @@ def test_a_data_set_of_hugging_face(kind: str, story: Any, pictures: Path) -> No
     story("data=huggingface", f"data.root={pictures}", "data.dataset.path=saved", *SMALL, *words)
 
 
+@pytest.mark.extended
 @needs("timm")
 def test_a_model_of_timm_on_folders_of_images(story: Any, pictures: Path, workdir: Path) -> None:
     for index in range(40):

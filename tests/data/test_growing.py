@@ -25,6 +25,7 @@ def test_the_size_is_that_of_the_epoch(dtype: torch.dtype) -> None:
     assert all(torch.allclose(each.float(), torch.tensor(7.0)) for each in seen)
 
 
+@pytest.mark.extended
 def test_a_run_trains_on_growing_images_with_the_same_bits_for_any_workers_and_after_a_resume(train: Any) -> None:
     whole, workers = train(*WORDS), train(*WORDS, "data.num_workers=2", "data.placement=disk")
     stopped = train(*WORDS, "max_steps=70")

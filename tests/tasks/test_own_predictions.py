@@ -367,6 +367,7 @@ def test_files_of_any_size_go_through_the_transforms_of_samples(
     assert [_opened(row["mask"]).size for row in rows] == [(16, 16)] * 2
 
 
+@pytest.mark.extended
 def test_the_model_alone_is_exported(train: Callable[..., Any], ok: Callable[..., Any]) -> None:
     directory = train(*MASKS).directory
     found = ok("export", f"ckpt_path={directory}", "output=exported")

@@ -64,6 +64,7 @@ def test_maps_that_are_not_finite_or_all_alike_are_drawn(target: Path) -> None:
         assert target.stat().st_size > 1000
 
 
+@pytest.mark.extended
 def test_of_many_histograms_some_are_drawn_and_an_empty_one_says_so(target: Path) -> None:
     few = [Histogram("nothing", [], 0.0, 0.0), Histogram("all", [1, 5, 1000], -1.0, 1.0, "12% dead")]
     for logarithmic in (True, False):

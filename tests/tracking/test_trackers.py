@@ -125,6 +125,7 @@ def test_five_kills_and_resumes_leave_steps_complete_and_unique(tmp_path, server
     assert [server.steps(number, "train/loss") for number in server.runs] == [list(range(1, 31))]
 
 
+@pytest.mark.extended
 @needs("wandb")
 @pytest.mark.parametrize("goals", some([(20,), (20, 45, 70)], 0), ids=len)
 def test_sigkills_and_resumes_of_a_real_run_leave_both_trackers_complete_and_unique(
@@ -228,6 +229,7 @@ def test_a_parameter_that_changed_is_a_tag_as_mlflow_keeps_the_first_value(tmp_p
     assert (found["params"]["epochs"], found["tags"]["changed.epochs"]) == ("3", "9")
 
 
+@pytest.mark.extended
 def test_a_sweep_shows_each_job_and_failed_ones_as_failed(run, server):
     words = (*FAST, "logger=mlflow", f"logger.mlflow.tracking_uri={server.uri}", "logger.mlflow.wait_s=30")
     result = run("train", *words, "--multirun", "optimizer.lr=1e-3,1e30", "max_steps=10", "log.every_steps=5")
@@ -399,6 +401,7 @@ def wandb_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandB]:
 ONLINE = ("logger=wandb", "logger.wandb.max_share=1", *OFTEN)
 
 
+@pytest.mark.extended
 @needs("wandb")
 @pytest.mark.parametrize("goals", some([(20,), (20, 40)], 0), ids=len)
 def test_an_online_run_of_wandb_that_is_killed_and_resumed_is_complete_and_unique(workdir, wandb_server, paused, goals):
