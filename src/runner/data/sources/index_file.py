@@ -38,7 +38,8 @@ class IndexFile:
         with contextlib.suppress(OSError, SafetensorError):
             # Not mapped into memory: the file may be replaced while a run uses it
             tensors = safetensors.torch.load(self.path.read_bytes())
-            if torch.equal(tensors.pop(_KEY, torch.empty(0)), self._key(tensors)):
+            found = tensors.pop(_KEY, torch.empty(0))
+            if found.tolist() == self._key(tensors).tolist():
                 return tensors
         return None
 
