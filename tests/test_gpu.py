@@ -44,7 +44,7 @@ def agree(one: Any, other: Any, tolerance: float = 0.02) -> bool:
 
 def test_fp16_trains_with_the_scaler_and_the_scale_is_saved(train: Any) -> None:
     scaled = train(*RUN, "amp=fp16")
-    assert agree(scaled, train(*RUN), 0.15), "the scaler skips steps until its scale fits"
+    assert agree(scaled, train(*RUN), 0.1), "besides one step, whose gradients overflow"
     assert read(scaled.directory / "checkpoints" / "last.safetensors")["scaler"]["scale"] > 1
 
 

@@ -239,6 +239,8 @@ def test_resuming_with_nothing_left_to_do_says_so_and_can_itself_be_resumed(trai
 
 
 def test_a_size_that_the_data_set_does_not_take_is_a_warning(train: Any, run: Any) -> None:
+    unchanged = "transform.sample_eval=[{_target_: torchvision.transforms.v2.RandomHorizontalFlip, p: 0.0}]"
+    assert "data.image_size=16 has no effect" in train("data.image_size=16", "debug=smoke", unchanged).out
     trained = train("data.image_size=16", "debug=smoke")
     assert "data.image_size=16 has no effect" in trained.out
     done = run("predict", f"ckpt_path={trained.directory}", "input=test", "data.image_size=24")

@@ -81,11 +81,9 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
     ]
     classes, (channels, height, width) = _classes(train_set), first.shape
     incompatibilities = _incompatibilities(parts, examples, classes)
-    if (
-        data.image_size is not None
-        and not loaders.sample_eval
-        and (height, width) != (data.image_size, data.image_size)
-    ):
+    # Files are resized when they are read, and transforms may crop them again
+    cropped = files is not None and loaders.sample_eval
+    if data.image_size is not None and not cropped and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
     mean, std, choices = _normalization(data, parts["train"], loaders.sample_eval, channels)

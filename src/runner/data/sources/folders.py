@@ -83,6 +83,7 @@ class ImageFolder(ImageList):
         numbers = targets if isinstance(targets, Tensor) else torch.tensor(targets, dtype=torch.int64)
         super().__init__(numbers, classes, decoding)
         self.files = paths if isinstance(paths, Files) else Files.of([os.fsencode(path) for path in paths])
+        self.indexed = self.files.sizes is not None
 
     def encoded(self, index: int) -> tuple[Path, bytes | None]:
         """See `ImageList.encoded`; raises `UserError` if the file has another size than in the index."""
@@ -171,8 +172,6 @@ def image_folder(
             raise UserError("data.root", f"splits have different class folders: {only}", "the same in every split")
     listed, unsaved = list_splits(folders, names, cache_folder)
     made = {split: ImageFolder(files, numbers, names, decoding) for split, (files, numbers) in listed.items()}
-    for dataset in made.values():
-        dataset.indexed = dataset.files.sizes is not None
     made["train"].unsaved = unsaved
     return made
 
