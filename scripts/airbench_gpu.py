@@ -4,8 +4,8 @@
 
 The first argument is `airbench94_muon.py` of github.com/KellerJordan/cifar10-airbench, the second a folder with torchvision's
 CIFAR10 in it. Seconds are those in which batches are trained: without imports, reading the data and the evaluation after each
-epoch; the file adds its last evaluation. Its first run, which warms up, does not count. Accuracies are those with test-time
-augmentation.
+epoch; the file adds its last evaluation. Its first run, which compiles the network for several minutes, does not count.
+Accuracies are those with test-time augmentation.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="overrides of the recipe")
     given = parser.parse_intermixed_args()
     print("| training | seconds, median | accuracy, mean | runs |\n|---|---|---|---|")
-    for name, found in (
-        ("`experiment=cifar10_airbench`", recipe(given.data, given.runs, given.words)),
-        (f"`{given.file.name}`", airbench(given.file, given.data, given.runs)),
+    for name, measure in (
+        ("`experiment=cifar10_airbench`", lambda: recipe(given.data, given.runs, given.words)),
+        (f"`{given.file.name}`", lambda: airbench(given.file, given.data, given.runs)),
     ):
-        seconds, accuracies = zip(*found, strict=True)
+        seconds, accuracies = zip(*measure(), strict=True)
         print(
-            f"| {name} | {statistics.median(seconds):.2f} | {statistics.mean(accuracies):.4f} | {len(found)} |",
+            f"| {name} | {statistics.median(seconds):.2f} | {statistics.mean(accuracies):.4f} | {len(seconds)} |",
             flush=True,
         )
 

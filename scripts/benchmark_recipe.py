@@ -3,9 +3,10 @@
     pip install -e ".[peers]"
     python scripts/benchmark_recipe.py path/to/images --epochs 9                  # every loop until it has reached the level
     python scripts/benchmark_recipe.py path/to/images --epochs 2 --rounds 3       # the time of an epoch, in turns
+    python scripts/benchmark_recipe.py path/to/images --device cuda --workers 16
 
 The folder has train/CLASS/*.png and val/CLASS/*.png. `runner` trains `experiment=cifar10_airbench`. The others are what people
-write for this network: `torch.utils.data.DataLoader` with two workers and torchvision's transforms of each image, AdamW with
+write for this network: `torch.utils.data.DataLoader` with workers and torchvision's transforms of each image, AdamW with
 OneCycleLR; or Lightning's Trainer with them; or timm's loader, optimizer and schedule. All have the same network with
 whitening, bfloat16, channels last, batches of 1,000 and an evaluation after each epoch, and images in memory from the start.
 The seconds of an epoch compare the loops; those to the level compare the recipes too, of which only that of `runner` was tuned.
@@ -40,7 +41,7 @@ from runner.models.airbench import Airbench
 from runner.models.initial import whiten
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-BATCH, WORKERS, SMOOTHING = 1000, 2, 0.2
+BATCH, SMOOTHING = 1000, 0.2
 AUGMENTED = (transforms.RandomCrop(32, padding=2, padding_mode="reflect"), transforms.RandomHorizontalFlip())
 NORMALISED = (transforms.ToTensor(), transforms.Normalize(MEAN, STD))
 WORDS = (
@@ -104,31 +105,41 @@ def network(pictures: Pictures, seed: int) -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
+def outputs_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The outputs for a batch, on the device of the model."""
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16):
+        outputs: Tensor = model(images.to(device, non_blocking=True, memory_format=torch.channels_last))
+    return outputs
+
+
 def loss_of(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
     """The loss of a batch."""
-    images = images.contiguous(memory_format=torch.channels_last)
-    with torch.autocast("cpu", torch.bfloat16):
-        return nn.functional.cross_entropy(model(images), targets, label_smoothing=SMOOTHING)
+    outputs = outputs_of(model, images)
+    with torch.autocast(outputs.device.type, torch.bfloat16):
+        return nn.functional.cross_entropy(
+            outputs, targets.to(outputs.device, non_blocking=True), label_smoothing=SMOOTHING
+        )
 
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, loader: DataLoader[Any]) -> float:
     """The share of right answers."""
     model.eval()
-    right = 0
-    with torch.autocast("cpu", torch.bfloat16):
-        for images, targets in loader:
-            outputs = model(images.contiguous(memory_format=torch.channels_last))
-            right += int((outputs.argmax(1) == targets).sum())
+    right: Any = 0
+    for images, targets in loader:
+        outputs = outputs_of(model, images)
+        right += (outputs.argmax(1) == targets.to(outputs.device, non_blocking=True)).sum()
     model.train()
-    return right / len(loader.dataset)  # type: ignore[arg-type]
+    return int(right) / len(loader.dataset)  # type: ignore[arg-type]
 
 
-def loaders(root: Path) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def loaders(given: argparse.Namespace) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Training and evaluation batches."""
-    train = Pictures(root / "train", transforms.Compose([*AUGMENTED, *NORMALISED]))
-    held = Pictures(root / "val", transforms.Compose(NORMALISED))
-    options: dict[str, Any] = {"batch_size": BATCH, "num_workers": WORKERS, "persistent_workers": True}
+    train = Pictures(given.root / "train", transforms.Compose([*AUGMENTED, *NORMALISED]))
+    held = Pictures(given.root / "val", transforms.Compose(NORMALISED))
+    options: dict[str, Any] = {"batch_size": BATCH, "num_workers": given.workers, "persistent_workers": True}
+    options["pin_memory"] = given.device != "cpu"
     return DataLoader(train, shuffle=True, drop_last=True, **options), DataLoader(held, **options)
 
 
@@ -154,8 +165,8 @@ def train_epochs(
 
 def dataloader(given: argparse.Namespace) -> None:
     """A DataLoader, AdamW and OneCycleLR."""
-    train, held = loaders(given.root)
-    model = network(train.dataset, given.seed)  # type: ignore[arg-type]
+    train, held = loaders(given)
+    model = network(train.dataset, given.seed).to(given.device)  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=given.lr, fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, given.lr, total_steps=given.epochs * len(train))
     train_epochs(given, model, train, optimizer, scheduler.step, held)
@@ -167,13 +178,14 @@ def timm(given: argparse.Namespace) -> None:
     from timm.optim import create_optimizer_v2
     from timm.scheduler import CosineLRScheduler
 
-    _, held = loaders(given.root)
+    _, held = loaders(given)
     pictures = Pictures(given.root / "train", lambda image: image)
     loader = create_loader(
-        pictures, (3, 32, 32), BATCH, is_training=True, mean=MEAN, std=STD, num_workers=WORKERS, device=torch.device("cpu"),
+        pictures, (3, 32, 32), BATCH, is_training=True, mean=MEAN, std=STD, num_workers=given.workers,
+        device=torch.device(given.device),
     )  # fmt: skip
     pictures.transform = transforms.Compose([*AUGMENTED, transforms.PILToTensor()])  # timm normalises whole batches
-    model = network(pictures, given.seed)
+    model = network(pictures, given.seed).to(given.device)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=given.lr, weight_decay=0.01)
     steps = given.epochs * len(loader)
     scheduler = CosineLRScheduler(
@@ -187,7 +199,7 @@ def lightning(given: argparse.Namespace) -> None:
     """Lightning's Trainer as it comes."""
     import lightning
 
-    train, held = loaders(given.root)
+    train, held = loaders(given)
     clock = Clock(given.result)
 
     class Module(lightning.LightningModule):
@@ -205,7 +217,7 @@ def lightning(given: argparse.Namespace) -> None:
 
         def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
             images, targets = batch
-            outputs = self.model(images.contiguous(memory_format=torch.channels_last))
+            outputs = outputs_of(self.model, images)
             self.log("accuracy", (outputs.argmax(1) == targets).float().mean())
 
         def on_validation_epoch_end(self) -> None:
@@ -218,7 +230,11 @@ def lightning(given: argparse.Namespace) -> None:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     trainer = lightning.Trainer(
-        accelerator="cpu", precision="bf16-mixed", max_epochs=given.epochs, default_root_dir=given.scratch, logger=False
+        accelerator="gpu" if given.device == "cuda" else "cpu",
+        precision="bf16-mixed",
+        max_epochs=given.epochs,
+        default_root_dir=given.scratch,
+        logger=False,
     )
     trainer.fit(Module(), train, held)
 
@@ -230,6 +246,7 @@ def runner(given: argparse.Namespace) -> None:
         f"data.cache_dir={given.scratch}",
         f"hydra.run.dir={given.scratch}/run",
         f"epochs={given.epochs}",
+        f"device={given.device}",
     )
     clock = f"callbacks.clock.path={given.result}"
     command = [sys.executable, "-m", "runner", "train", *WORDS, *words, clock, f"seed={given.seed}"]
@@ -247,6 +264,7 @@ def measured(name: str, given: argparse.Namespace) -> list[tuple[float, float]]:
         result = scratch / "result.jsonl"
         command = [sys.executable, __file__, str(given.root), "--one", name, "--epochs", str(given.epochs)]
         command += ["--lr", str(given.lr), "--seed", str(given.seed), "--result", str(result), "--scratch", folder]
+        command += ["--device", given.device, "--workers", str(given.workers)]
         with (scratch / "log").open("w") as log:
             done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
@@ -274,6 +292,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.005, help="of AdamW")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--level", type=float, default=0.9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--workers", type=int, default=2, help="of the other loops")
     parser.add_argument("--one", choices=LOOPS, help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)

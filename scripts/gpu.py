@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [entry for entry in ENTRIES if entry.name in asked.only]
     if asked.airbench and asked.cifar:
         command = ("scripts/airbench_gpu.py", asked.airbench, asked.cifar, "--runs", "3", "device={device}")
-        chosen.append(Entry("cifar10", command, 300, of_airbench))
+        chosen.append(Entry("cifar10", command, 500, of_airbench))
     absent = asked.device != "cpu" and not torch.cuda.is_available()
     if absent or asked.list:
         print("there is no CUDA device; on a machine with one, this would run:" if absent else "this would run:")
