@@ -147,6 +147,23 @@ def test_a_shard_that_changed_is_indexed_again(root: Path) -> None:
     assert len(opened(root)["train"]) == 15
 
 
+def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = shards(str(root))["train"]
+    every = sorted(root.glob("*/*.tar"))
+    for path in every:
+        assert module.packed_index(path, path.stat().st_size).write(module.index_of(path, "label")) == ""
+        os.utime(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "index_of", None)
+        found = shards(str(root))["train"]
+    assert found.fingerprint() == before.fingerprint()
+    assert torch.equal(found[13][0], before[13][0])
+    write_tar(every[1], samples(range(30, 36), cls))
+    assert len(shards(str(root))["train"]) == 18
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -35,17 +35,24 @@ class IndexFile:
 
     def read(self) -> dict[str, Tensor] | None:
         """The tensors; None if there is no such file, or it is damaged or has another key."""
-        with contextlib.suppress(OSError, SafetensorError):
+        with contextlib.suppress(OSError):
             # Not mapped into memory: the file may be replaced while a run uses it
-            tensors = safetensors.torch.load(self.path.read_bytes())
+            return self.parse(self.path.read_bytes(), self.key)
+        return None
+
+    @staticmethod
+    def parse(content: bytes, key: str) -> dict[str, Tensor] | None:
+        """The tensors of a file with that content; None if it is damaged or has another key."""
+        with contextlib.suppress(SafetensorError):
+            tensors = safetensors.torch.load(content)
             found = tensors.pop(_KEY, torch.empty(0))
-            if found.tolist() == self._key(tensors).tolist():
+            if found.tolist() == _stamp(key, tensors).tolist():
                 return tensors
         return None
 
     def write(self, tensors: dict[str, Tensor]) -> str:
         """Write the file; returns a warning if that is not possible, or ""."""
-        content = safetensors.torch.save(tensors | {_KEY: self._key(tensors)})
+        content = safetensors.torch.save(tensors | {_KEY: _stamp(self.key, tensors)})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, content)
@@ -54,6 +61,8 @@ class IndexFile:
             return f"{problem}; each run looks again, unless data.cache_dir is a writable folder"
         return ""
 
-    def _key(self, tensors: dict[str, Tensor]) -> Tensor:
-        checksums = [(name, zlib.crc32(tensor.numpy().data)) for name, tensor in sorted(tensors.items())]
-        return torch.tensor(list(f"{self.key}\n{checksums}".encode(errors="surrogateescape")), dtype=torch.uint8)
+
+def _stamp(key: str, tensors: dict[str, Tensor]) -> Tensor:
+    """What a file holds besides its tensors, uint8 (N,): the key, and checksums of the tensors."""
+    checksums = [(name, zlib.crc32(tensor.numpy().data)) for name, tensor in sorted(tensors.items())]
+    return torch.tensor(list(f"{key}\n{checksums}".encode(errors="surrogateescape")), dtype=torch.uint8)

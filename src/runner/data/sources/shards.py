@@ -71,7 +71,10 @@ class Shards(ImageList):
             problem = (
                 f"{path} was changed or damaged after it was indexed: the image at byte {offset:,} has another CRC-32"
             )
-            raise UserError("data.root", problem, f"the file as it was, or `touch {path}` to index it again")
+            allowed = (
+                f"the file as it was, or `touch {path}`, and no {Path(path).name}.index beside it, to index it again"
+            )
+            raise UserError("data.root", problem, allowed)
         return Path(path, f"byte {offset}"), content
 
     @property
@@ -107,7 +110,8 @@ def shards(
 
     The files of a sample follow each other and have the same name up to the first dot: an image, and its class number as text in
     `NAME.cls`, or in `NAME.json` as the value of `label`. `<root>/classes.txt` has a class name in each line; without it, numbers
-    are names. Each shard is read once, for an index of its images, which a run keeps.
+    are names. Each shard is read once, for an index of its images, which a run keeps. An index beside the shard,
+    `NAME.tar.index`, which `pack` writes, is used instead.
 
     Args:
         root: folder of the data set.
@@ -161,7 +165,10 @@ def _classes(path: Path, largest: int) -> list[str]:
 def _indexed(shard: Path, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
     """The index of a shard, and the file to keep it in if it is new."""
     try:
-        key = json.dumps([_RULES, label, shard.stat().st_size, times_of(shard)])
+        size = shard.stat().st_size
+        if (known := packed_index(shard, size).read()) is not None:
+            return known, None
+        key = json.dumps([_RULES, label, size, times_of(shard)])
         file = None if cache_folder is None else IndexFile.of(cache_folder, str(shard.absolute()), key)
         if file is not None and (known := file.read()) is not None:
             return known, None
@@ -171,6 +178,11 @@ def _indexed(shard: Path, label: str, cache_folder: str | None) -> tuple[Index, 
         raise UserError(
             f"cannot read the shard {shard}: {reason}. Restore it, or remove it from the folder."
         ) from error
+
+
+def packed_index(shard: Path, size: int) -> IndexFile:
+    """The file beside a shard of `size` bytes that `pack` writes its index to; times would not survive a copy of both."""
+    return IndexFile(shard.with_name(f"{shard.name}.index"), json.dumps(["packed", _RULES, size]))
 
 
 def index_of(shard: Path, label: str) -> Index:
