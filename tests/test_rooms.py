@@ -182,7 +182,7 @@ BUDGET = {
     "base": 880,
     "checkpoint": 1_560,
     "config": 4_130,
-    "data": 7_570,  # tar files, and lists of a million files
+    "data": 7_780,  # tar files, which are written too, and lists of a million files
     "distributed": 1_060,
     "engine": 3_210,
     "instrument": 690,
@@ -195,7 +195,7 @@ BUDGET = {
     "sweeps": 2_280,
     "tasks": 780,
     "tracking": 2_480,
-    "verbs": 2_520,
+    "verbs": 2_740,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

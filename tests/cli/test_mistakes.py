@@ -169,7 +169,7 @@ train --resolve seed=1 | --resolve is for what --cfg shows
 train --config-path x | --config-path | --config-dir
 train --config-dir mine | --config-dir: there is no folder | mine
 list --config-dir=mine | --config-dir: there is no folder | mine
-train --config-name trian | --config-name: there is no config 'trian' | did you mean 'train'? | allowed: eval, train
+train --config-name trian | --config-name: there is no config 'trian' | did you mean 'train'? | allowed: audit, bench, check
 train devices=1000000 device=cpu | devices: asks for 1,000,000 processes | at most
 train optimizer.lr=nan grad_clip.norm=inf data.normalize.mean=[inf] scheduler.warmup=-inf | 4 problems
     | optimizer.lr: cannot be .nan | allowed: finite numbers | grad_clip.norm: cannot be .inf

@@ -138,7 +138,7 @@ def compose(
     # Problems are collected, so that one start shows all of them
     problems = [*checked.problems, *not_folders(checked.accepted)]
     if sources.primary(primary) is None:
-        names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
+        names = sorted(path.stem for folder in sources.folders for path in folder.glob("*.yaml"))
         message, close = f"there is no config '{primary}'", nearest(primary, names)
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     # A sweep is checked by its first job before a folder is made.

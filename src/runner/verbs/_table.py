@@ -123,6 +123,12 @@ _ENTRIES = (
         "runner.verbs.new",
     ),
     Verb(
+        "pack",
+        "Pack the images of a data set into tar files, which `data=shards` reads; an interrupted pack goes on.",
+        "runner.verbs.pack",
+        sweeps="packs",
+    ),
+    Verb(
         "predict",
         "Predict the classes of images: files, folders or a split, written as CSV, JSON lines or Parquet.",
         "runner.verbs.predict.run",

@@ -108,6 +108,18 @@ class FindLr(Train):
     json: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pack(Train):
+    """Keys of `pack`: where it writes, how many samples a shard has, and the size of images."""
+
+    output: str | None = None
+    shard_samples: Count = 1000
+    max_side: Count | None = None
+    quality: Annotated[int, Ge(1), Le(95)] = 95
+    workers: Count | None = None
+    json: bool = False
+
+
 Part = Literal["layers", "weights", "activations", "gradients", "inputs", "filters", "features", "errors"]
 
 FEATURE_FILES = (".npz", ".safetensors")
@@ -167,6 +179,7 @@ VERBS: dict[str, type[Train]] = {
     "export": Export,
     "find-lr": FindLr,
     "inspect": Inspect,
+    "pack": Pack,
     "predict": Predict,
     "profile": Profile,
 }

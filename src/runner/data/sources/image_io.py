@@ -50,6 +50,7 @@ _ON_ITS_SIDE = (5, 6, 7, 8)
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _REDUCIBLE = ("JPEG", "MPO")
 _REDUCTIONS = (8, 4, 2)
+_EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}  # others are their own
 
 
 def middle_square(height: int, width: int, share: float = 1.0) -> Region:
@@ -153,6 +154,38 @@ def read_mask(path: Path, *, max_pixels: int = Data.max_pixels) -> Tensor:
         values = np.array(opened)
         kept = np.int32 if opened.mode in _SIXTEEN_BIT else np.uint8
         return torch.from_numpy((values // stretch if stretch > 1 else values).astype(kept))
+
+
+def smaller_file(
+    path: Path, content: bytes | None, max_side: int | None, quality: int, *, max_pixels: int = Data.max_pixels
+) -> tuple[str, bytes]:
+    """The extension and the bytes of an image file: its own, unless it is too large.
+
+    Args:
+        path, content, max_pixels: see `read_image`.
+        max_side: most pixels of the longer side. Larger images are resized (Lanczos), with their aspect ratio, and encoded as
+            JPEG, upright and without metadata; transparent pixels become white. None keeps every file.
+        quality: of the JPEG, 1 to 95.
+
+    Raises `UserError`, which names the file, if it is missing, no image or too large; truncated ones are only found if they
+    are resized.
+    """
+    with _explained(path):
+        if content is None:
+            with open_regular(path) as file:
+                content = file.read()
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
+            _check_pixels(path, opened, max_pixels)
+            kind = str(opened.format)
+            if max_side is None or max(opened.size) <= max_side:
+                return _EXTENSIONS.get(kind, kind.lower()), content
+            turn, grey = _orientation(opened), opened.mode in ("1", "L", "F", *_SIXTEEN_BIT)
+            image = _as_mode(opened, "L" if grey else "RGB")
+            image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)  # large JPEGs are reduced while decoding
+            image = image.transpose(_TURNS[turn]) if turn in _TURNS else image
+            image.info.clear()
+            image.save(file := io.BytesIO(), "JPEG", quality=quality)
+            return "jpg", file.getvalue()
 
 
 @contextlib.contextmanager

@@ -52,14 +52,17 @@ class IndexFile:
 
     def write(self, tensors: dict[str, Tensor]) -> str:
         """Write the file; returns a warning if that is not possible, or ""."""
-        content = safetensors.torch.save(tensors | {_KEY: _stamp(self.key, tensors)})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, content)
+            write_atomically(self.path, self.content(tensors))
         except (OSError, UserError) as error:
             problem = f"cannot keep what is known of the files of data in {self.path.parent}: {error}"
             return f"{problem}; each run looks again, unless data.cache_dir is a writable folder"
         return ""
+
+    def content(self, tensors: dict[str, Tensor]) -> bytes:
+        """What the file holds."""
+        return safetensors.torch.save(tensors | {_KEY: _stamp(self.key, tensors)})
 
 
 def _stamp(key: str, tensors: dict[str, Tensor]) -> Tensor:

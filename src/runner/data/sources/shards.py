@@ -22,7 +22,7 @@ from PIL import features
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import open_regular
+from runner.base.reading import open_regular, read_json
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding
@@ -31,7 +31,8 @@ from runner.data.sources.listing import EXTENSIONS, times_of
 
 _RULES = 1  # to be raised when other images are found, or in another order
 _NAMES = ("offsets", "lengths", "checksums", "labels")
-_LARGEST = 2**31 - 1
+LARGEST_CLASS = 2**31 - 1
+MANIFEST = "pack.json"  # what `pack` writes beside the splits
 _SPLITS = ("train", "val", "test")
 
 Index = dict[str, Tensor]
@@ -123,6 +124,8 @@ def shards(
         UserError: if there are no shards, or one cannot be read, is empty, or has an image without a class number.
     """
     base = Path(root).expanduser()
+    if read_json(base / MANIFEST).get("finished") is False:
+        raise UserError("data.root", f"{base.absolute()} is not packed to its end", "the same command of `pack` again")
     decoding = Decoding(image_size, channels, crop_share, max_pixels)
     paths = {split: _tars(base / split) for split in _SPLITS}
     paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
@@ -246,8 +249,8 @@ def _class_number(shard: Path, key: str, contents: Mapping[str, bytes], label: s
     number: Any = None
     with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
         number = int(contents["cls"]) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
-    if type(number) is not int or not 0 <= number <= _LARGEST:
+    if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
         problem = f"sample {key} of {shard} has no class number"
-        allowed = f"a number from 0 to {_LARGEST:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"
+        allowed = f"a number from 0 to {LARGEST_CLASS:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"
         raise UserError("data.root", problem, allowed)
     return number

@@ -1,0 +1,151 @@
+"""Shards of any data set of images with class numbers: tar files that `runner.data.sources.shards` reads."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, features
+from torch import Tensor
+
+from runner.base.errors import UserError
+from runner.base.files import replacing, write_atomically, writing
+from runner.data.cache import cache_key
+from runner.data.dataset_fingerprint import fingerprint_data
+from runner.data.sampler import EpochOrder
+from runner.data.samples import SeededDataset, as_target, as_tensor
+from runner.data.sources.folders import ImageList
+from runner.data.sources.image_io import smaller_file
+from runner.data.sources.shards import LARGEST_CLASS, index_of, packed_index
+from runner.data.splits import Parts
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Writes shards: each is a function of the data, the settings and its number.
+
+    Attributes:
+        parts: the splits. The order of the training samples is a permutation of `seed`: folders are sorted by class, and
+            each shard is to have samples of all classes.
+        folder: gets a folder of shards for each split.
+        shard_samples: samples of each shard; the last one has the rest.
+        max_side, quality, max_pixels: see `smaller_file`.
+        skips: whether images that cannot be read are left out; otherwise the first one is an error.
+    """
+
+    parts: Parts
+    folder: Path
+    seed: int
+    shard_samples: int
+    max_side: int | None
+    quality: int
+    max_pixels: int
+    skips: bool
+
+    def shards(self) -> list[tuple[str, int]]:
+        """Split and number of each shard."""
+        counts = {split: -(-len(indices) // self.shard_samples) for split, (_, indices) in self.parts.items()}
+        return [(split, number) for split, count in counts.items() for number in range(count)]
+
+    def path(self, split: str, number: int) -> Path:
+        """The file of a shard."""
+        return self.folder / split / f"{number:06d}.tar"
+
+    def samples(self, split: str, number: int) -> int | None:
+        """Samples of a shard that is finished, else None."""
+        path = self.path(split, number)
+        # The index is written last
+        index = packed_index(path, path.stat().st_size).read() if path.exists() else None
+        return None if index is None else len(index["labels"])
+
+    def write(self, split: str, number: int) -> list[str]:
+        """Write a shard and its index; returns why images were left out.
+
+        Raises:
+            UserError: if a sample is no image with a class number, or the files cannot be written.
+        """
+        path, left_out = self.path(split, number), []
+        first = number * self.shard_samples
+        with replacing(path) as file:
+            tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
+            for index in self._orders[split].slice(first, first + self.shard_samples).tolist():
+                try:
+                    extension, content, label = self.sample(split, index)
+                except UserError as error:
+                    # As in training, `skip` is for files that cannot be read; other errors name a key
+                    if not self.skips or error.problems[0].key:
+                        raise
+                    left_out.append(str(error))
+                    continue
+                for name, part in ((extension, content), ("cls", str(label).encode())):
+                    member = tarfile.TarInfo(f"{index:09d}.{name}")  # of no time and no user
+                    member.size = len(part)
+                    with writing(path):
+                        tar.addfile(member, io.BytesIO(part))
+            with writing(path):
+                tar.close()
+        index_file = packed_index(path, path.stat().st_size)
+        write_atomically(index_file.path, index_file.content(index_of(path, "")))
+        return left_out
+
+    def sample(self, split: str, index: int) -> tuple[str, bytes, int]:
+        """Extension, content and class number of a sample.
+
+        Raises:
+            UserError: if it is no image with a class number.
+        """
+        dataset, name = self.parts[split][0], f"sample {index} of '{split}'"
+        if isinstance(dataset, ImageList):
+            (path, content), target = dataset.encoded(index), dataset.targets[index]
+        else:
+            image, target = SeededDataset(dataset, self.seed, split=split)[0, index]
+            path, content = Path(name), _png(as_tensor(image), name)
+        number = as_target(target)
+        if number.ndim or number.is_floating_point() or not 0 <= int(number) <= LARGEST_CLASS:
+            problem = f"the target of {name} is no class number, and shards have one for each image"
+            raise UserError("data.dataset", problem, f"data whose targets are numbers from 0 to {LARGEST_CLASS:,}")
+        extension, content = smaller_file(path, content, self.max_side, self.quality, max_pixels=self.max_pixels)
+        return extension, content, int(number)
+
+    def fingerprint(self, recipe: dict[str, Any]) -> str:
+        """A digest of the data, as far as is known without reading all of them, and of the versions of libraries.
+
+        `recipe` is what the data sets are built from, see `cache_key`.
+        """
+        datasets = {split: dataset for split, (dataset, _) in self.parts.items()}
+        known = [
+            fingerprint_data(self.parts, datasets),
+            {split: cache_key(dataset, recipe) for split, dataset in datasets.items()},
+            [features.version(name) for name in ("pil", "jpg", "zlib")],
+        ]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+    @functools.cached_property
+    def _orders(self) -> Mapping[str, EpochOrder]:
+        return {
+            split: EpochOrder(len(indices), self.seed, 0, shuffle=split == "train")
+            for split, (_, indices) in self.parts.items()
+        }
+
+
+def temporaries(folder: Path) -> Iterator[Path]:
+    """What a killed process has left in the folder of a `Packer`."""
+    for pattern in (".*.tmp", "*/.*.tmp"):
+        yield from folder.glob(pattern)
+
+
+def _png(image: Tensor, name: str) -> bytes:
+    """An image, uint8 (1 or 3, H, W), without loss."""
+    if str(image.dtype) != "torch.uint8" or len(image) not in (1, 3):
+        problem = f"{name} is {image.dtype} {tuple(image.shape)}"
+        raise UserError("data.dataset", problem, "files, or images (1 or 3, height, width) of torch.uint8")
+    pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
+    Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()

@@ -1,0 +1,188 @@
+"""`pack`: the images of a data set in tar files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shlex
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.base.cores import cores
+from runner.base.errors import INTERRUPTED, DataFailed, UserError
+from runner.base.files import write_atomically, write_json
+from runner.base.reading import read_json
+from runner.base.secrets import mask_words
+from runner.config.app import Composition
+from runner.config.schema.sections import Data, Split
+from runner.config.schema.verbs import Pack
+from runner.config.validate import shown
+from runner.data.module import as_splits, read_dataset
+from runner.data.packing import Packer, temporaries
+from runner.data.preparation import exclusive, reported_writing
+from runner.data.samples import as_tensor
+from runner.data.sources.folders import ImageList
+from runner.data.sources.shards import MANIFEST
+from runner.data.splits import make_splits
+from runner.launch.processes import end_with_parent
+from runner.run.from_checkpoint import config_and_checkpoint
+from runner.tracking.formats import amount
+from runner.tracking.verb_report import Report, mib
+
+_RULES = 1  # to be raised when the same data and options give other bytes
+_SHOWN = 5  # reasons why images were left out
+
+
+class _Interrupted(UserError):
+    """Ctrl-C."""
+
+    exit_code = INTERRUPTED
+
+
+def run(composition: Composition) -> float:
+    """Pack the data.
+
+    Returns:
+        The number of shards, for sweepers.
+    """
+    config, _ = config_and_checkpoint(composition, Pack)
+    report, data = Report(config.json), config.data
+    if config.output is None:
+        raise UserError("output", "is missing", "a folder for the shards")
+    if data.images is not None:
+        problem = "are more than an image and its class number, which is what shards have"
+        raise UserError("data", f"the samples {problem}", "such as data=image_folder")
+    # Splits that the data set does not have are made when training begins, from shards as from any data
+    parts = make_splits(as_splits(read_dataset(data)), Split(val=0.0, test=0.0))
+    folder = Path(config.output).expanduser()
+    packer = Packer(
+        parts=parts,
+        folder=folder,
+        seed=config.seed,
+        shard_samples=config.shard_samples,
+        max_side=config.max_side,
+        quality=config.quality,
+        max_pixels=data.max_pixels,
+        skips=data.on_error == "skip",
+    )
+    with reported_writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
+        manifest = _begin(packer, config, clean=locked)
+        left_out = _write(packer, config, report, composition)
+        samples = [packer.samples(*shard) or 0 for shard in packer.shards()]
+        write_json(folder / MANIFEST, manifest | {"finished": True})
+    size = sum(packer.path(*shard).stat().st_size for shard in packer.shards())
+    if missing := sum(len(indices) for _, indices in parts.values()) - sum(samples):
+        report.warn(f"{amount(missing, 'image')} left out, as they cannot be read")
+        report.lines(*(f"  {reason}" for reason in left_out[:_SHOWN]))
+    command = shlex.join(["python", "-m", "runner", "train", *_training_words(packer, data)])
+    record = {"shards": len(samples), "samples": sum(samples), "bytes": size, "left_out": missing, "command": command}
+    if not report.json(record, output=str(folder)):
+        report.line(f"{amount(len(samples), 'shard')}, {sum(samples):,} samples, {mib(size)} MiB; {command}")
+        report.folder(folder)
+    return float(len(samples))
+
+
+def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
+    """Prepare the folder, or compare it with what is to be packed; returns what the bytes of the shards depend on."""
+    folder, path = packer.folder, packer.folder / MANIFEST
+    for split in packer.parts:
+        packer.sample(split, 0)  # data that cannot be packed are refused before anything is written
+    root = Path(config.data.dataset.get("root") or config.data.root).expanduser().absolute()
+    recipe = {"dataset": config.data.dataset, "root": str(root), "image_size": config.data.image_size}
+    options = {key: getattr(config, key) for key in ("shard_samples", "max_side", "quality", "seed")}
+    manifest = {"rules": _RULES, **options, "data": packer.fingerprint(recipe)}
+    if path.exists():
+        begun = read_json(path)
+        for key, value in options.items():
+            if begun.get(key) != value:
+                problem = f"is {shown(value)}, and {folder} was begun with {shown(begun.get(key))}"
+                raise UserError(key, problem, f"{shown(begun.get(key))}, or another output")
+        if any(begun.get(key) != manifest[key] for key in ("rules", "data")):
+            problem = f"{folder} was begun with other data, or other settings or versions of what reads them"
+            raise UserError("output", problem, "another folder, or this one removed")
+    elif any(not found.name.startswith(".") for found in folder.iterdir()):
+        raise UserError("output", f"{folder} has other files", "a folder that is new or empty, or that pack has begun")
+    else:
+        write_json(path, manifest | {"finished": False})
+    if clean:
+        for left in temporaries(folder):
+            left.unlink()
+    for split in packer.parts:
+        (folder / split).mkdir(exist_ok=True)
+    if classes := getattr(packer.parts["train"][0], "classes", ()):
+        write_atomically(folder / "classes.txt", "".join(f"{name}\n" for name in classes).encode())
+    return manifest
+
+
+def _write(packer: Packer, config: Pack, report: Report, composition: Composition) -> list[str]:
+    """Write the shards that are not finished; returns why images were left out."""
+    left_out, shards = [], packer.shards()
+    todo = [shard for shard in shards if packer.samples(*shard) is None]
+    if len(todo) < len(shards):
+        report.line(f"{len(shards) - len(todo):,} of {amount(len(shards), 'shard')} are finished already")
+    done = len(shards) - len(todo)
+    try:
+        with report.counting("pack", len(todo)) as begin, _workers(packer, config.workers or cores()) as pool:
+            begin()
+            for future in as_completed([pool.submit(_write_shard, shard) for shard in todo]):
+                left_out += future.result()
+                done += 1
+                begin()
+    except KeyboardInterrupt:
+        command = shlex.join(["python", "-m", "runner", "pack", *mask_words(composition.overrides)])
+        raise _Interrupted(
+            f"interrupted with {done:,} of {amount(len(shards), 'shard')}; to go on: {command}"
+        ) from None
+    except BrokenProcessPool as error:
+        problem = "a process that packs was killed, which is often a lack of memory"
+        raise DataFailed("workers", problem, "fewer; the same command goes on") from error
+    return left_out
+
+
+@contextmanager
+def _workers(packer: Packer, count: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that share the data sets; an error ends them, and a shard that they have begun has no name yet."""
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_worker, (packer,))
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_packer: Packer  # of this worker
+
+
+def _start_worker(packer: Packer) -> None:
+    global _packer
+    _packer = packer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    torch.set_num_threads(1)
+    end_with_parent()
+
+
+def _write_shard(shard: tuple[str, int]) -> list[str]:
+    return _packer.write(*shard)
+
+
+def _training_words(packer: Packer, data: Data) -> list[str]:
+    """The words of `train` for the shards: as large as the images of the data set are, and as many channels."""
+    dataset = packer.parts["train"][0]
+    if isinstance(dataset, ImageList):
+        channels, size = int(dataset.decoding.channels), data.image_size
+    else:
+        channels, *sides = as_tensor(dataset[0][0]).shape
+        size = max(sides)
+    words = ["data=shards", f"data.root={packer.folder}"]
+    words += [] if size is None else [f"data.image_size={size}"]
+    grey = ["data.dataset.channels=1", "data.normalize.mean=null", "data.normalize.std=null"]
+    return words + (grey if channels == 1 else [])

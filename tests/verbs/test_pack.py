@@ -1,0 +1,307 @@
+"""Packed data: the bytes that are written, how they are read, and that a killed pack ends with those of an undisturbed one."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from extended import some
+from forked import ForkedProgram
+from PIL import Image
+
+from runner.base.errors import UserError
+from runner.data.sources import shards as module
+from runner.data.sources.digits import digits
+from runner.data.sources.folders import image_folder
+from runner.data.sources.shards import shards
+
+LOCK = ".pack.json.lock"
+UNCHANGED = ("000.JPG", "001.png", "002.png")
+
+
+def picture(number: int, size: tuple[int, int] = (16, 12), kind: str = "PNG", **options: Any) -> bytes:
+    pixels = np.random.default_rng(number).integers(256, size=(size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file := io.BytesIO(), kind, **options)
+    return file.getvalue()
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Two classes of 20 images for training and 3 for validation; every third one is a JPEG."""
+    for split, count in (("train", 20), ("val", 3)):
+        for place, name in enumerate(("cat", "dog")):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                kind, extension = ("JPEG", "JPG") if number % 3 == 0 else ("PNG", "png")
+                (folder / f"{number:03d}.{extension}").write_bytes(picture(1000 * place + number, kind=kind))
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def pack(accepted: Callable[..., Any], photos: Path) -> Callable[..., str]:
+    """Pack the photos: `pack("output=out")`; returns what was printed."""
+
+    def call(*words: str) -> str:
+        done = accepted("pack", "data=image_folder", f"data.root={photos}", "shard_samples=8", *words)
+        return done.out + done.err
+
+    return call
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files of a pack."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def members(path: Path) -> list[tuple[str, bytes]]:
+    with tarfile.open(path) as tar:
+        return [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
+
+
+def test_each_file_is_copied_with_its_class_and_all_splits_are_packed(pack: Any, photos: Path, workdir: Path) -> None:
+    said = pack("output=out")
+    assert said.splitlines()[-1] == "out"
+    assert "8 shards" not in said
+    assert "6 shards, 46 samples" in said
+    assert (workdir / "out" / "classes.txt").read_text() == "cat\ndog\n"
+    for split, shard_count in (("train", 5), ("val", 1)):
+        files = image_folder(str(photos))[split]
+        tars = sorted((workdir / "out" / split).glob("*.tar"))
+        assert [path.name for path in tars] == [f"{number:06d}.tar" for number in range(shard_count)]
+        found = [member for path in tars for member in members(path)]
+        numbers = []
+        for (image, file), (label, number) in zip(found[::2], found[1::2], strict=True):
+            index = int(image[:9])
+            original = files.path(index)
+            assert (image, label) == (f"{index:09d}.{original.suffix[1:].lower()}", f"{index:09d}.cls")
+            assert file == original.read_bytes()
+            assert int(number) == files.targets[index]
+            numbers.append(index)
+        assert sorted(numbers) == list(range(len(files)))
+        assert (numbers == sorted(numbers)) == (split == "val"), "only training samples are shuffled"
+    classes = {label for name, label in members(workdir / "out" / "train" / "000000.tar") if name.endswith("cls")}
+    assert classes == {b"0", b"1"}, "a shard has all classes"
+
+
+def test_tar_files_have_no_times_and_users_and_tar_reads_them(pack: Any, workdir: Path) -> None:
+    pack("output=out")
+    path = workdir / "out" / "train" / "000000.tar"
+    with tarfile.open(path) as tar:
+        for member in tar:
+            assert (member.mtime, member.uid, member.gid, member.uname, member.mode) == (0, 0, 0, "", 0o644)
+    subprocess.run(["tar", "-xf", path, "-C", workdir], check=True)
+    for name, file in members(path):
+        assert (workdir / name).read_bytes() == file
+
+
+def test_packed_images_have_the_pixels_of_the_files_and_of_arrays(pack: Any, accepted: Any, photos: Path) -> None:
+    pack("output=out")
+    packed, loose = shards("out", 8), image_folder(str(photos), 8)
+    for split, dataset in loose.items():
+        order = [int(name[:9]) for path in sorted(Path("out", split).glob("*.tar")) for name, _ in members(path)[::2]]
+        for place, index in enumerate(order):
+            assert torch.equal(packed[split][place][0], dataset[index][0])
+            assert packed[split][place][1] == dataset[index][1]
+    accepted("pack", "data=digits", "output=numbers")
+    arrays = digits()["train"]
+    found = shards("numbers", channels=1)["train"]
+    order = [int(name[:9]) for path in sorted(Path("numbers/train").glob("*.tar")) for name, _ in members(path)[::2]]
+    assert sorted(order) == list(range(1797))
+    for place in range(0, 1797, 50):
+        assert torch.equal(found[place][0], arrays.images[order[place]])
+        assert found[place][1] == arrays.targets[order[place]]
+
+
+def test_reading_packed_shards_begins_with_their_indexes_alone(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack("output=out")
+    whole = {path: module.index_of(path, "") for path in sorted(Path("out/train").glob("*.tar"))}
+    monkeypatch.setattr(module, "index_of", None)
+    found = shards("out")["train"]
+    assert found.targets.tolist() == torch.cat([index["labels"] for index in whole.values()]).tolist()
+
+
+def test_the_printed_command_trains(pack: Any, accepted: Any) -> None:
+    tiny = ("model=mlp", "max_steps=2", "logger=none", "threads=1")
+    numbers = accepted("pack", "data=digits", "output=numbers").out
+    for said in (pack("output=out", "data.image_size=8"), numbers):
+        command = shlex.split(said.splitlines()[-2].partition("; ")[2])
+        assert command[:4] == ["python", "-m", "runner", "train"]
+        assert accepted(*command[3:], *tiny).summary["global_step"] == 2
+
+
+def test_larger_images_become_upright_jpegs_and_others_are_copied(pack: Any, photos: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    grey = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(4, 64))
+    grey.save(photos / "val" / "cat" / "grey.png")
+    for name, file in {
+        "photo.jpg": picture(1, (64, 32), "JPEG", exif=exif),
+        "palette.gif": picture(2, (50, 40), "GIF"),
+        "at_limit.png": picture(3, (24, 10)),
+    }.items():
+        (photos / "val" / "cat" / name).write_bytes(file)
+    pack("output=out", "max_side=24")
+    files = image_folder(str(photos))["val"]
+    sizes = {}
+    for name, file in (member for path in Path("out/val").glob("*.tar") for member in members(path)[::2]):
+        original = files.path(int(name[:9]))
+        with Image.open(io.BytesIO(file)) as image:
+            sizes[original.name] = (image.format, image.mode, image.size)
+            assert not image.getexif()
+        assert (file == original.read_bytes()) == (original.name in ("at_limit.png", *UNCHANGED))
+    assert sizes.keys() == {*UNCHANGED, "photo.jpg", "palette.gif", "grey.png", "at_limit.png"}
+    assert sizes["photo.jpg"] == ("JPEG", "RGB", (12, 24))
+    assert sizes["palette.gif"] == ("JPEG", "RGB", (24, 19))
+    assert sizes["grey.png"] == ("JPEG", "L", (24, 2))
+    assert sizes["at_limit.png"] == ("PNG", "RGB", (24, 10))
+
+
+def test_quality_is_that_of_the_jpegs(pack: Any) -> None:
+    sizes = []
+    for quality in (95, 20):
+        pack(f"output=out{quality}", "max_side=10", f"quality={quality}")
+        sizes.append(sum(len(file) for name, file in members(Path(f"out{quality}/train/000000.tar"))))
+    assert sizes[0] > sizes[1] + 500
+
+
+def test_bytes_depend_on_data_and_options_alone_and_the_order_on_the_seed(pack: Any) -> None:
+    pack("output=one", "workers=1")
+    pack("output=many", "workers=3")
+    pack("output=other", "seed=1")
+    assert content(Path("one")) == content(Path("many"))
+    one, other = (
+        [member for path in sorted(Path(name, "train").glob("*.tar")) for member in members(path)]
+        for name in ("one", "other")
+    )
+    assert one != other
+    assert sorted(one) == sorted(other)
+
+
+def test_shards_are_packed_again_with_other_options(pack: Any, accepted: Any) -> None:
+    pack("output=one")
+    accepted("pack", "data=shards", "data.root=one", "output=two", "shard_samples=40", "seed=5")
+    first = sorted(
+        file for path in Path("one/train").glob("*.tar") for name, file in members(path) if "cls" not in name
+    )
+    assert sorted(file for name, file in members(Path("two/train/000000.tar")) if "cls" not in name) == first
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        (["shard_samples=9"], "shard_samples", "is 9, and out was begun with 8"),
+        (["max_side=10"], "max_side", "is 10, and out was begun with null"),
+        (["quality=50"], "quality", "is 50, and out was begun with 95"),
+        (["seed=1"], "seed", "is 1, and out was begun with 0"),
+        (["data.root=moved"], "output", "out was begun with other data"),
+        (["data=digits"], "output", "out was begun with other data"),
+        (["output=photos"], "output", "photos has other files"),
+        (["output=null"], "output", "is missing"),
+        (
+            ["experiment=segmentation", "data=segmentation_folder"],
+            "data",
+            "are more than an image and its class number",
+        ),
+        (["data=synthetic", "data.dataset.kind=regression", "output=new"], "data.dataset", "is no class number"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_does_not_go_with_what_was_begun_is_refused(
+    pack: Any, rejected: Any, photos: Path, words: list[str], key: str, reason: str
+) -> None:
+    pack("output=out")
+    before = content(Path("out"))
+    shutil.copytree(photos, "moved")
+    (Path("moved") / "train" / "cat" / "001.png").write_bytes(picture(77))
+    first = ("data=image_folder", f"data.root={photos}", "shard_samples=8", "output=out")
+    keys = {word.partition("=")[0] for word in words}
+    said = rejected("pack", *(word for word in first if word.partition("=")[0] not in keys), *words).err
+    assert f"{key}: " in said
+    assert reason in said
+    assert content(Path("out")) == before
+    assert not Path("new").exists() or not content(Path("new"))
+
+
+def test_shards_that_are_not_finished_are_not_trained_on(pack: Any) -> None:
+    pack("output=out")
+    manifest = json.loads(Path("out/pack.json").read_text())
+    Path("out/pack.json").write_text(json.dumps(manifest | {"finished": False}))
+    Path("out/train/000003.tar").unlink()
+    with pytest.raises(UserError, match=r"out is not packed to its end") as raised:
+        shards("out")
+    assert raised.value.problems[0].key == "data.root"
+    assert "5 of 6 shards are finished already" in pack("output=out")
+    assert len(shards("out")["train"]) == 40
+
+
+def test_unreadable_images_stop_a_pack_or_are_left_out(pack: Any, rejected: Any, photos: Path) -> None:
+    (photos / "train" / "dog" / "007.png").write_text("no image")
+    said = rejected("pack", "data=image_folder", f"data.root={photos}", "output=out").err
+    assert "007.png: its content is not an image of a known type" in said
+    assert not list(Path("out").rglob("*.tmp"))
+    said = pack("output=some", "data.on_error=skip")
+    assert "1 image left out" in said
+    assert "007.png" in said
+    assert len(shards("some")["train"]) == 39
+
+
+@pytest.fixture
+def begun(photos: Path, workdir: Path) -> Callable[[str], ForkedProgram]:
+    """Start a pack in another process, in shards of one sample."""
+    return lambda output: ForkedProgram(
+        ["pack", "data=image_folder", f"data.root={photos}", "shard_samples=1", f"output={output}", "workers=2"]
+    )
+
+
+def wait_for(program: ForkedProgram, count: int) -> None:
+    """Wait for a number of shards, or the end of the pack."""
+    while program.poll() is None and len(list(Path("out").glob("train/*.tar"))) < count:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("kills", some([3, 20], 0))
+def test_a_pack_that_is_killed_and_goes_on_has_the_bytes_of_an_undisturbed_one(
+    begun: Callable[[str], ForkedProgram], kills: int
+) -> None:
+    assert begun("whole").wait(120) == 0
+    random.seed(kills)
+    struck = 0
+    for turn in range(kills):
+        program = begun("out")
+        wait_for(program, 1 + 38 * turn // kills)
+        time.sleep(random.uniform(0, 0.02))
+        program.kill()
+        struck += program.wait(60) == -signal.SIGKILL
+    assert struck >= kills // 2
+    assert begun("out").wait(120) == 0
+    assert content(Path("out")) == content(Path("whole"))
+
+
+def test_ctrl_c_ends_with_the_command_that_goes_on(begun: Callable[[str], ForkedProgram], photos: Path) -> None:
+    program = begun("out")
+    wait_for(program, 3)
+    program.send_signal(signal.SIGINT)
+    assert program.wait(60) == 130
+    (line,) = [line for line in program.communicate()[1].splitlines() if not line.startswith("pack ")]
+    told, _, command = line.partition("; to go on: ")
+    assert told.startswith("error: interrupted with ")
+    assert told.endswith(" of 46 shards")
+    program = ForkedProgram(shlex.split(command)[3:])
+    assert program.wait(120) == 0
+    assert begun("whole").wait(120) == 0
+    assert content(Path("out")) == content(Path("whole"))
