@@ -90,6 +90,7 @@ OTHERS = [
     ("export", "format=safetensors", "output=exported"),
     ("find-lr", "num_steps=60", "output=found"),
     ("inspect", "what=layers"),
+    ("pack", "output=packed"),
 ]
 
 

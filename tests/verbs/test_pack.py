@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from extended import some
@@ -171,6 +172,14 @@ def test_larger_images_become_upright_jpegs_and_others_are_copied(pack: Any, pho
     assert sizes["at_limit.png"] == ("PNG", "RGB", (24, 10))
 
 
+def test_json_has_the_numbers(pack: Any) -> None:
+    record = json.loads(pack("output=out", "json=true").splitlines()[0])
+    size = sum(path.stat().st_size for path in Path("out").rglob("*.tar"))
+    assert {**record, "command": ""} == {
+        "shards": 6, "samples": 46, "bytes": size, "left_out": 0, "command": "", "output": "out",
+    }  # fmt: skip
+
+
 def test_quality_is_that_of_the_jpegs(pack: Any) -> None:
     sizes = []
     for quality in (95, 20):
@@ -295,6 +304,7 @@ def test_a_pack_that_is_killed_and_goes_on_has_the_bytes_of_an_undisturbed_one(
 def test_ctrl_c_ends_with_the_command_that_goes_on(begun: Callable[[str], ForkedProgram], photos: Path) -> None:
     program = begun("out")
     wait_for(program, 3)
+    assert len(psutil.Process(program.pid).children()) == 2, "workers=2"
     program.send_signal(signal.SIGINT)
     assert program.wait(60) == 130
     (line,) = [line for line in program.communicate()[1].splitlines() if not line.startswith("pack ")]
@@ -305,3 +315,14 @@ def test_ctrl_c_ends_with_the_command_that_goes_on(begun: Callable[[str], Forked
     assert program.wait(120) == 0
     assert begun("whole").wait(120) == 0
     assert content(Path("out")) == content(Path("whole"))
+
+
+def test_a_worker_that_is_killed_ends_the_pack_with_a_sentence(begun: Callable[[str], ForkedProgram]) -> None:
+    program = begun("out")
+    wait_for(program, 3)
+    psutil.Process(program.pid).children()[0].kill()
+    assert program.wait(60) == 1
+    said = program.communicate()[1]
+    assert "error: workers: a process that packs was killed" in said
+    assert "Traceback" not in said
+    assert begun("out").wait(120) == 0

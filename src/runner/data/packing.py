@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,12 +133,6 @@ class Packer:
             split: EpochOrder(len(indices), self.seed, 0, shuffle=split == "train")
             for split, (_, indices) in self.parts.items()
         }
-
-
-def temporaries(folder: Path) -> Iterator[Path]:
-    """What a killed process has left in the folder of a `Packer`."""
-    for pattern in (".*.tmp", "*/.*.tmp"):
-        yield from folder.glob(pattern)
 
 
 def _png(image: Tensor, name: str) -> bytes:

@@ -24,7 +24,7 @@ from runner.config.schema.sections import Data, Split
 from runner.config.schema.verbs import Pack
 from runner.config.validate import shown
 from runner.data.module import as_splits, read_dataset
-from runner.data.packing import Packer, temporaries
+from runner.data.packing import Packer
 from runner.data.preparation import exclusive, reported_writing
 from runner.data.samples import as_tensor
 from runner.data.sources.folders import ImageList
@@ -33,7 +33,7 @@ from runner.data.splits import make_splits
 from runner.launch.processes import end_with_parent
 from runner.run.from_checkpoint import config_and_checkpoint
 from runner.tracking.formats import amount
-from runner.tracking.verb_report import Report, mib
+from runner.tracking.verb_report import Report
 
 _RULES = 1  # to be raised when the same data and options give other bytes
 _SHOWN = 5  # reasons why images were left out
@@ -83,7 +83,7 @@ def run(composition: Composition) -> float:
     command = shlex.join(["python", "-m", "runner", "train", *_training_words(packer, data)])
     record = {"shards": len(samples), "samples": sum(samples), "bytes": size, "left_out": missing, "command": command}
     if not report.json(record, output=str(folder)):
-        report.line(f"{amount(len(samples), 'shard')}, {sum(samples):,} samples, {mib(size)} MiB; {command}")
+        report.line(f"{amount(len(samples), 'shard')}, {sum(samples):,} samples, {size / 2**20:,.2f} MiB; {command}")
         report.folder(folder)
     return float(len(samples))
 
@@ -110,9 +110,8 @@ def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
         raise UserError("output", f"{folder} has other files", "a folder that is new or empty, or that pack has begun")
     else:
         write_json(path, manifest | {"finished": False})
-    if clean:
-        for left in temporaries(folder):
-            left.unlink()
+    for left in [*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")] if clean else ():
+        left.unlink()  # of a killed pack
     for split in packer.parts:
         (folder / split).mkdir(exist_ok=True)
     if classes := getattr(packer.parts["train"][0], "classes", ()):
@@ -148,11 +147,12 @@ def _write(packer: Packer, config: Pack, report: Report, composition: Compositio
 @contextmanager
 def _workers(packer: Packer, count: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that share the data sets; an error ends them, and a shard that they have begun has no name yet."""
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _start_worker, (packer,))
     try:
         yield pool
     except BaseException:
-        for process in multiprocessing.active_children():
+        for process in set(multiprocessing.active_children()) - others:
             process.kill()
         raise
     finally:
