@@ -108,8 +108,9 @@ def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
             raise UserError("output", problem, "another folder, or this one removed")
     elif any(not found.name.startswith(".") for found in folder.iterdir()):
         raise UserError("output", f"{folder} has other files", "a folder that is new or empty, or that pack has begun")
-    else:
-        write_json(path, manifest | {"finished": False})
+    # The first file: from now on, the folder is one of this pack
+    finished = all(packer.samples(*shard) is not None for shard in packer.shards())
+    write_json(path, manifest | {"finished": finished})
     for left in [*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")] if clean else ():
         left.unlink()  # of a killed pack
     for split in packer.parts:
