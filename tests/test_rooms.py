@@ -182,7 +182,7 @@ BUDGET = {
     "base": 880,
     "checkpoint": 1_560,
     "config": 4_130,
-    "data": 7_780,  # tar files, which are written too, and lists of a million files
+    "data": 7_870,  # tar files, which are written and shuffled in blocks, too, and lists of a million files
     "distributed": 1_060,
     "engine": 3_210,
     "instrument": 690,

@@ -34,6 +34,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 MODEL = """
 from torch import nn
 
+from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.synthetic import synthetic
+
 class Block(nn.Module):
     def __init__(self, width, dropout):
         super().__init__()
@@ -54,6 +57,14 @@ class Tiny(nn.Module):
 
     def forward(self, images):
         return self.head(self.blocks(self.stem(images)).amax(dim=(2, 3)))
+
+class Sharded(ImageArrays):
+    block_ends = [5, 6, 15, 24]
+
+def sharded(image_size, **arguments):
+    made = synthetic(image_size=image_size, **arguments)
+    images = made["train"]
+    return {**made, "train": Sharded(images.images, images.targets, images.classes)}
 """
 # 22 training samples: five batches of 4 and one of 2 an epoch.
 SMALL = (
@@ -74,6 +85,7 @@ FACTORS: list[list[dict[str, Any]]] = [
     [{}, {"model.dropout": 0.3}],
     [{}, {"data.placement": "disk"}],
     [{}, {"freeze": "blocks.0@3"}],  # trained from a step on that comes after the stop
+    [{}, {"data.shuffle": "blocks"}],
 ]
 # Toggles that change where and how values are kept and computed, but no result.
 EXACT = {"activation_checkpointing", "optimizer.fused", "deterministic", "data.placement"}
@@ -149,7 +161,13 @@ def call(
     (workdir / "tiny_model.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     if not composed:
-        own = ("model._target_=tiny_model.Tiny", "~model.width", "model.dropout=0.0", "max_steps=1")
+        own = (
+            "model._target_=tiny_model.Tiny",
+            "~model.width",
+            "model.dropout=0.0",
+            "max_steps=1",
+            "data.dataset._target_=tiny_model.sharded",
+        )
         composed.append(compose(*SMALL, *own))
     numbers = itertools.count()
 

@@ -29,7 +29,8 @@ _OF = {
         optimizer._target_ optimizer.no_decay optimizer.lr_mult optimizer.layer_decay
     """,
     Change.REFUSED_INSIDE_EPOCH: """
-        seed accumulate data.batch_size data.shuffle data.sampler data.batch_sampler data.drop_last limit.train_batches
+        seed accumulate data.batch_size data.shuffle data.shuffle_window data.sampler data.batch_sampler data.drop_last
+        limit.train_batches
     """,
     Change.REPORTED: """
         epochs max_steps lr optimizer scheduler loss grad_clip.norm grad_clip.value grad_clip.agc

@@ -165,11 +165,14 @@ def _of_data(config: Train) -> Broken:
     if split.folds is None and split.fold > 0:
         message = "picks one of several folds, but data.split.folds is null"
         yield "data.split.fold", message, "data.split.folds=5, or another number of folds"
-    if data.sampler is not None and not data.shuffle:
-        message = "is false, but data.sampler=balanced draws in random order"
+    shuffle = str(data.shuffle).lower()
+    if data.sampler is not None and shuffle != "true":
+        message = f"is {shuffle}, but data.sampler=balanced draws in random order"
         yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
-    if data.batch_sampler is not None and (data.sampler is not None or not data.shuffle):
-        key, message = ("data.shuffle", "is false") if data.sampler is None else ("data.sampler", f"is {data.sampler}")
+    if data.batch_sampler is not None and (data.sampler is not None or shuffle != "true"):
+        key, message = (
+            ("data.shuffle", f"is {shuffle}") if data.sampler is None else ("data.sampler", f"is {data.sampler}")
+        )
         allowed = f"{'true' if key == 'data.shuffle' else 'null'}, or data.batch_sampler=null"
         yield key, f"{message}, and data.batch_sampler gives the order of the samples", allowed
     if data.sampler is not None and config.task.get("_target_") == "runner.tasks.regression.Regression":

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.data.sample_rng import hash_ints
-from runner.data.sampler import Indices
+from runner.data.sampler import Indices, block_ends
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder
@@ -27,10 +27,11 @@ _LOOKED_AT = 16
 _PLACES = 0xDA7A  # separates these random numbers from all others
 _DIFFERENCES = {"targets": "has other targets", "files": "has other files, or files of other sizes"}
 _DIFFERENCES |= dict.fromkeys(("content", "images", "bytes"), "has other images or targets")
+_DIFFERENCES["blocks"] = "is divided into other shards"
 
 
 def fingerprint_data(
-    parts: Parts, sources: Mapping[str, Dataset[Any]], full: bool = False, *, pairs: bool = True
+    parts: Parts, sources: Mapping[str, Dataset[Any]], full: bool = False, *, pairs: bool = True, blocks: bool = False
 ) -> dict[str, Any]:
     """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
@@ -38,7 +39,7 @@ def fingerprint_data(
         For each split `samples`, its length, and SHA-256 digests: `content`, of the indices, images and targets of some of
         its samples, before any transform; and, if known without reading samples, `targets`, `files` (path relative to the
         common folder, and size) and `images` (those in memory). With `full` also `bytes`, of every file, or of every sample
-        if there are no files.
+        if there are no files; and with `blocks`, `blocks`, of where the blocks of the training split end.
     """
     result = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
@@ -61,6 +62,8 @@ def fingerprint_data(
             digests["bytes"] = _digest(
                 _bytes(files, indices) if files else _content(source, range(count), indices, pairs)
             )
+        if blocks and name == "train":  # the order of an epoch depends on them
+            digests["blocks"] = _digest([block_ends(dataset, indices).numpy().tobytes()])
         result[name] = digests
     return result
 

@@ -149,7 +149,7 @@ class Loader:
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
         self.draws: Callable[[int], EpochOrder] | None = (
-            None  # the order of an epoch that numbers its draws; see `sample_of`
+            None  # gives another order of an epoch, which may number its draws; see `sample_of`
         )
 
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:

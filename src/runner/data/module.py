@@ -21,7 +21,7 @@ from runner.data.consistency import Examples
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.placement import DataPlacement
-from runner.data.sampler import AllSamples, GivenOrder
+from runner.data.sampler import AllSamples, BlockOrder, GivenOrder, block_ends
 from runner.data.samples import Read, SampleTransform, SeededDataset, collate
 from runner.data.splits import Parts, targets_of
 from runner.data.transforms.augment import Pipeline
@@ -157,7 +157,7 @@ class LoaderBuilder:
         (dataset, indices), data = self.parts[name], self.config.data
         plan = BatchPlan(indices, self.config.evaluate.batch_size, self.config.seed)
         if training:
-            plan = BatchPlan(indices, data.samples_a_batch, self.config.seed, data.shuffle)
+            plan = BatchPlan(indices, data.samples_a_batch, self.config.seed, data.shuffle is not False)
         note = self.bad_samples.noting(name, dataset, len(indices))
         # Workers read files; what is in memory or in a cache needs no processes
         if self.placement.in_memory is None:
@@ -193,10 +193,13 @@ def assembled(
     """The data of which `split` builds each part, for training or for evaluations; `draws` is the order of training, if given."""
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
     config, parts, train, train_for_eval = loaders.config, loaders.parts, split("train", True), split("train", False)
-    train.loader.draws = draws
+    train.loader.draws, in_blocks = draws, config.data.shuffle == "blocks"
+    if in_blocks:
+        ends = block_ends(*parts["train"])
+        train.loader.draws = functools.partial(BlockOrder, ends, config.data.shuffle_window, config.seed)
     use_batch_sampler(config, train.loader, parts)
     sources = {name: loaders.placement.source(dataset) for name, (dataset, _) in parts.items()}
-    fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full")
+    fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full", blocks=in_blocks)
     return DataModule(
         train=train,
         val=split("val", False) if "val" in parts else None,

@@ -1,7 +1,7 @@
 """Sample order: a pure function of seed and epoch, any slice of which can be computed alone.
 
-Batch k of an epoch is a slice of its order, so resuming starts at a slice. The order depends on the number of samples, the
-seed and the epoch alone: not on workers, on the batch size, or on where an epoch is entered.
+Batch k of an epoch is a slice of its order, so resuming starts at a slice. The order depends on the number of samples (of each
+shard, where shards are shuffled), the seed and the epoch alone: not on workers, on the batch size, or on where an epoch is entered.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from runner.base.errors import UserError, first_line
 from runner.data.sample_rng import hash_ints, preserved_rng, splitmix64
@@ -22,7 +23,7 @@ from runner.data.sample_rng import hash_ints, preserved_rng, splitmix64
 LISTED = 2**16
 """Up to so many samples an order is a list."""
 _SAMPLE_BITS = 32
-_BALANCED, _GIVEN = 3, 4  # separate these random numbers from those of other orders
+_BALANCED, _GIVEN, _BLOCKS = 3, 4, 5  # separate these random numbers from those of other orders
 _AT_ONCE = 2**14  # positions that are computed together: for few, calls cost more than numbers
 _TURNS = 8
 
@@ -127,6 +128,68 @@ class EpochOrder:
             moved, size, others, other_size = others, other_size, moved, size
         shuffled: np.ndarray = moved * np.uint64(columns) + others
         return shuffled
+
+
+class BlockOrder(EpochOrder):
+    """Blocks of samples that are stored together, such as shards, in random order; samples are shuffled within windows of them.
+
+    A window is the next `window` blocks in the order of the epoch; the last window may have fewer. Within a window the order is
+    an `EpochOrder` with a seed of its own. Only the blocks are listed, so a slice of k positions costs O(k), wherever it lies,
+    once the order of the blocks is known.
+
+    Args:
+        ends: of each block among the samples of the split, int64 (S,), see `block_ends`.
+        window: number of blocks.
+    """
+
+    def __init__(self, ends: Tensor, window: int, seed: int, epoch: int) -> None:
+        super().__init__(int(ends[-1]), seed, epoch)
+        zero = ends.new_zeros(1)
+        sizes = ends.diff(prepend=zero)
+        sizes, ends = sizes[sizes > 0], ends[sizes > 0]  # a block may have no sample in the split
+        generator = torch.Generator().manual_seed(hash_ints(seed, epoch, 0, _BLOCKS))
+        blocks = torch.randperm(len(ends), generator=generator)
+        self._ends = sizes[blocks].cumsum(0)
+        self._moved = ends[blocks] - self._ends
+        self._windows = torch.cat([zero, self._ends[window - 1 : -1 : window], self._ends[-1:]])
+        self._window = functools.lru_cache(maxsize=1)(self._make_window)  # as batches follow each other in a window
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """See `EpochOrder.slice`."""
+        stop = min(stop, self.samples)
+        first = int(torch.searchsorted(self._windows, start, right=True)) - 1
+        places = [torch.arange(0)]
+        for number in range(first, int(torch.searchsorted(self._windows, stop))):
+            offset = int(self._windows[number])
+            places.append(self._window(number).slice(max(start - offset, 0), stop - offset) + offset)
+        joined = torch.cat(places)
+        samples: Tensor = joined + self._moved[torch.searchsorted(self._ends, joined, right=True)]
+        return samples
+
+    def _make_window(self, number: int) -> EpochOrder:
+        size = int(self._windows[number + 1] - self._windows[number])
+        return EpochOrder(size, hash_ints(self.seed, self.epoch, 0, _BLOCKS, number), self.epoch)
+
+
+def block_ends(dataset: Dataset[Any], indices: Indices) -> Tensor:
+    """Where the blocks of a data set end among the samples of a split, int64 (S,): samples of the split up to there.
+
+    Args:
+        dataset: has an attribute `block_ends`, S whole numbers in ascending order: its samples up to the end of each block.
+        indices: of the split, ascending.
+
+    Raises:
+        UserError: if there is no such attribute, or its numbers are not those of the data set.
+    """
+    given, samples = getattr(dataset, "block_ends", None), len(dataset)  # type: ignore[arg-type]
+    if given is None:
+        problem = "is blocks, and the data set has no shards: it has no attribute block_ends"
+        raise UserError("data.shuffle", problem, "true, false, or a data set in shards, such as data=shards")
+    ends = torch.as_tensor(given)
+    if ends.dtype != torch.int64 or ends.ndim != 1 or ends[-1:].tolist() != [samples] or (ends.diff() < 0).any():
+        allowed = f"whole numbers in ascending order, the last of them the number of samples, {samples:,}"
+        raise UserError("data.dataset", "its attribute block_ends does not say where its shards end", allowed)
+    return ends if isinstance(indices, AllSamples) else torch.searchsorted(indices, ends)
 
 
 class ClassBalance:

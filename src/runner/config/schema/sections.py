@@ -123,7 +123,8 @@ class Data(Section):
     max_pixels: Annotated[int, Ge(1), Le(178_956_970)] = 64_000_000  # Pillow itself refuses images beyond its own limit
     shift: Annotated[float, Ge(0), Le(0.5)] = 0.125
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
-    shuffle: bool = True
+    shuffle: bool | Literal["blocks"] = True
+    shuffle_window: Count = 16
     sampler: Literal["balanced"] | None = None
     batch_sampler: Node | None = None
     drop_last: bool = False

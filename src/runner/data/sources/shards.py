@@ -79,6 +79,11 @@ class Shards(ImageList):
         return Path(path, f"byte {offset}"), content
 
     @property
+    def block_ends(self) -> Tensor:
+        """The number of images up to the end of each shard, int64 (S,)."""
+        return self._ends
+
+    @property
     def digests(self) -> np.ndarray:
         """The checksum of each image, int64 (N,)."""
         return self._checksums.numpy()

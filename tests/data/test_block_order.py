@@ -1,0 +1,296 @@
+"""`data.shuffle=blocks`: shards in random order, samples shuffled within windows of a few shards."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import math
+import tarfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.base.errors import UserError
+from runner.config.resolve import problems_in
+from runner.config.schema import VERBS
+from runner.data.build import read_data
+from runner.data.loaders import Batch, BatchPlan, Loader, MemoryLoader
+from runner.data.sampler import LISTED, AllSamples, BlockOrder, block_ends
+from runner.data.samples import SeededDataset
+from runner.data.sources.synthetic import synthetic
+from runner.data.workers import WorkerLoader
+from runner.distributed.world import World
+
+CPU = torch.device("cpu")
+block_sizes = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
+windows = st.integers(1, 45)
+
+
+def ends_of(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0)
+
+
+def whole(ends: Tensor, window: int, seed: int = 3, epoch: int = 1) -> Tensor:
+    return BlockOrder(ends, window, seed, epoch).slice(0, int(ends[-1]))
+
+
+def windows_of(ends: Tensor, window: int, order: Tensor) -> list[set[int]]:
+    """The blocks of each window; asserts that each has all samples of `window` blocks, the last one of fewer, and no others."""
+    sizes, blocks = ends.diff(prepend=torch.tensor([0])), torch.searchsorted(ends, order, right=True)
+    occurring, found, start = list(dict.fromkeys(blocks.tolist())), [], 0
+    assert sorted(occurring) == sizes.nonzero()[:, 0].tolist()
+    for first in range(0, len(occurring), window):
+        some = occurring[first : first + window]
+        stop = start + int(sizes[some].sum())
+        assert set(blocks[start:stop].tolist()) == set(some)
+        found.append(set(some))
+        start = stop
+    return found
+
+
+@given(sizes=block_sizes, window=windows, seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10_000))
+def test_every_sample_comes_once_and_a_window_has_whole_blocks(
+    sizes: list[int], window: int, seed: int, epoch: int
+) -> None:
+    ends = ends_of(sizes)
+    order = whole(ends, window, seed, epoch)
+    assert order.dtype == torch.int64
+    assert order.sort().values.tolist() == list(range(len(order)))
+    windows_of(ends, window, order)
+
+
+@settings(deadline=None)
+@given(sizes=block_sizes, window=windows, start=st.integers(0, 1300), length=st.integers(0, 300))
+def test_any_part_of_an_order_is_that_part_of_the_whole(sizes: list[int], window: int, start: int, length: int) -> None:
+    ends = ends_of(sizes)
+    part = BlockOrder(ends, window, 3, 1).slice(start, start + length)
+    assert torch.equal(part, whole(ends, window)[start : start + length])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [
+        ([LISTED + 1], 1),
+        ([40_003, 0, 50_021, 7, 40_009], 3),  # a window that is too long for a list
+        ([1237] * 101 + [1], 16),
+        ([3] * 30_001, 1),
+    ],
+    ids=["one block", "long window", "short windows", "many windows"],
+)
+def test_orders_of_many_samples_are_one_to_one_and_known_in_parts(sizes: list[int], window: int) -> None:
+    ends = ends_of(sizes)
+    order = whole(ends, window)
+    assert torch.equal(order.sort().values, torch.arange(sum(sizes)))
+    windows_of(ends, window, order)
+    for start in (0, 1, LISTED - 3, LISTED, len(order) - 70, len(order)):
+        assert torch.equal(BlockOrder(ends, window, 3, 1).slice(start, start + 100), order[start : start + 100])
+    for size in (64, 20_000):
+        assert torch.equal(torch.cat(list(BlockOrder(ends, window, 3, 1).pieces(size, 0, len(order)))), order)
+
+
+def test_a_part_of_an_order_of_a_billion_samples_takes_time_for_that_part_and_the_shards() -> None:
+    ends = torch.arange(1, 100_001) * 10_000
+    begin = time.perf_counter()
+    part = BlockOrder(ends, 16, 3, 1).slice(999_990_000, 10**9 + 50)
+    assert time.perf_counter() - begin < 5  # a list of all takes longer, and 8 GB
+    assert len(part) == len(part.unique()) == 10_000
+    assert len(torch.searchsorted(ends, part, right=True).unique()) <= 16
+
+
+def test_epochs_and_seeds_have_other_windows_and_other_orders_in_them() -> None:
+    ends = ends_of([20] * 64)
+    found = [windows_of(ends, 4, whole(ends, 4, seed, epoch)) for seed, epoch in itertools.product(range(3), range(3))]
+    for one, other in itertools.combinations(found, 2):
+        assert len([window for window in one if window in other]) <= 1
+    # In the order of one window, places of samples are independent of their number, and of those in other windows
+    order = whole(ends, 4).view(16, 80)
+    places = order.argsort(dim=1).argsort(dim=1).double()
+    correlation = torch.corrcoef(torch.cat([places, torch.arange(80)[None].double()])) - torch.eye(17)
+    assert correlation.abs().max() < 4.5 / 80**0.5
+
+
+def test_a_window_of_all_blocks_is_a_full_shuffle() -> None:
+    ends = ends_of([10] * 10)
+    firsts = torch.stack([whole(ends, 10, 1, epoch)[:2] for epoch in range(4000)])
+    for place in (0, 1):
+        counts = torch.bincount(firsts[:, place], minlength=100).double()
+        # Chi-square with 99 degrees of freedom, five standard deviations
+        assert float(((counts - 40) ** 2 / 40).sum()) < 99 + 5 * (2 * 99) ** 0.5
+    same_block = float((firsts[:, 0] // 10 == firsts[:, 1] // 10).double().mean())
+    assert abs(same_block - 9 / 99) < 5 * (9 / 99 * 90 / 99 / 4000) ** 0.5
+
+
+# Splits and loaders
+
+ARRAYS = synthetic(samples=60, image_size=4, classes=5)["train"]
+PART = torch.arange(60)[torch.arange(60) % 4 != 0]  # 45 samples: five batches of 8 and one of 5
+ENDS = [4, 4, 13, 20, 21, 40, 44, 60]
+
+
+class Blocks(Dataset[Any]):
+    """The images above in shards."""
+
+    def __init__(self, ends: Any = None) -> None:
+        self.block_ends = ENDS if ends is None else ends
+
+    def __len__(self) -> int:
+        return len(ARRAYS)
+
+    def __getitem__(self, index: int) -> Any:
+        return ARRAYS[index]
+
+
+def noisy(image: Tensor) -> Tensor:
+    return image.float() + torch.rand(image.shape)
+
+
+def test_the_blocks_of_a_split_are_its_samples_in_each_shard() -> None:
+    assert block_ends(Blocks(), AllSamples(60)).tolist() == ENDS
+    expected = [sum(int(index) < end for index in PART) for end in ENDS]
+    assert block_ends(Blocks(), PART).tolist() == expected
+    assert block_ends(Blocks(), torch.tensor([5, 6, 59])).tolist() == [0, 0, 2, 2, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("ends", [[], [60, 50], [30, 59], [30, 61], [30.0, 60.0], [[30, 60]], 60], ids=str)
+def test_ends_that_are_not_those_of_the_data_set_are_refused(ends: Any) -> None:
+    with pytest.raises(UserError, match="does not say where its shards end") as caught:
+        block_ends(Blocks(ends), AllSamples(60))
+    assert caught.value.problems[0].key == "data.dataset"
+
+
+def loader(workers: int | None = None, transforms: Any = (), rank: int = 0, ranks: int = 1) -> Loader:
+    plan = BatchPlan(PART, 8, 3, True)
+    made: Loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU)
+    if workers is not None:
+        made = WorkerLoader(SeededDataset(Blocks(), 3, transforms), plan, CPU, workers=workers, persistent=False)
+    made.draws = functools.partial(BlockOrder, block_ends(Blocks(), PART), 2, 3)
+    made.world = World(rank=rank, size=ranks)
+    return made
+
+
+def joined(batches: list[Batch]) -> list[Tensor]:
+    return [torch.cat(parts) for parts in zip(*((*batch.data, batch.indices) for batch in batches), strict=True)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_memory_workers_and_ranks_give_the_same_batches_wherever_an_epoch_is_entered() -> None:
+    expected = list(loader().batches(1, 0, 6))
+    images, targets, indices = joined(expected)
+    assert indices.sort().values.tolist() == PART.tolist()
+    assert torch.equal(images, ARRAYS.images[indices])
+    assert torch.equal(targets, ARRAYS.targets[indices])
+    for workers, start in ((None, 0), (None, 4), (0, 0), (0, 3), (1, 1), (2, 0), (2, 5)):
+        assert same(joined(list(loader(workers).batches(1, start, 6))), joined(expected[start:]))
+    noise = joined(list(loader(0, (noisy,)).batches(1, 2, 6)))
+    assert same(joined(list(loader(2, (noisy,)).batches(1, 2, 6))), noise)
+    parts = [list(loader(0, (), rank, 2).batches(1, 1, 6)) for rank in (0, 1)]
+    for batch, *ranks in zip(expected[1:], *parts, strict=True):
+        assert same(joined(ranks), joined([batch]))
+
+
+# The program
+
+SMALL = (
+    "data=shards", "data.image_size=8", "data.batch_size=4", "model=mlp", "scheduler=constant", "logger=none",
+    "log.progress=false", "evaluate.test=false", "data.shuffle=blocks",
+)  # fmt: skip
+STARTS = range(0, 48, 6)
+
+
+def write_shard(path: Path, numbers: Iterable[int]) -> None:
+    """A tar file of random images, and their classes."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(image := io.BytesIO(), "png")
+            for extension, content in (("png", image.getvalue()), ("cls", str(number % 3).encode())):
+                member = tarfile.TarInfo(f"{number:03d}.{extension}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Eight shards of six images."""
+    for start in STARTS:
+        write_shard(tmp_path / "shards" / f"{start:03d}.tar", range(start, start + 6))
+    return tmp_path / "shards"
+
+
+def order_of(compose: Any, epoch: int, *words: str) -> Tensor:
+    """The samples of an epoch of training."""
+    composition = compose(*SMALL, *words)
+    config, found = problems_in(composition.values, composition, VERBS["train"])
+    assert not found
+    train = read_data(config, CPU, dtype=torch.float32).train
+    batches = math.ceil(train.samples / train.loader.batch_size)
+    return torch.cat([batch.indices for batch in train.loader.batches(epoch, 0, batches)])
+
+
+def test_shards_of_a_run_come_whole_in_windows(root: Path, compose: Any) -> None:
+    ends, words = torch.tensor(STARTS) + 6, (f"data.root={root}", "data.split.val=0", "data.split.test=0")
+    orders = [order_of(compose, epoch, *words, "data.shuffle_window=1") for epoch in (0, 1)]
+    for order in orders:
+        assert len(windows_of(ends, 1, order)) == 8
+    assert not torch.equal(*orders)
+    assert len(windows_of(ends, 3, order_of(compose, 0, *words, "data.shuffle_window=3"))) == 3
+    assert torch.equal(order_of(compose, 0, *words), order_of(compose, 0, *words, "data.shuffle_window=16"))
+    held = order_of(compose, 0, *words[:1], "data.split.val=0.3", "data.shuffle_window=1")
+    assert len((held // 6).unique_consecutive()) == 8
+
+
+def test_a_killed_run_resumes_with_other_workers_to_the_same_bits(root: Path, train: Any, killed: Any) -> None:
+    words = (*SMALL, f"data.root={root}", "data.shuffle_window=2", "epochs=2", "max_steps=null")
+    whole_run = train(*words)
+    directory = killed(5, "threads=1", "checkpoint.every_steps=1", *words)
+    resumed = train(f"ckpt_path={directory}", "callbacks=none", "max_steps=null", "data.num_workers=2")
+    assert resumed.summary["resumed_from"] is not None
+    assert resumed.summary["weights_sha256"] == whole_run.summary["weights_sha256"]
+    cached = train(*words, "data.cache=disk")
+    assert cached.summary["weights_sha256"] == whole_run.summary["weights_sha256"]
+    assert train(*words, "data.shuffle=true").summary["weights_sha256"] != whole_run.summary["weights_sha256"]
+
+
+def test_inside_an_epoch_a_run_refuses_another_window_and_other_shards(root: Path, train: Any, rejected: Any) -> None:
+    stopped = train(*SMALL, f"data.root={root}", "data.shuffle_window=2", "epochs=2", "max_steps=5")
+    resume = ("train", f"ckpt_path={stopped.directory}", "max_steps=null")
+    assert "data.shuffle_window: cannot change when resuming inside" in rejected(*resume, "data.shuffle_window=3").err
+    # The same images in the same order, in another number of files
+    write_shard(root / "000.tar", range(12))
+    (root / "006.tar").unlink()
+    assert "is divided into other shards" in rejected(*resume).err
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        (("data=digits", "data.shuffle=blocks"), "data.shuffle", "is blocks, and the data set has no shards"),
+        (("data.shuffle=blocks", "data.sampler=balanced"), "data.shuffle", "is blocks, but data.sampler=balanced"),
+        (
+            ("data.shuffle=blocks", "data.batch_sampler={_target_: runner.data.repeated.repeated_augmentation}"),
+            "data.shuffle",
+            "is blocks, and data.batch_sampler gives the order",
+        ),
+        (("data.shuffle=blocks", "data.shuffle_window=0"), "data.shuffle_window", "cannot be 0"),
+        (("data.shuffle=block",), "data.shuffle", "did you mean 'blocks'"),
+    ],
+)
+def test_what_it_cannot_be_combined_with(rejected: Any, words: tuple[str, ...], key: str, reason: str) -> None:
+    result = rejected("train", *words, "logger=none", "log.progress=false")
+    assert f"{key}: " in result.err
+    assert reason in result.err
