@@ -1,14 +1,14 @@
 """How far `data.shuffle=blocks` is from a full shuffle: in the order, in the classes of a batch, and in the accuracy.
 
     OMP_NUM_THREADS=1 python scripts/benchmark_shuffle.py order
-    OMP_NUM_THREADS=1 python scripts/benchmark_shuffle.py train --seeds 10
+    OMP_NUM_THREADS=1 python scripts/benchmark_shuffle.py train --seeds 10 --shards 80
 
 `order` computes orders of 1,000 shards of 900 to 1,100 samples of ten classes, and no images. The classes are drawn at random in
 `mixed` shards, and in `sorted` ones all samples of a class come before those of the next. Chi-square is that of the classes of a
 batch of 256 against equal shares, divided by its degrees of freedom: 1 is a batch drawn at random.
 
-`train` writes 1,297 digits as 80 tar files of 16 or 17 images, mixed or sorted by class, and trains the default model on batches of
-16: with a window of one shard, a batch has images of one or two shards. The other 500 digits are the test images. Differences are
+`train` writes 1,297 digits as so many tar files, mixed or sorted by class, and trains the default model on batches of 16: with 80
+tar files and a window of one, a batch has images of one or two of them. The other 500 digits are the test images. Differences are
 those of runs of one seed, with the standard error of their mean.
 """
 
@@ -33,7 +33,7 @@ from runner.data.sources.digits import digits
 
 WINDOWS = (16, 4, 1)
 BATCH, CLASSES = 256, 10
-SHARDS, TEST = 80, 500
+TEST = 500
 
 
 def orders(ends: Tensor, epoch: int) -> Iterator[tuple[str, EpochOrder]]:
@@ -97,7 +97,7 @@ def accuracy(root: Path, seed: int, *words: str) -> float:
     return float(train(*keys, f"seed={seed}", *words).summary["test"]["accuracy"])
 
 
-def show_accuracies(seeds: int) -> None:
+def show_accuracies(seeds: int, shards: int) -> None:
     """A table of accuracies."""
     whole = digits()["train"]
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def show_accuracies(seeds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind, rows in (("mixed", rest), ("sorted", rest[whole.targets[rest].argsort(stable=True)])):
             root = Path(folder, kind)
-            write_shards(root / "train", whole.images[rows], whole.targets[rows], SHARDS)
+            write_shards(root / "train", whole.images[rows], whole.targets[rows], shards)
             write_shards(root / "test", whole.images[held], whole.targets[held], 1)
             for name, words in cases.items():
                 found[name][kind] = [accuracy(root, seed, *words) for seed in range(seeds)]
@@ -132,11 +132,12 @@ def main() -> None:
     parser.add_argument("what", choices=["order", "train"])
     parser.add_argument("--epochs", type=int, default=5, help="orders of each kind")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--shards", type=int, default=80, help="tar files of the training images")
     options = parser.parse_args()
     if options.what == "order":
         show_orders(options.epochs)
     else:
-        show_accuracies(options.seeds)
+        show_accuracies(options.seeds, options.shards)
 
 
 if __name__ == "__main__":
