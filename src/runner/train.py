@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from runner.base.errors import DataFailed
 from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
 from runner.config.merge import may_write_cache
@@ -148,7 +149,12 @@ def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
     record.begin()
     # Closes what is open, the last one first, whatever becomes of the others
     with contextlib.ExitStack() as ending:
-        best = _train(_build(record, signals, ending), record, signals, ending, also_call)
+        try:
+            best = _train(_build(record, signals, ending), record, signals, ending, also_call)
+        except DataFailed:
+            if signals.asked():  # which ends the wait for data that do not come
+                raise Preempted(signals.asked()) from None
+            raise
     if world().first:
         record.draw_curves(record.setup.config.log.curves)
     return best

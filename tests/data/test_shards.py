@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +15,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tar_files import Members, cls, encoded, samples, write_tar
 
 from runner.base.errors import UserError
 from runner.data.sources import shards as module
 from runner.data.sources.folders import image_folder
 from runner.data.sources.shards import Shards, shards
-
-Members = Iterable[tuple[str, bytes]]
-
-
-def encoded(number: int, size: int = 16) -> bytes:
-    pixels = torch.randint(256, (size, size, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
-    Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), "png")
-    return file.getvalue()
-
-
-def write_tar(path: Path, members: Members, format: int = tarfile.PAX_FORMAT) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
-def samples(numbers: Iterable[int], label: Callable[[int], tuple[str, bytes]]) -> Members:
-    for number in numbers:
-        extension, content = label(number)
-        yield f"{number:06d}.png", encoded(number)
-        yield f"{number:06d}.{extension}", content
-
-
-def cls(number: int) -> tuple[str, bytes]:
-    return "cls", str(number % 3).encode()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ PACKAGES = {
     "mlflow": ("mlflow", "sqlalchemy"),
     "parquet": ("pyarrow",),
     "ray": ("ray",),
+    "remote": ("fsspec", "s3fs", "aiohttp", "moto"),
     "timm": ("timm",),
     "smp": ("segmentation_models_pytorch",),
     "wandb": ("wandb",),

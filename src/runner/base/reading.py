@@ -30,6 +30,11 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
+def is_url(place: str) -> bool:
+    """Tell whether data are in a store, such as `s3://bucket/photos`, and not in a folder."""
+    return "://" in place
+
+
 def _require_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise OSError("it is not a regular file")

@@ -176,6 +176,8 @@ def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
         for _, node in keys.walk(dataset):
             if isinstance(node, dict) and node.get("download"):
                 node["download"] = node is dataset and own["download"]
+        if dataset.get("cache_gb") is not None:
+            dataset["cache_gb"] = own["dataset"].get("cache_gb")
         if dataset.get("mirror") is not None:
             dataset["mirror"] = own["dataset"].get("mirror")
 

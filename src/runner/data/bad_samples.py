@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError
+from runner.base.errors import DataFailed, UserError
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.distributed.world import World, world
@@ -55,14 +55,15 @@ class ReplacementSampler:
     def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[BadSample]) -> T:
         """Read sample `index`, or the first replacement that can be read; those that cannot are appended to `skipped`.
 
-        Any error of `read` but `MemoryError` means that the sample cannot be read. Raises `UserError` if all replacements fail.
+        Any error of `read` means that the sample cannot be read, but `MemoryError` and `DataFailed`. Raises `UserError` if all
+        replacements fail.
         """
         first: Exception | None = None
         # Candidates depend on seed, epoch and sample only, so a resume replaces in the same way
         for source in (index, *self.candidates(epoch, index)):
             try:
                 return read(source)
-            except MemoryError:
+            except (MemoryError, DataFailed):
                 raise
             except Exception as error:  # a decoder or user code can raise anything
                 skipped.append(BadSample(source, _reason(error)))

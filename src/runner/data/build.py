@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.base.errors import UserError
+from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.bad_samples import ReplacementSampler
@@ -240,7 +240,7 @@ def _measure(
         for index in indices[:: max(1, len(indices) // _MEASURED)].tolist():
             try:
                 yield index, _sample("train", dataset, index, transforms)[0][None]
-            except MemoryError:
+            except (MemoryError, DataFailed):
                 raise
             except Exception:
                 if not skips:

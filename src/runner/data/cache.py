@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.base.errors import UserError
+from runner.base.errors import DataFailed, UserError
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cache_file import CachedImages, Unusable, temporary_prefix, write
 from runner.data.loaders import BatchPlan
@@ -126,8 +126,8 @@ class Cache:
         for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
             try:
                 image, target = _sample(dataset, place)
-            except UserError:
-                if not self.skips:
+            except UserError as error:
+                if isinstance(error, DataFailed) or not self.skips:
                     raise
                 return f"image {place} cannot be read any more"
             if problem := cached.images.problem(place):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.base.errors import DataFailed
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices, block_ends
 from runner.data.samples import SeededDataset, as_target, as_tensor
@@ -86,7 +87,7 @@ def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices, pai
         yield f"sample {index}".encode()
         try:
             item = seeded[0, index]
-        except MemoryError:
+        except (MemoryError, DataFailed):
             raise
         except Exception:  # reported, or skipped, when it is used
             yield b"unreadable"

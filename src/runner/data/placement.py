@@ -130,8 +130,8 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callabl
             needed.setdefault(id(dataset), (split, dataset))
     if not needed:
         plan.warnings.append("data.cache=disk has no effect: the images are in memory")
-    root = Path(data.dataset.get("root") or data.root).expanduser().absolute()
-    recipe = {"dataset": data.dataset, "root": str(root), "image_size": data.image_size}
+    arguments = {key: value for key, value in data.dataset.items() if key != "cache_gb"}  # which changes no image
+    recipe = {"dataset": arguments, "root": data.location, "image_size": data.image_size}
     cache = Cache(Path(data.cache_folder), data.name, recipe, data.on_error == "skip")
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)

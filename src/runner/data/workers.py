@@ -169,12 +169,12 @@ class WorkerLoader(Loader):
                 if read is None:
                     return
                 yield read
-        except DataFailed:
-            raise
         except UserError as error:
             # A worker's exception arrives with the worker's traceback around its message.
-            message = str(error).rpartition(f"{UserError.__name__}: ")[2].strip()
-            raise UserError(message or str(error)) from error
+            _, found, message = str(error).rpartition(f"{type(error).__name__}: ")
+            if not found:
+                raise
+            raise type(error)(message.strip()) from error
         finally:
             if not self._persistent:  # an epoch that was left early has not ended them itself
                 worker_failures.shut_down(iterator)

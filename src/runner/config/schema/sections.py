@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field
 
+from runner.base.reading import is_url
 from runner.base.secrets import mask_values
 
 Count = Annotated[int, Ge(1)]
@@ -147,12 +149,23 @@ class Data(Section):
     dataset: Node
 
     @property
+    def location(self) -> str:
+        """The folder of the data as an absolute path, or its URL."""
+        root = str(self.dataset.get("root") or self.root)
+        return root if is_url(root) else os.path.abspath(Path(root).expanduser())  # noqa: PTH100  without `..`
+
+    @property
     def cache_folder(self) -> str:
-        """Where files that spare work are kept: `cache_dir`, or beside the folder of the data, where every run finds them."""
-        root = Path(os.path.abspath(Path(self.dataset.get("root") or self.root).expanduser()))  # noqa: PTH100  without `..`
-        return str(
-            Path(self.cache_dir).expanduser() if self.cache_dir is not None else root.parent / f"{root.name}.cache"
-        )
+        """Where files that spare work are kept: `cache_dir`, or beside the folder of the data, where every run finds them.
+
+        For a URL, a folder in the user's own for caches.
+        """
+        if self.cache_dir is not None:
+            return str(Path(self.cache_dir).expanduser())
+        if not is_url(self.location):
+            return f"{self.location}.cache"
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "runner")
+        return str(caches / re.sub(r"[^\w.-]+", "_", self.location.rstrip("/")))
 
     @property
     def samples_a_batch(self) -> int:

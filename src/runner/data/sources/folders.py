@@ -42,7 +42,7 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
     def __init__(self, targets: Tensor, classes: Sequence[str], decoding: Decoding) -> None:
         self.targets, self.classes, self.decoding = targets, tuple(classes), decoding
 
-    def encoded(self, index: int) -> tuple[Path, bytes | None]:
+    def encoded(self, index: int) -> tuple[Path | str, bytes | None]:
         """The file of item `index`; or a name for messages, and the content."""
         raise NotImplementedError
 

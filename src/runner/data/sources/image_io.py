@@ -89,7 +89,7 @@ class Decoding:
 
 
 def read_image(
-    path: Path,
+    path: Path | str,
     image_size: int | None,
     channels: Literal[1, 3] = 3,
     cut: Cut = middle_square,
@@ -157,7 +157,7 @@ def read_mask(path: Path, *, max_pixels: int = Data.max_pixels) -> Tensor:
 
 
 def smaller_file(
-    path: Path, content: bytes | None, max_side: int | None, quality: int, *, max_pixels: int = Data.max_pixels
+    path: Path | str, content: bytes | None, max_side: int | None, quality: int, *, max_pixels: int = Data.max_pixels
 ) -> tuple[str, bytes]:
     """The extension and the bytes of an image file: its own, unless it is too large.
 
@@ -189,7 +189,7 @@ def smaller_file(
 
 
 @contextlib.contextmanager
-def _explained(path: Path, kind: str = "image") -> Iterator[None]:
+def _explained(path: Path | str, kind: str = "image") -> Iterator[None]:
     """Errors of decoding as `UserError`, which names the file."""
     try:
         yield
@@ -203,7 +203,7 @@ def _explained(path: Path, kind: str = "image") -> Iterator[None]:
         raise UserError(f"cannot read the {kind} {path}: {reason}. Replace it or delete it.") from error
 
 
-def _check_pixels(path: Path, opened: Image.Image, max_pixels: int) -> None:
+def _check_pixels(path: Path | str, opened: Image.Image, max_pixels: int) -> None:
     width, height = opened.size
     if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
         raise UserError(

@@ -8,13 +8,14 @@ import functools
 import hashlib
 import json
 import os
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -22,12 +23,14 @@ from PIL import features
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import open_regular, read_json
+from runner.base.reading import is_url, open_regular, read_json
 from runner.config.schema.sections import Data
+from runner.data.sources.copies import Copies
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding
 from runner.data.sources.index_file import IndexFile
 from runner.data.sources.listing import EXTENSIONS, times_of
+from runner.data.sources.remote import RemoteShard, chosen, content_of, listed
 
 _RULES = 1  # to be raised when other images are found, or in another order
 _NAMES = ("offsets", "lengths", "checksums", "labels")
@@ -43,26 +46,28 @@ class Shards(ImageList):
     """The images of some shards; for the other arguments see `ImageList`.
 
     Args:
-        paths: of the shards.
+        paths: of the shards, or what reads them in a store.
         indexes: of each of them.
     """
 
     indexed = True
 
     def __init__(
-        self, paths: Sequence[Path], indexes: Sequence[Index], classes: Sequence[str], decoding: Decoding
+        self, paths: Sequence[Path | RemoteShard], indexes: Sequence[Index], classes: Sequence[str], decoding: Decoding
     ) -> None:
         joined = {name: torch.cat([index[name] for index in indexes]) for name in _NAMES}
         super().__init__(joined["labels"], classes, decoding)
-        self._paths = tuple(map(str, paths))
+        self._paths = tuple(path if isinstance(path, RemoteShard) else str(path) for path in paths)
         self._offsets, self._lengths, self._checksums = (joined[name] for name in _NAMES[:3])
         self._ends = torch.tensor([len(index["labels"]) for index in indexes]).cumsum(0)
 
-    def encoded(self, index: int) -> tuple[Path, bytes | None]:
-        """See `ImageList.encoded`; raises `UserError` if the bytes are not those that were indexed."""
+    def encoded(self, index: int) -> tuple[Path | str, bytes | None]:
+        """See `ImageList.encoded`; raises `UserError` if the bytes are not those that were indexed, or the store fails."""
         index = range(len(self))[index]
         shard = int(torch.searchsorted(self._ends, index, right=True))
         path, offset, length = self._paths[shard], int(self._offsets[index]), int(self._lengths[index])
+        if isinstance(path, RemoteShard):
+            return f"{path.url} byte {offset}", path.read(offset, length, int(self._checksums[index]))
         try:
             with open_regular(path) as file:
                 content = os.pread(file.fileno(), length, offset)
@@ -108,6 +113,10 @@ def shards(
     channels: Literal[1, 3] = 3,
     *,
     label: str = "label",
+    train: str | list[str] | None = None,
+    val: str | list[str] | None = None,
+    test: str | list[str] | None = None,
+    cache_gb: float | None = None,
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
     cache_folder: str | None = None,
@@ -120,31 +129,30 @@ def shards(
     `NAME.tar.index`, which `pack` writes, is used instead.
 
     Args:
-        root: folder of the data set.
+        root: folder of the data set, or its URL in a store that fsspec reads.
         label: key in JSON files.
+        train, val, test: the shards of each split, relative to `root`, such as "train-{0000..0146}.tar", or a list of them;
+            the folders are listed if all three are None.
+        cache_gb: GB (10^9 bytes) of copies of whole shards of a store that are kept in `cache_folder`; None keeps none.
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         cache_folder: where indexes are looked for; None for none.
 
     Raises:
         UserError: if there are no shards, or one cannot be read, is empty, or has an image without a class number.
+        DataFailed: if a store fails.
     """
-    base = Path(root).expanduser()
-    if read_json(base / MANIFEST).get("finished") is False:
-        raise UserError("data.root", f"{base.absolute()} is not packed to its end", "the same command of `pack` again")
+    base = root.rstrip("/") if is_url(root) else str(Path(root).expanduser().absolute())
     decoding = Decoding(image_size, channels, crop_share, max_pixels)
-    paths = {split: _tars(base / split) for split in _SPLITS}
-    paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
-    if not paths.get("train"):
-        where = base.absolute() if "train" in paths else base.absolute() / "train"
-        raise UserError(
-            "data.root", f"{where} has no files *.tar", "a folder with shards, or with train/ and val/ of them"
-        )
+    paths = _found(base, {"train": train, "val": val, "test": test})
+    if cache_gb is not None and cache_folder is not None:
+        copies = Copies(Path(cache_folder, "shards"), int(cache_gb * 1e9))
+        paths = {split: [_with_copy(path, copies) for path in found] for split, found in paths.items()}
     every = [path for found in paths.values() for path in found]
     # Reading and checksums release the lock of the interpreter
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(functools.partial(_indexed, label=label, cache_folder=cache_folder), every))
     indexes = {path: index for path, (index, _) in zip(every, made, strict=True)}
-    classes = _classes(base / "classes.txt", max(int(index["labels"].max()) for index in indexes.values()))
+    classes = _classes(f"{base}/classes.txt", max(int(index["labels"].max()) for index in indexes.values()))
     result = {
         split: Shards(found, [indexes[path] for path in found], classes, decoding) for split, found in paths.items()
     }
@@ -152,15 +160,69 @@ def shards(
     return result
 
 
-def _tars(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.tar") if not path.name.startswith("."))
+def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, list[Path | RemoteShard]]:
+    """The shards of each split: those that are named, or all in the folders of the splits, or in `base`."""
+    if any(names.values()):
+        if not names["train"]:
+            raise UserError(
+                "data.dataset.train", "names no shards, and another split does", "those of the training split"
+            )
+        places = {split: [f"{base}/{name}" for name in _expanded(some)] for split, some in names.items() if some}
+        with ThreadPoolExecutor() as pool:
+            return {split: list(pool.map(_shard, some)) for split, some in places.items()}
+    paths = {split: _tars(f"{base}/{split}") for split in _SPLITS}
+    paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
+    if _manifest(base).get("finished") is False:
+        raise UserError("data.root", f"{base} is not packed to its end", "the same command of `pack` again")
+    if not paths.get("train"):
+        where = base if "train" in paths else f"{base}/train"
+        allowed = "a folder with shards, or with train/ and val/ of them"
+        raise UserError("data.root", f"{where} has no files *.tar", allowed)
+    return paths
 
 
-def _classes(path: Path, largest: int) -> list[str]:
-    if not path.exists():
-        return []
+def _manifest(base: str) -> dict[str, Any]:
+    if not is_url(base):
+        return read_json(Path(base, MANIFEST))
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(content_of(f"{base}/{MANIFEST}") or b"{}")
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _expanded(names: str | list[str]) -> Iterator[str]:
+    """Names for patterns with a range of numbers: `{08..10}` is 08, 09 and 10."""
+    for name in [names] if isinstance(names, str) else names:
+        if (found := re.search(r"\{(\d+)\.\.(\d+)\}", name)) is None:
+            yield name
+            continue
+        first, last = found.groups()
+        for number in range(int(first), int(last) + 1):
+            yield from _expanded(f"{name[: found.start()]}{number:0{len(first)}}{name[found.end() :]}")
+
+
+def _shard(place: str) -> Path | RemoteShard:
+    return chosen(place) if is_url(place) else Path(place)
+
+
+def _tars(folder: str) -> list[Path | RemoteShard]:
+    if is_url(folder):
+        return [*listed(folder)]
+    return [*sorted(path for path in Path(folder).glob("*.tar") if not path.name.startswith("."))]
+
+
+def _with_copy(shard: Path | RemoteShard, copies: Copies) -> Path | RemoteShard:
+    return dataclasses.replace(shard, copies=copies) if isinstance(shard, RemoteShard) else shard
+
+
+def _classes(path: str, largest: int) -> list[str]:
     try:
-        names = path.read_text(encoding="utf-8-sig").splitlines()
+        content = content_of(path) if is_url(path) else Path(path).read_bytes()
+        if content is None:
+            return []
+        names = content.decode("utf-8-sig").splitlines()
+    except FileNotFoundError:
+        return []
     except (OSError, ValueError) as error:
         raise UserError("data.root", f"cannot read {path}: {error}") from error
     if largest >= len(names):
@@ -170,9 +232,11 @@ def _classes(path: Path, largest: int) -> list[str]:
     return names
 
 
-def _indexed(shard: Path, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
+def _indexed(shard: Path | RemoteShard, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
     """The index of a shard, and the file to keep it in if it is new."""
-    try:
+    if isinstance(shard, RemoteShard):
+        return _indexed_remote(shard, label, cache_folder)
+    with _named_errors(shard):
         size = shard.stat().st_size
         if (known := packed_index(shard, size).read()) is not None:
             return known, None
@@ -181,6 +245,26 @@ def _indexed(shard: Path, label: str, cache_folder: str | None) -> tuple[Index, 
         if file is not None and (known := file.read()) is not None:
             return known, None
         return index_of(shard, label), file
+
+
+def _indexed_remote(shard: RemoteShard, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
+    """See `_indexed`: a file that is kept spares requests, so it is looked at first."""
+    key, file = json.dumps([_RULES, label, shard.size, shard.version]), None
+    if cache_folder is not None and shard.version:  # without one, another object could have the same index
+        file = IndexFile.of(cache_folder, shard.url, key)
+        if (known := file.read()) is not None:
+            return known, None
+    content, packed = shard.packed_index(), packed_index(Path(shard.url), shard.size)
+    if content is not None and (known := IndexFile.parse(content, packed.key)) is not None:
+        return known, file
+    with _named_errors(shard.url), shard.opened() as opened:
+        return index_of_file(opened, shard.url, label), file
+
+
+@contextlib.contextmanager
+def _named_errors(shard: Path | str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
@@ -200,8 +284,19 @@ def index_of(shard: Path, label: str) -> Index:
         UserError: if it has no image, or its samples are not as `shards` says.
         OSError, tarfile.TarError: if it cannot be read.
     """
+    with open_regular(shard) as file:
+        return index_of_file(file, str(shard), label)
+
+
+def index_of_file(file: BinaryIO, shard: str, label: str) -> Index:
+    """See `index_of`: any file that can seek; `shard` is its name in messages."""
+
+    def body(member: tarfile.TarInfo) -> bytes:
+        file.seek(member.offset_data)
+        return file.read(member.size)
+
     rows, keys = [], set[str]()
-    with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, group in groupby(_files(shard, tar), key=lambda part: part[0]):
             files = [(extension, member) for _, extension, member in group]
             parts, images = dict(files), [extension for extension, _ in files if f".{extension}" in EXTENSIONS]
@@ -214,9 +309,7 @@ def index_of(shard: Path, label: str) -> Index:
             if not images:
                 continue
             contents = {
-                extension: os.pread(file.fileno(), member.size, member.offset_data)
-                for extension, member in files
-                if extension in (images[0], "cls", "json")
+                extension: body(member) for extension, member in files if extension in (images[0], "cls", "json")
             }
             image, content = parts[images[0]], contents[images[0]]
             number = _class_number(shard, key, contents, label)
@@ -235,7 +328,7 @@ def index_of(shard: Path, label: str) -> Index:
     return {name: tensor.contiguous() for name, tensor in zip(_NAMES, torch.tensor(rows).T, strict=True)}
 
 
-def _files(shard: Path, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """Key, extension and place of each file of a sample; hidden ones, and those without an extension, belong to none."""
     while (member := tar.next()) is not None:
         tar.members.clear()  # type: ignore[attr-defined]  # half a kilobyte each
@@ -250,7 +343,7 @@ def _files(shard: Path, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfil
         yield f"{folder}/{stem}" if folder else stem, extension.lower(), member
 
 
-def _class_number(shard: Path, key: str, contents: Mapping[str, bytes], label: str) -> int:
+def _class_number(shard: str, key: str, contents: Mapping[str, bytes], label: str) -> int:
     number: Any = None
     with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
         number = int(contents["cls"]) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)

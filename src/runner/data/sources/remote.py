@@ -1,0 +1,282 @@
+"""Shards in an object store, by fsspec: they are listed, and read in verified ranges, with retries."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import io
+import json
+import os
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, TypeVar
+
+from runner.base.errors import DataFailed, UserError
+from runner.base.signals import heard
+from runner.data.sources.copies import BLOCK, Copies
+
+ATTEMPTS = 6
+DELAY_S = 0.5  # before the second attempt; it doubles before each further one
+PATIENCE_S = 60.0  # after which there is no further attempt
+TIMEOUT_S = 30.0  # of one request, with its answer
+# Of HTTP: there is no such object, no such range; asking again may help
+_ABSENT, _TOO_MUCH, _LATER = (404, 410), 416, (408, 409, 425, 429)
+_FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EISDIR)
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "generation",
+    "blob_id",
+    "md5Hash",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "mtime",
+    "created",
+)
+
+T = TypeVar("T")
+
+# Draws from the system, as those of a run's generators are part of its state
+_RANDOM = random.SystemRandom()
+# A process that was forked keeps the clients of its parent, unused: freeing them would end connections of the parent
+_CLIENTS: dict[tuple[int, str], Any] = {}
+
+
+def store(url: str) -> Any:
+    """The client of fsspec for a URL, made once in each process, as its event loop and connections do not survive a fork.
+
+    Raises:
+        UserError: if fsspec does not know the protocol, or a package for it is not installed.
+    """
+    key = os.getpid(), "/".join(url.split("/", 3)[:3])
+    if key not in _CLIENTS:
+        try:
+            from fsspec.core import url_to_fs
+
+            client = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)[0]
+        except (ImportError, ValueError) as error:
+            allowed = "a folder, or a URL of a protocol that fsspec knows: pip install 'runner[remote]' for s3:// and https://"
+            raise UserError("data.root", f"cannot open {url}: {error}", allowed) from error
+        if hasattr(
+            client, "config_kwargs"
+        ):  # s3fs retries, and botocore below it: each multiplies the attempts of `retried`
+            client.retries, client.config_kwargs = 1, {"retries": {"max_attempts": 0}, **client.config_kwargs}
+        _CLIENTS[key] = client
+    return _CLIENTS[key]
+
+
+def request(url: str, method: str, **arguments: Any) -> Any:
+    """Call a method of the client of a URL, in `TIMEOUT_S` if it is an asynchronous one; raises what the client raises."""
+    client = store(url)
+    if not client.async_impl:
+        return getattr(client, method)(url, **arguments)
+    from fsspec.asyn import sync
+
+    return sync(client.loop, getattr(client, f"_{method}"), url, timeout=TIMEOUT_S, **arguments)
+
+
+def retried(url: str, call: Callable[[], T]) -> T:
+    """The result of `call`, which is repeated after errors that may pass.
+
+    Raises:
+        FileNotFoundError: at once, if there is nothing at `url`.
+        DataFailed: if it is refused, or fails `ATTEMPTS` times or for `PATIENCE_S`, or a signal asked this process to stop.
+    """
+    began = time.monotonic()
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return call()
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # each client has exceptions of its own
+            # The client for HTTP makes this of every error
+            if isinstance(error, FileNotFoundError) and (error.__cause__ is None or _status(error) in _ABSENT):
+                raise
+            late = attempt == ATTEMPTS or time.monotonic() > began + PATIENCE_S
+            if late or heard or not _may_pass(error):
+                reason = " ".join(str(error).split()) or type(error).__name__
+                tried = f" ({attempt} attempts)" if attempt > 1 else ""
+                allowed = "a store that answers, credentials that may read it and have not expired; then the same command again"
+                raise DataFailed("data.root", f"cannot read {url}: {reason}{tried}", allowed) from error
+        until = time.monotonic() + DELAY_S * 2 ** (attempt - 1) * _RANDOM.uniform(0.5, 1)
+        while (left := until - time.monotonic()) > 0 and not heard:
+            time.sleep(min(left, 0.1))
+    raise AssertionError
+
+
+def _may_pass(error: Exception) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status >= 500 or status in _LATER
+    refused = isinstance(error, PermissionError | TypeError | ValueError) or "Credential" in type(error).__name__
+    return not (refused or (isinstance(error, OSError) and error.errno in _FINAL))
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The status of the answer of HTTP that an error comes from, if any."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+        for found in (getattr(error, "status", None), metadata.get("HTTPStatusCode")):
+            if isinstance(found, int):
+                return found
+        error = error.__cause__
+    return None
+
+
+@dataclass(frozen=True)
+class RemoteShard:
+    """A tar file in a store, of `size` bytes; `version` is what the store says of its content, such as an ETag."""
+
+    url: str
+    size: int
+    version: str
+    has_index: bool  # whether an object `<url>.index` was listed
+    copies: Copies | None = None
+
+    @property
+    def name(self) -> str:
+        """What no other content has as a name, for its copy."""
+        return json.dumps([self.url, self.version, self.size])
+
+    def range(self, start: int, end: int) -> bytes:
+        """Bytes from `start` up to `end`; raises `DataFailed`, and `UserError` if the object was replaced or removed."""
+
+        def call() -> bytes:
+            content: bytes = request(self.url, "cat_file", start=start, end=end)
+            if len(content) > end - start:
+                raise UserError(
+                    "data.root", f"the server of {self.url} does not answer requests of ranges", "one that does"
+                )
+            if len(content) < end - start:
+                raise OSError(f"only {len(content):,} of {end - start:,} bytes came")
+            return content
+
+        try:
+            return retried(self.url, call)
+        except FileNotFoundError as error:
+            raise self.changed("it is not there any more") from error
+        except DataFailed as error:
+            if _status(error.__cause__) == _TOO_MUCH or self._replaced():
+                raise self.changed("it is another object now") from error
+            raise
+
+    def read(self, start: int, length: int, checksum: int) -> bytes:
+        """Bytes with that CRC-32, of the copy or of the store; raises as `range`, and `UserError` if they have another one."""
+        if (
+            self.copies is not None
+            and (content := self.copies.read(self.name, self.size, self.range, start, length)) is not None
+        ):
+            if len(content) == length and zlib.crc32(content) == checksum:
+                return content
+            self.copies.remove(self.name)
+        for _ in range(2):  # a network may damage what it carries, once
+            content = self.range(start, start + length)
+            if zlib.crc32(content) == checksum:
+                return content
+        raise self.changed(f"the image at byte {start:,} has another CRC-32")
+
+    def changed(self, how: str) -> UserError:
+        """The error for an object that is not the one that was indexed."""
+        problem = f"{self.url} was changed or damaged after it was indexed: {how}"
+        return UserError("data.root", problem, "the object as it was, or a new run, which indexes it again")
+
+    def _replaced(self) -> bool:
+        with contextlib.suppress(Exception):  # the error that made this look is the one to report
+            return described(self.url) != dataclasses.replace(self, has_index=False, copies=None)
+        return False
+
+    def packed_index(self) -> bytes | None:
+        """What lies beside the object as its index."""
+        if not self.has_index:
+            return None
+        return content_of(f"{self.url}.index")
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """The object as a file for reading, from its copy if it may be kept."""
+        with contextlib.ExitStack() as closing:
+            file = None if self.copies is None else self.copies.open(self.name, self.size, self.range)
+            yield closing.enter_context(file or io.BufferedReader(_Stream(self), BLOCK))
+
+
+class _Stream(io.RawIOBase):
+    """A shard as a raw file."""
+
+    def __init__(self, shard: RemoteShard) -> None:
+        self._shard, self._place = shard, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._shard.size}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._place + len(buffer), self._shard.size)
+        content = self._shard.range(self._place, end) if end > self._place else b""
+        buffer[: len(content)] = content
+        self._place += len(content)
+        return len(content)
+
+
+def content_of(url: str) -> bytes | None:
+    """A whole small object; None if there is none."""
+    try:
+        return bytes(retried(url, lambda: request(url, "cat_file")))
+    except FileNotFoundError:
+        return None
+
+
+def described(url: str) -> RemoteShard:
+    """The object at a URL; raises `FileNotFoundError` if there is none."""
+    return _described(url, request(url, "info"), {})
+
+
+def chosen(url: str) -> RemoteShard:
+    """A shard that the user names; its index is looked for, too. Raises `UserError` if there is none."""
+    try:
+        shard = retried(url, lambda: described(url))
+    except FileNotFoundError as error:
+        raise UserError(
+            "data.root", f"there is no {url}", "names of objects that are there, relative to data.root"
+        ) from error
+    return dataclasses.replace(shard, has_index=True)
+
+
+def listed(url: str) -> list[RemoteShard]:
+    """The shards `<url>/*.tar` in the order of names; empty if there are none.
+
+    Raises:
+        UserError: if this protocol has no lists.
+    """
+    if url.startswith(("http://", "https://")):
+        problem = f"{url} cannot be listed, as HTTP has no lists"
+        raise UserError("data.root", problem, "data.dataset.train='\"train-{0000..0146}.tar\"', or a list of names")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        entries = retried(url, lambda: request(url, "ls", detail=True))
+        names = {str(entry["name"]).rpartition("/")[2]: entry for entry in entries if entry["type"] == "file"}
+        shards = [name for name in sorted(names) if name.endswith(".tar") and not name.startswith(".")]
+        return [_described(f"{url}/{name}", names[name], names) for name in shards]
+    return []
+
+
+def _described(url: str, info: dict[str, Any], names: dict[str, Any]) -> RemoteShard:
+    if not isinstance(info.get("size"), int):
+        raise UserError(
+            "data.root", f"the server does not tell the size of {url}", "a server that answers requests of ranges"
+        )
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    return RemoteShard(url, info["size"], version, f"{url.rpartition('/')[2]}.index" in names)

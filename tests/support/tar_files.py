@@ -1,0 +1,44 @@
+"""Small tar files of images with class numbers, as `data=shards` reads them."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+Members = Iterable[tuple[str, bytes]]
+
+
+def encoded(number: int, size: int = 16) -> bytes:
+    """An image that no other number has, as PNG."""
+    pixels = torch.randint(256, (size, size, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), "png")
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: Members, format: int = tarfile.PAX_FORMAT) -> Path:
+    """A tar file of names with contents."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def samples(numbers: Iterable[int], label: Callable[[int], tuple[str, bytes]]) -> Members:
+    """The images of numbers, each with the file that `label` gives."""
+    for number in numbers:
+        extension, content = label(number)
+        yield f"{number:06d}.png", encoded(number)
+        yield f"{number:06d}.{extension}", content
+
+
+def cls(number: int) -> tuple[str, bytes]:
+    """A file of a class number, of three classes."""
+    return "cls", str(number % 3).encode()
