@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -24,9 +26,11 @@ from forked import ForkedProgram
 from PIL import Image
 
 from runner.base.errors import UserError
+from runner.data.packing import Packer
+from runner.data.sampler import AllSamples
 from runner.data.sources import shards as module
 from runner.data.sources.digits import digits
-from runner.data.sources.folders import image_folder
+from runner.data.sources.folders import ImageFolder, image_folder
 from runner.data.sources.shards import shards
 
 LOCK = ".pack.json.lock"
@@ -77,7 +81,6 @@ def members(path: Path) -> list[tuple[str, bytes]]:
 def test_each_file_is_copied_with_its_class_and_all_splits_are_packed(pack: Any, photos: Path, workdir: Path) -> None:
     said = pack("output=out")
     assert said.splitlines()[-1] == "out"
-    assert "8 shards" not in said
     assert "6 shards, 46 samples" in said
     assert (workdir / "out" / "classes.txt").read_text() == "cat\ndog\n"
     for split, shard_count in (("train", 5), ("val", 1)):
@@ -153,6 +156,7 @@ def test_larger_images_become_upright_jpegs_and_others_are_copied(pack: Any, pho
     for name, file in {
         "photo.jpg": picture(1, (64, 32), "JPEG", exif=exif),
         "palette.gif": picture(2, (50, 40), "GIF"),
+        "turned.tif": picture(4, (64, 32), "TIFF", exif=exif),
         "at_limit.png": picture(3, (24, 10)),
     }.items():
         (photos / "val" / "cat" / name).write_bytes(file)
@@ -165,8 +169,9 @@ def test_larger_images_become_upright_jpegs_and_others_are_copied(pack: Any, pho
             sizes[original.name] = (image.format, image.mode, image.size)
             assert not image.getexif()
         assert (file == original.read_bytes()) == (original.name in ("at_limit.png", *UNCHANGED))
-    assert sizes.keys() == {*UNCHANGED, "photo.jpg", "palette.gif", "grey.png", "at_limit.png"}
+    assert sizes.keys() == {*UNCHANGED, "photo.jpg", "turned.tif", "palette.gif", "grey.png", "at_limit.png"}
     assert sizes["photo.jpg"] == ("JPEG", "RGB", (12, 24))
+    assert sizes["turned.tif"] == ("JPEG", "RGB", (12, 24))
     assert sizes["palette.gif"] == ("JPEG", "RGB", (24, 19))
     assert sizes["grey.png"] == ("JPEG", "L", (24, 2))
     assert sizes["at_limit.png"] == ("PNG", "RGB", (24, 10))
@@ -249,11 +254,16 @@ def test_what_does_not_go_with_what_was_begun_is_refused(
 def test_shards_that_are_not_finished_are_not_trained_on(pack: Any) -> None:
     pack("output=out")
     manifest = json.loads(Path("out/pack.json").read_text())
-    Path("out/pack.json").write_text(json.dumps(manifest | {"finished": False}))
+    assert manifest["samples"] == {"train": 40, "val": 6}
     Path("out/train/000003.tar").unlink()
-    with pytest.raises(UserError, match=r"out is not packed to its end") as raised:
-        shards("out")
-    assert raised.value.problems[0].key == "data.root"
+    for samples, reason in (
+        (manifest["samples"], "has 32 of the 40 images of 'train'"),
+        (None, "not packed to its end"),
+    ):
+        Path("out/pack.json").write_text(json.dumps(manifest | {"samples": samples}))
+        with pytest.raises(UserError, match=reason) as raised:
+            shards("out")
+        assert raised.value.problems[0].key == "data.root"
     assert "5 of 6 shards are finished already" in pack("output=out")
     assert len(shards("out")["train"]) == 40
 
@@ -267,6 +277,40 @@ def test_unreadable_images_stop_a_pack_or_are_left_out(pack: Any, rejected: Any,
     assert "1 image left out" in said
     assert "007.png" in said
     assert len(shards("some")["train"]) == 39
+    (photos / "train" / "cat" / "000.png").write_text("no image")
+    assert "2 images left out" in pack("output=more", "data.on_error=skip")
+    words = ("data=image_folder", f"data.root={photos}", "data.on_error=skip", "data.max_skipped=0.01")
+    said = rejected("pack", *words, "output=few").err
+    assert "data.max_skipped: is 0.01, and 2 of 47 images cannot be read" in said
+    with pytest.raises(UserError, match="not packed to its end"):
+        shards("few")
+
+
+def test_an_index_that_is_older_than_its_shard_is_not_used(pack: Any) -> None:
+    pack("output=out")
+    path = Path("out/train/000000.tar")
+    content, first = bytearray(path.read_bytes()), shards("out")["train"].targets[0]
+    start = content.index(b".cls") // 512 * 512 + 512
+    content[start : start + 1] = str(1 - int(first)).encode()
+    path.write_bytes(content)
+    times = path.stat()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
+    assert shards("out")["train"].targets[0] == 1 - first
+
+
+class TopRows(ImageFolder):
+    """A data set of a part of each file."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return image[:, :6], target
+
+
+def test_a_data_set_that_changes_what_it_reads_is_packed_as_it_reads(photos: Path) -> None:
+    files = sorted(photos.glob("train/*/*.png"))
+    parts: Any = {"train": (TopRows(files, [0] * len(files), ["a"]), AllSamples(len(files)))}
+    packer = Packer(parts, photos, 0, 10, None, 95, 10**6, False)
+    assert Image.open(io.BytesIO(packer.sample("train", 0)[1])).height == 6
 
 
 @pytest.fixture
@@ -301,18 +345,16 @@ def test_a_pack_that_is_killed_and_goes_on_has_the_bytes_of_an_undisturbed_one(
     assert content(Path("out")) == content(Path("whole"))
 
 
-def test_ctrl_c_ends_with_the_command_that_goes_on(begun: Callable[[str], ForkedProgram], photos: Path) -> None:
+def test_ctrl_c_says_how_far_it_came_and_the_command_goes_on(begun: Callable[[str], ForkedProgram]) -> None:
     program = begun("out")
     wait_for(program, 3)
     assert len(psutil.Process(program.pid).children()) == 2, "workers=2"
     program.send_signal(signal.SIGINT)
     assert program.wait(60) == 130
-    (line,) = [line for line in program.communicate()[1].splitlines() if not line.startswith("pack ")]
-    told, _, command = line.partition("; to go on: ")
-    assert told.startswith("error: interrupted with ")
-    assert told.endswith(" of 46 shards")
-    program = ForkedProgram(shlex.split(command)[3:])
-    assert program.wait(120) == 0
+    out, err = program.communicate()
+    assert re.search(r"interrupted with \d+ of 46 shards; the same command goes on", out + err), out + err
+    assert not list(Path("out").rglob("*.tmp"))
+    assert begun("out").wait(120) == 0
     assert begun("whole").wait(120) == 0
     assert content(Path("out")) == content(Path("whole"))
 

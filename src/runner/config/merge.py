@@ -41,6 +41,7 @@ _MOST = {
 }  # fmt: skip
 _WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
 _LONGEST_NAME = 200
+_SHARDS = "runner.data.sources.shards.shards"
 
 
 def merge_with_checkpoint(
@@ -176,7 +177,7 @@ def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
         for _, node in keys.walk(dataset):
             if isinstance(node, dict) and node.get("download"):
                 node["download"] = node is dataset and own["download"]
-        if dataset.get("cache_gb") is not None:
+        if dataset.get("_target_") == _SHARDS and dataset.get("cache_gb") is not None:
             dataset["cache_gb"] = own["dataset"].get("cache_gb")
         if dataset.get("mirror") is not None:
             dataset["mirror"] = own["dataset"].get("mirror")

@@ -79,8 +79,7 @@ class Packer:
                 try:
                     extension, content, label = self.sample(split, index)
                 except UserError as error:
-                    # As in training, `skip` is for files that cannot be read; other errors name a key
-                    if not self.skips or error.problems[0].key:
+                    if not self.may_skip(error):
                         raise
                     left_out.append(str(error))
                     continue
@@ -95,6 +94,10 @@ class Packer:
         write_atomically(index_file.path, index_file.content(index_of(path, "")))
         return left_out
 
+    def may_skip(self, error: UserError) -> bool:
+        """Whether a sample with this error is left out: as in training, if its file cannot be read; other errors name a key."""
+        return self.skips and not error.problems[0].key
+
     def sample(self, split: str, index: int) -> tuple[str, bytes, int]:
         """Extension, content and class number of a sample.
 
@@ -102,7 +105,7 @@ class Packer:
             UserError: if it is no image with a class number.
         """
         dataset, name = self.parts[split][0], f"sample {index} of '{split}'"
-        if isinstance(dataset, ImageList):
+        if isinstance(dataset, ImageList) and type(dataset).__getitem__ is ImageList.__getitem__:
             (path, content), target = dataset.encoded(index), dataset.targets[index]
         else:
             image, target = SeededDataset(dataset, self.seed, split=split)[0, index]

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from runner.base.cores import cores
-from runner.base.errors import INTERRUPTED, DataFailed, UserError
+from runner.base.errors import DataFailed, UserError
 from runner.base.files import write_atomically, write_json
 from runner.base.reading import read_json
-from runner.base.secrets import mask_words
 from runner.config.app import Composition
 from runner.config.schema.sections import Data, Split
 from runner.config.schema.verbs import Pack
@@ -37,12 +36,6 @@ from runner.tracking.verb_report import Report
 
 _RULES = 1  # to be raised when the same data and options give other bytes
 _SHOWN = 5  # reasons why images were left out
-
-
-class _Interrupted(UserError):
-    """Ctrl-C."""
-
-    exit_code = INTERRUPTED
 
 
 def run(composition: Composition) -> float:
@@ -73,32 +66,47 @@ def run(composition: Composition) -> float:
     )
     with reported_writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
         manifest = _begin(packer, config, clean=locked)
-        left_out = _write(packer, config, report, composition)
-        samples = [packer.samples(*shard) or 0 for shard in packer.shards()]
-        write_json(folder / MANIFEST, manifest | {"finished": True})
+        try:
+            left_out = _write(packer, config, report)
+        finally:
+            if locked:
+                _remove_temporary(folder)
+        samples = dict.fromkeys(parts, 0)
+        for split, number in packer.shards():
+            samples[split] += packer.samples(split, number) or 0
+        packed, whole = sum(samples.values()), sum(len(indices) for _, indices in parts.values())
+        if whole - packed > data.max_skipped * whole:
+            problem = f"is {shown(data.max_skipped)}, and {whole - packed:,} of {whole:,} images cannot be read"
+            raise UserError("data.max_skipped", problem, "more, or images that can be read and another output")
+        write_json(folder / MANIFEST, manifest | {"samples": samples})
     size = sum(packer.path(*shard).stat().st_size for shard in packer.shards())
-    if missing := sum(len(indices) for _, indices in parts.values()) - sum(samples):
+    if missing := whole - packed:
         report.warn(f"{amount(missing, 'image')} left out, as they cannot be read")
         report.lines(*(f"  {reason}" for reason in left_out[:_SHOWN]))
     command = shlex.join(["python", "-m", "runner", "train", *_training_words(packer, data)])
-    record = {"shards": len(samples), "samples": sum(samples), "bytes": size, "left_out": missing, "command": command}
+    shards = len(packer.shards())
+    record = {"shards": shards, "samples": packed, "bytes": size, "left_out": missing, "command": command}
     if not report.json(record, output=str(folder)):
-        report.line(f"{amount(len(samples), 'shard')}, {sum(samples):,} samples, {size / 2**20:,.2f} MiB; {command}")
+        report.line(f"{amount(shards, 'shard')}, {packed:,} samples, {size / 2**20:,.2f} MiB; {command}")
         report.folder(folder)
-    return float(len(samples))
+    return float(shards)
 
 
 def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
     """Prepare the folder, or compare it with what is to be packed; returns what the bytes of the shards depend on."""
     folder, path = packer.folder, packer.folder / MANIFEST
-    for split in packer.parts:
-        packer.sample(split, 0)  # data that cannot be packed are refused before anything is written
+    for split in packer.parts:  # data that cannot be packed are refused before anything is written
+        try:
+            packer.sample(split, 0)
+        except UserError as error:
+            if not packer.may_skip(error):
+                raise
     root = Path(config.data.dataset.get("root") or config.data.root).expanduser().absolute()
     recipe = {"dataset": config.data.dataset, "root": str(root), "image_size": config.data.image_size}
     options = {key: getattr(config, key) for key in ("shard_samples", "max_side", "quality", "seed")}
     manifest = {"rules": _RULES, **options, "data": packer.fingerprint(recipe)}
+    begun = read_json(path)
     if path.exists():
-        begun = read_json(path)
         for key, value in options.items():
             if begun.get(key) != value:
                 problem = f"is {shown(value)}, and {folder} was begun with {shown(begun.get(key))}"
@@ -110,35 +118,40 @@ def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
         raise UserError("output", f"{folder} has other files", "a folder that is new or empty, or that pack has begun")
     # The first file: from now on, the folder is one of this pack
     finished = all(packer.samples(*shard) is not None for shard in packer.shards())
-    write_json(path, manifest | {"finished": finished})
-    for left in [*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")] if clean else ():
-        left.unlink()  # of a killed pack
+    write_json(path, manifest | {"samples": begun.get("samples") if finished else None})
+    if clean:
+        _remove_temporary(folder)  # of a killed pack
     for split in packer.parts:
         (folder / split).mkdir(exist_ok=True)
-    if classes := getattr(packer.parts["train"][0], "classes", ()):
-        write_atomically(folder / "classes.txt", "".join(f"{name}\n" for name in classes).encode())
+    classes = [str(name) for name in getattr(packer.parts["train"][0], "classes", ())]
+    # Names that a list of lines cannot hold are left to be numbers
+    if classes and len(set(classes)) == len(classes) and not any(set(name) & set("\r\n") for name in classes):
+        write_atomically(folder / "classes.txt", "".join(f"{name}\n" for name in classes).encode(errors="replace"))
     return manifest
 
 
-def _write(packer: Packer, config: Pack, report: Report, composition: Composition) -> list[str]:
+def _remove_temporary(folder: Path) -> None:
+    for left in [*folder.glob(".*.tmp"), *folder.glob("*/.*.tmp")]:
+        left.unlink(missing_ok=True)
+
+
+def _write(packer: Packer, config: Pack, report: Report) -> list[str]:
     """Write the shards that are not finished; returns why images were left out."""
     left_out, shards = [], packer.shards()
     todo = [shard for shard in shards if packer.samples(*shard) is None]
     if len(todo) < len(shards):
         report.line(f"{len(shards) - len(todo):,} of {amount(len(shards), 'shard')} are finished already")
-    done = len(shards) - len(todo)
+    done, count = len(shards) - len(todo), min(config.workers or cores(), max(1, len(todo)))
     try:
-        with report.counting("pack", len(todo)) as begin, _workers(packer, config.workers or cores()) as pool:
+        with report.counting("pack", len(todo)) as begin, _workers(packer, count) as pool:
             begin()
             for future in as_completed([pool.submit(_write_shard, shard) for shard in todo]):
                 left_out += future.result()
                 done += 1
                 begin()
     except KeyboardInterrupt:
-        command = shlex.join(["python", "-m", "runner", "pack", *mask_words(composition.overrides)])
-        raise _Interrupted(
-            f"interrupted with {done:,} of {amount(len(shards), 'shard')}; to go on: {command}"
-        ) from None
+        report.warn(f"interrupted with {done:,} of {amount(len(shards), 'shard')}; the same command goes on")
+        raise
     except BrokenProcessPool as error:
         problem = "a process that packs was killed, which is often a lack of memory"
         raise DataFailed("workers", problem, "fewer; the same command goes on") from error
@@ -181,9 +194,8 @@ def _training_words(packer: Packer, data: Data) -> list[str]:
     if isinstance(dataset, ImageList):
         channels, size = int(dataset.decoding.channels), data.image_size
     else:
-        channels, *sides = as_tensor(dataset[0][0]).shape
-        size = max(sides)
-    words = ["data=shards", f"data.root={packer.folder}"]
-    words += [] if size is None else [f"data.image_size={size}"]
+        channels, height, width = as_tensor(dataset[0][0]).shape
+        size = height if height == width else None
+    words = ["data=shards", f"data.root={packer.folder}", f"data.image_size={shown(size)}"]
     grey = ["data.dataset.channels=1", "data.normalize.mean=null", "data.normalize.std=null"]
     return words + (grey if channels == 1 else [])

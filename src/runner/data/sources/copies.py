@@ -8,25 +8,41 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
-BLOCK = 2**22  # bytes that are requested at once
-IDLE_S = 60.0  # a copy that was used since then is not removed
-_SEEN_S = 15.0  # how often the use of a copy is noted, and how long a full folder counts as full
+BLOCK = 2**21  # bytes that are requested at once
+IDLE_S = 600.0  # a copy that was used since then is not removed
+_NOTED_S = 15.0  # how often the use of a copy is noted
+_FULL_S = 15.0  # how long a full folder counts as full
+_COPY, _PART = ".copy", ".part"
 
 Fetch = Callable[[int, int], bytes]
 """Gives the bytes of a file from a first one up to another."""
 
 
+@dataclass
+class _Download:
+    """A copy that a process is making: so many bytes are there."""
+
+    path: Path  # of the copy
+    file: FileIO  # locked; unbuffered, as a process that was forked must not write what is left in a buffer
+    size: int
+    fetch: Fetch
+    process: int
+    done: int = 0
+
+
 class Copies:
     """A folder with copies of whole files, up to `limit` bytes, each of which has a name, any text.
 
-    A process that needs a file downloads it unless another one does so. The copies that were used last stay. Whatever prevents a
-    copy, such as a full disk, means that there is none.
+    Each read of what has no copy yet downloads one block of one copy, which this process alone makes: so no read waits for a whole
+    file. The copies that were used last stay. Whatever prevents a copy, such as a full disk, means that there is none. Copies
+    are not verified: the reader does that.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -34,29 +50,18 @@ class Copies:
         self._warned = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # by any worker
         self._full_until = 0.0
         self._noted: dict[Path, float] = {}
+        self._download: _Download | None = None
 
     def read(self, name: str, size: int, fetch: Fetch, start: int, length: int) -> bytes | None:
-        """Bytes of the copy, see `open`."""
-        file = self.open(name, size, fetch)
-        with contextlib.suppress(OSError):
-            if file is not None:
-                with file:
-                    return os.pread(file.fileno(), length, start)
-        return None
-
-    def open(self, name: str, size: int, fetch: Fetch) -> BinaryIO | None:
-        """The copy of a file of `size` bytes, which is made if need be; None if there is none. Raises what `fetch` raises."""
+        """Bytes of the copy of a file of `size` bytes; None if there is no copy yet. Raises what `fetch` raises."""
         path = self._path(name)
-        for _ in range(2):
-            with contextlib.suppress(OSError):
-                file = path.open("rb")
-                if time.monotonic() > self._noted.get(path, 0.0):
-                    self._noted[path] = time.monotonic() + _SEEN_S
-                    os.utime(path)
-                return file
-            if not self._make(path, size, fetch):
-                break
-        return None
+        if (content := self._read(path, start, length)) is not None:
+            return content
+        if self._download is None or self._download.process != os.getpid():
+            self._download = self._begun(path, size, fetch)
+        if self._download is not None:
+            self._go_on(self._download)
+        return self._read(path, start, length)
 
     def remove(self, name: str) -> None:
         """Remove a copy that is damaged."""
@@ -64,34 +69,62 @@ class Copies:
             self._path(name).unlink()
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}.tar"
+        return self._folder / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:32]}{_COPY}"
 
-    def _make(self, path: Path, size: int, fetch: Fetch) -> bool:
-        """Download a file; tells whether there is a copy now."""
+    def _read(self, path: Path, start: int, length: int) -> bytes | None:
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            if time.monotonic() > self._noted.get(path, 0.0):
+                self._noted[path] = time.monotonic() + _NOTED_S
+                os.utime(path)
+            return os.pread(file.fileno(), length, start)
+        return None
+
+    def _begun(self, path: Path, size: int, fetch: Fetch) -> _Download | None:
+        """The download of a file; None if another process has it, or there is no room."""
         if time.monotonic() < self._full_until:
-            return False
-        part = path.with_suffix(".part")
-        try:
+            return None
+        part = path.with_suffix(_PART)
+        with contextlib.ExitStack() as closing, self._told():
             self._folder.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            file = closing.enter_context(FileIO(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+"))
+            try:
                 # Ends with the process, however it ends; what it leaves is overwritten by the next one
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if path.exists() or not _is_at(file, part):  # another process was faster
-                    return path.exists()
-                try:
-                    if self._reserved(file, size):
-                        for start in range(0, size, BLOCK):
-                            file.write(fetch(start, min(start + BLOCK, size)))
-                        file.flush()
-                        part.rename(path)
-                        return True
-                    self._full_until = time.monotonic() + _SEEN_S
-                except BaseException:
-                    part.unlink(missing_ok=True)
-                    raise
-                part.unlink(missing_ok=True)
-        except BlockingIOError:
-            pass
+            except BlockingIOError:
+                return None
+            if path.exists() or not _is_at(file, part):  # another process was faster
+                return None
+            if self._reserved(file, size):
+                closing.pop_all()
+                return _Download(path, file, size, fetch, os.getpid())
+            self._full_until = time.monotonic() + _FULL_S
+            part.unlink(missing_ok=True)
+        return None
+
+    def _go_on(self, download: _Download) -> None:
+        """Download one more block; the last one makes the copy."""
+        part, unfinished = download.path.with_suffix(_PART), False
+        try:
+            block = download.fetch(download.done, min(download.done + BLOCK, download.size))
+            with self._told():
+                while block:
+                    written = os.pwrite(download.file.fileno(), block, download.done)
+                    block, download.done = block[written:], download.done + written
+                unfinished = download.done < download.size
+                if not unfinished and _is_at(download.file, part):
+                    part.rename(download.path)
+        finally:
+            if not unfinished:
+                self._download = None
+                with download.file, contextlib.suppress(OSError):
+                    if _is_at(download.file, part):
+                        part.unlink()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors of the disk end the download, and are told once."""
+        try:
+            yield
         except OSError as error:
             self._full_until = time.monotonic() + IDLE_S
             if not self._warned[0]:
@@ -99,9 +132,8 @@ class Copies:
                 reason = error.strerror or error
                 problem = f"cannot keep copies of shards in {self._folder}: {reason}; the store is read instead"
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
-        return False
 
-    def _reserved(self, file: BinaryIO, size: int) -> bool:
+    def _reserved(self, file: FileIO, size: int) -> bool:
         """Give a new copy its size, at which it counts from now on, once others made room; tells whether there is room."""
         folder = os.open(self._folder, os.O_RDONLY)
         try:
@@ -110,8 +142,9 @@ class Copies:
             others = []
             for path in self._folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    about = path.stat()
-                    others.append((about.st_mtime, about.st_size, path))
+                    if path.suffix in (_COPY, _PART):
+                        about = path.stat()
+                        others.append((about.st_mtime, about.st_size, path))
             excess = sum(length for _, length, _ in others) + size - self._limit
             idle = [each for each in sorted(others) if each[0] < time.time() - IDLE_S]
             if excess > sum(length for _, length, _ in idle):
@@ -135,7 +168,7 @@ def _removed(path: Path) -> bool:
     return False
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _is_at(file: FileIO, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     return False

@@ -179,6 +179,8 @@ def smaller_file(
             kind = str(opened.format)
             if max_side is None or max(opened.size) <= max_side:
                 return _EXTENSIONS.get(kind, kind.lower()), content
+            if kind not in _REDUCIBLE:  # Pillow turns a TIFF when it loads it, and says so only then
+                opened.load()
             turn, grey = _orientation(opened), opened.mode in ("1", "L", "F", *_SIXTEEN_BIT)
             image = _as_mode(opened, "L" if grey else "RGB")
             image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)  # large JPEGs are reduced while decoding

@@ -11,7 +11,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
@@ -22,10 +22,11 @@ from runner.data.sources.copies import BLOCK, Copies
 ATTEMPTS = 6
 DELAY_S = 0.5  # before the second attempt; it doubles before each further one
 PATIENCE_S = 60.0  # after which there is no further attempt
-TIMEOUT_S = 30.0  # of one request, with its answer
-# Of HTTP: there is no such object, no such range; asking again may help
-_ABSENT, _TOO_MUCH, _LATER = (404, 410), 416, (408, 409, 425, 429)
+TIMEOUT_S = 60.0  # of one request, with its answer
+# Of HTTP: access is denied, there is no such object, no such range; asking again may help
+_DENIED, _ABSENT, _TOO_MUCH, _LATER = 403, (404, 410), 416, (408, 409, 425, 429)
 _FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EISDIR)
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")  # of botocore
 _VERSIONS = (
     "ETag",
     "etag",
@@ -95,11 +96,15 @@ def retried(url: str, call: Callable[[], T]) -> T:
             raise
         except Exception as error:  # each client has exceptions of its own
             # The client for HTTP makes this of every error
-            if isinstance(error, FileNotFoundError) and (error.__cause__ is None or _status(error) in _ABSENT):
+            of_http = type(error.__cause__).__module__.startswith("aiohttp")
+            if isinstance(error, FileNotFoundError) and (not of_http or _status(error) in _ABSENT):
                 raise
-            late = attempt == ATTEMPTS or time.monotonic() > began + PATIENCE_S
-            if late or heard or not _may_pass(error):
-                reason = " ".join(str(error).split()) or type(error).__name__
+            last = attempt == ATTEMPTS or time.monotonic() > began + PATIENCE_S
+            if last or heard or not _may_pass(error):
+                late = isinstance(error, TimeoutError) and not str(error)
+                reason = (
+                    f"no answer in {TIMEOUT_S:g} s" if late else " ".join(str(error).split()) or type(error).__name__
+                )
                 tried = f" ({attempt} attempts)" if attempt > 1 else ""
                 allowed = "a store that answers, credentials that may read it and have not expired; then the same command again"
                 raise DataFailed("data.root", f"cannot read {url}: {reason}{tried}", allowed) from error
@@ -113,7 +118,7 @@ def _may_pass(error: Exception) -> bool:
     status = _status(error)
     if status is not None:
         return status >= 500 or status in _LATER
-    refused = isinstance(error, PermissionError | TypeError | ValueError) or "Credential" in type(error).__name__
+    refused = isinstance(error, PermissionError | TypeError | ValueError) or type(error).__name__ in _NO_CREDENTIALS
     return not (refused or (isinstance(error, OSError) and error.errno in _FINAL))
 
 
@@ -145,7 +150,9 @@ class RemoteShard:
         return json.dumps([self.url, self.version, self.size])
 
     def range(self, start: int, end: int) -> bytes:
-        """Bytes from `start` up to `end`; raises `DataFailed`, and `UserError` if the object was replaced or removed."""
+        """Bytes from `start` up to `end`; raises `DataFailed`, also if the object was replaced or removed."""
+        if start == end:
+            return b""
 
         def call() -> bytes:
             content: bytes = request(self.url, "cat_file", start=start, end=end)
@@ -162,12 +169,12 @@ class RemoteShard:
         except FileNotFoundError as error:
             raise self.changed("it is not there any more") from error
         except DataFailed as error:
-            if _status(error.__cause__) == _TOO_MUCH or self._replaced():
+            if _status(error.__cause__) == _TOO_MUCH or self.replaced():
                 raise self.changed("it is another object now") from error
             raise
 
     def read(self, start: int, length: int, checksum: int) -> bytes:
-        """Bytes with that CRC-32, of the copy or of the store; raises as `range`, and `UserError` if they have another one."""
+        """Bytes with that CRC-32, of the copy or of the store; raises `DataFailed` as `range`, and if they have another one."""
         if (
             self.copies is not None
             and (content := self.copies.read(self.name, self.size, self.range, start, length)) is not None
@@ -181,14 +188,19 @@ class RemoteShard:
                 return content
         raise self.changed(f"the image at byte {start:,} has another CRC-32")
 
-    def changed(self, how: str) -> UserError:
-        """The error for an object that is not the one that was indexed."""
+    def changed(self, how: str) -> DataFailed:
+        """The error for an object that is not the one that was indexed, which is no sample to skip."""
         problem = f"{self.url} was changed or damaged after it was indexed: {how}"
-        return UserError("data.root", problem, "the object as it was, or a new run, which indexes it again")
+        beside = f", and no {self.url.rpartition('/')[2]}.index of another one beside it" if self.has_index else ""
+        return DataFailed("data.root", problem, f"the object as it was{beside}; or a new run, which indexes it again")
 
-    def _replaced(self) -> bool:
+    def replaced(self) -> bool:
+        """Whether the store has another object at this URL now; False if it does not say."""
         with contextlib.suppress(Exception):  # the error that made this look is the one to report
-            return described(self.url) != dataclasses.replace(self, has_index=False, copies=None)
+            now = described(self.url)
+            # A list can say something else of an object than its description does, such as a time and no ETag
+            comparable = now.version.partition(" ")[0] == self.version.partition(" ")[0]
+            return now.size != self.size or (comparable and now.version != self.version)
         return False
 
     def packed_index(self) -> bytes | None:
@@ -197,12 +209,9 @@ class RemoteShard:
             return None
         return content_of(f"{self.url}.index")
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[BinaryIO]:
-        """The object as a file for reading, from its copy if it may be kept."""
-        with contextlib.ExitStack() as closing:
-            file = None if self.copies is None else self.copies.open(self.name, self.size, self.range)
-            yield closing.enter_context(file or io.BufferedReader(_Stream(self), BLOCK))
+    def opened(self) -> BinaryIO:
+        """The object as a file for reading: not its copy, as only an index can tell whether that is damaged."""
+        return io.BufferedReader(_Stream(self), BLOCK)
 
 
 class _Stream(io.RawIOBase):
@@ -233,11 +242,15 @@ class _Stream(io.RawIOBase):
 
 
 def content_of(url: str) -> bytes | None:
-    """A whole small object; None if there is none."""
+    """A whole small object; None if there is none, or access is denied, as stores say of absent ones that may not be listed."""
     try:
         return bytes(retried(url, lambda: request(url, "cat_file")))
     except FileNotFoundError:
         return None
+    except DataFailed as error:
+        if _status(error.__cause__) == _DENIED:
+            return None
+        raise
 
 
 def described(url: str) -> RemoteShard:
@@ -278,5 +291,5 @@ def _described(url: str, info: dict[str, Any], names: dict[str, Any]) -> RemoteS
         raise UserError(
             "data.root", f"the server does not tell the size of {url}", "a server that answers requests of ranges"
         )
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), "")
     return RemoteShard(url, info["size"], version, f"{url.rpartition('/')[2]}.index" in names)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import tarfile
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -77,9 +79,7 @@ class Shards(ImageList):
             problem = (
                 f"{path} was changed or damaged after it was indexed: the image at byte {offset:,} has another CRC-32"
             )
-            allowed = (
-                f"the file as it was, or `touch {path}`, and no {Path(path).name}.index beside it, to index it again"
-            )
+            allowed = f"the file as it was, or `touch {path}` to index it again"
             raise UserError("data.root", problem, allowed)
         return Path(path, f"byte {offset}"), content
 
@@ -142,8 +142,16 @@ def shards(
         DataFailed: if a store fails.
     """
     base = root.rstrip("/") if is_url(root) else str(Path(root).expanduser().absolute())
+    if is_url(root) and (urlsplit(root).password or urlsplit(root).query):
+        allowed = "credentials where the client of the store looks for them, such as its environment variables"
+        raise UserError("data.root", "is a URL with a password or a query, which would be stored with the run", allowed)
+    if cache_gb is not None and not 0 < cache_gb < math.inf:
+        raise UserError("data.dataset.cache_gb", f"is {cache_gb}", "a number above 0, or null")
     decoding = Decoding(image_size, channels, crop_share, max_pixels)
-    paths = _found(base, {"train": train, "val": val, "test": test})
+    named, manifest = {"train": train, "val": val, "test": test}, _manifest(base)
+    if manifest.get("samples", ...) is None:
+        raise UserError("data.root", f"{base} is not packed to its end", "the same command of `pack` again")
+    paths = _found(base, named)
     if cache_gb is not None and cache_folder is not None:
         copies = Copies(Path(cache_folder, "shards"), int(cache_gb * 1e9))
         paths = {split: [_with_copy(path, copies) for path in found] for split, found in paths.items()}
@@ -156,6 +164,10 @@ def shards(
     result = {
         split: Shards(found, [indexes[path] for path in found], classes, decoding) for split, found in paths.items()
     }
+    for split, count in (manifest.get("samples") or {}).items() if not any(named.values()) else ():
+        if (found := len(result.get(split, ()))) != count:
+            problem = f"{base} has {found:,} of the {count:,} images of '{split}' that were packed"
+            raise UserError("data.root", problem, "all tar files, or no pack.json beside them")
     result["train"].unsaved = [(file, index) for index, file in made if file is not None]
     return result
 
@@ -172,8 +184,6 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
             return {split: list(pool.map(_shard, some)) for split, some in places.items()}
     paths = {split: _tars(f"{base}/{split}") for split in _SPLITS}
     paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
-    if _manifest(base).get("finished") is False:
-        raise UserError("data.root", f"{base} is not packed to its end", "the same command of `pack` again")
     if not paths.get("train"):
         where = base if "train" in paths else f"{base}/train"
         allowed = "a folder with shards, or with train/ and val/ of them"
@@ -197,6 +207,8 @@ def _expanded(names: str | list[str]) -> Iterator[str]:
             yield name
             continue
         first, last = found.groups()
+        if int(first) > int(last):
+            raise UserError("data.dataset", f"the pattern {name} has no numbers", "the lower number first: {000..146}")
         for number in range(int(first), int(last) + 1):
             yield from _expanded(f"{name[: found.start()]}{number:0{len(first)}}{name[found.end() :]}")
 
@@ -220,7 +232,7 @@ def _classes(path: str, largest: int) -> list[str]:
         content = content_of(path) if is_url(path) else Path(path).read_bytes()
         if content is None:
             return []
-        names = content.decode("utf-8-sig").splitlines()
+        names = re.split("\r?\n", content.decode("utf-8-sig").rstrip("\r\n"))
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -237,8 +249,10 @@ def _indexed(shard: Path | RemoteShard, label: str, cache_folder: str | None) ->
     if isinstance(shard, RemoteShard):
         return _indexed_remote(shard, label, cache_folder)
     with _named_errors(shard):
-        size = shard.stat().st_size
-        if (known := packed_index(shard, size).read()) is not None:
+        size, beside = shard.stat().st_size, packed_index(shard, shard.stat().st_size)
+        # A shard that was changed afterwards may have other class numbers
+        changed = not beside.path.exists() or beside.path.stat().st_mtime_ns < shard.stat().st_mtime_ns
+        if not changed and (known := beside.read()) is not None:
             return known, None
         key = json.dumps([_RULES, label, size, times_of(shard)])
         file = None if cache_folder is None else IndexFile.of(cache_folder, str(shard.absolute()), key)
@@ -256,9 +270,12 @@ def _indexed_remote(shard: RemoteShard, label: str, cache_folder: str | None) ->
             return known, None
     content, packed = shard.packed_index(), packed_index(Path(shard.url), shard.size)
     if content is not None and (known := IndexFile.parse(content, packed.key)) is not None:
-        return known, file
+        return known, None
     with _named_errors(shard.url), shard.opened() as opened:
-        return index_of_file(opened, shard.url, label), file
+        index = index_of_file(opened, shard.url, label)
+    if shard.replaced():
+        raise shard.changed("it was replaced meanwhile")
+    return index, file
 
 
 @contextlib.contextmanager
