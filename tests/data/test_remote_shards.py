@@ -419,6 +419,11 @@ def test_a_killed_run_goes_on_with_other_workers_and_reads_what_follows_only(
     assert all(seen.end > 1000 for seen in missing if seen.end)
 
 
+def test_keeping_copies_of_local_files_is_said_to_have_no_effect(folder: Path, accepted: Any) -> None:
+    said = accepted("train", *SMALL, f"data.root={folder}", "data.dataset.cache_gb=1", "max_steps=1")
+    assert "data.dataset.cache_gb has no effect: the data are on this machine" in said.out + said.err
+
+
 @pytest.mark.extended
 def test_a_run_that_is_killed_three_times_in_an_epoch_has_the_bits_of_one_that_is_not(
     store: Store, folder: Path, workdir: Path, accepted: Any, killed: Callable[..., Path]
