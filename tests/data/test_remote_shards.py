@@ -528,11 +528,12 @@ def test_two_jobs_share_copies(store: Store, folder: Path, tmp_path: Path) -> No
 
 def test_http_reads_named_shards(store: Store, folder: Path, tmp_path: Path) -> None:
     root = f"http://127.0.0.1:{store.server.port}/bucket/{tmp_path.name}"
+    store.faults += [Fault("denied", key=".index"), Fault("denied", key="classes.txt")]  # which are not there
     found = shards(root, train="train/{000..000}.tar", val=["val/024.tar"], cache_folder=str(tmp_path / "cache"))
     local = shards(str(folder), train="train/000.tar")["train"]
     assert found["train"].fingerprint() == local.fingerprint()
     assert torch.equal(found["train"][3][0], local[3][0])
-    store.faults.append(Fault("flip", 40, times=1))
+    store.faults += [Fault("flip", 40, times=1), Fault("unavailable", times=1), Fault("cut", 40, times=1)]
     assert torch.equal(found["train"][3][0], local[3][0])
     with pytest.raises(UserError, match=r"there is no http://.*/001\.tar"):
         shards(root, train="train/{000..001}.tar")

@@ -23,22 +23,14 @@ ATTEMPTS = 6
 DELAY_S = 0.5  # before the second attempt; it doubles before each further one
 PATIENCE_S = 60.0  # after which there is no further attempt
 TIMEOUT_S = 60.0  # of one request, with its answer
-# Of HTTP: access is denied, there is no such object, no such range; asking again may help
+# Of HTTP: access is denied; there is no such object; no such range; asking again may help
 _DENIED, _ABSENT, _TOO_MUCH, _LATER = 403, (404, 410), 416, (408, 409, 425, 429)
 _FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EISDIR)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")  # of botocore
+# What clients call the version of a content, the best first
 _VERSIONS = (
-    "ETag",
-    "etag",
-    "generation",
-    "blob_id",
-    "md5Hash",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-    "mtime",
-    "created",
-)
+    "ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "last_modified", "Last-Modified", "mtime", "created",
+)  # fmt: skip
 
 T = TypeVar("T")
 
@@ -63,9 +55,8 @@ def store(url: str) -> Any:
         except (ImportError, ValueError) as error:
             allowed = "a folder, or a URL of a protocol that fsspec knows: pip install 'runner[remote]' for s3:// and https://"
             raise UserError("data.root", f"cannot open {url}: {error}", allowed) from error
-        if hasattr(
-            client, "config_kwargs"
-        ):  # s3fs retries, and botocore below it: each multiplies the attempts of `retried`
+        # s3fs retries, and botocore below it, which would multiply the attempts of `retried`
+        if hasattr(client, "config_kwargs"):
             client.retries, client.config_kwargs = 1, {"retries": {"max_attempts": 0}, **client.config_kwargs}
         _CLIENTS[key] = client
     return _CLIENTS[key]
