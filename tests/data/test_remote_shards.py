@@ -103,7 +103,11 @@ def test_a_store_has_the_images_order_and_fingerprint_of_the_folder(
 
 
 def test_a_store_with_a_part_of_a_pack_is_refused(store: Store, tmp_path: Path) -> None:
-    for content, finished in ((b"no JSON", True), (b'{"finished": true}', True), (b'{"finished": false}', False)):
+    for content, finished in (
+        (b"no JSON", True),
+        (b'{"samples": {"train": 24, "val": 12}}', True),
+        (b'{"samples": null}', False),
+    ):
         store.put(f"{tmp_path.name}/pack.json", content)
         if finished:
             assert len(shards(store.url)["train"]) == 24
@@ -242,9 +246,10 @@ def test_a_store_that_fails_at_the_start_is_named(store: Store) -> None:
 
 def test_copies_spare_the_store_and_damaged_or_removed_ones_are_made_again(store: Store, tmp_path: Path) -> None:
     dataset = opened(store, tmp_path, cache_gb=1)["train"]
-    assert len(copies_in(tmp_path)) == 3, "the copies are indexed"
-    store.seen.clear()
     images = [dataset[number][0] for number in range(24)]
+    assert len(copies_in(tmp_path)) == 2, "of what was read"
+    store.seen.clear()
+    assert all(torch.equal(dataset[number][0], images[number]) for number in range(24))
     assert store.ranges() == []
     for path in copies_in(tmp_path):
         path.write_bytes(path.read_bytes().replace(encoded(13)[50:60], bytes(10)))
@@ -260,23 +265,45 @@ def test_the_copies_that_were_used_last_stay_below_the_limit(
     store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (folder / "train" / "000.tar").stat().st_size
+    monkeypatch.setattr(copies, "_FULL_S", 0.0)
     dataset = shards(store.url, cache_folder=str(tmp_path / "cache"), cache_gb=1.5 * size / 1e9)["train"]
-    assert len(copies_in(tmp_path)) == 1
-    old = time.time() - 100
-    os.utime(copies_in(tmp_path)[0], (old, old))
-    monkeypatch.setattr(copies, "_SEEN_S", 0.0)
-    dataset = shards(store.url, cache_folder=str(tmp_path / "other"), cache_gb=1.5 * size / 1e9)["train"]
+    own = tmp_path / "cache" / "shards" / "000.tar"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(bytes(size))
+    old = time.time() - 1000
+    os.utime(own, (old, old))
+    assert dataset[0][1] == 0
+    (kept,) = set(copies_in(tmp_path)) - {own}
     store.seen.clear()
-    assert (dataset[0][1], dataset[12][1]) == (0, 0)
-    assert len(store.ranges()) == 1, (
-        "one of the shards is kept, and was used a moment ago; the other is read in the store"
-    )
-    kept = list((tmp_path / "other" / "shards").iterdir())
-    os.utime(kept[0], (old, old))
-    other = 12 if len(store.ranges()) and store.ranges()[0].key.endswith("012.tar") else 0
-    assert dataset[other][1] == 0
-    assert len(list((tmp_path / "other" / "shards").iterdir())) == 1
-    assert list((tmp_path / "other" / "shards").iterdir()) != kept
+    assert (dataset[1][1], dataset[12][1]) == (1, 0)
+    assert len(store.ranges()) == 1, "one shard is kept, and was used a moment ago; the other is read in the store"
+    assert set(copies_in(tmp_path)) == {own, kept}
+    os.utime(kept, (old, old))
+    assert dataset[12][1] == 0
+    (other,) = set(copies_in(tmp_path)) - {own}
+    assert other != kept, "files that are no copies stay"
+
+
+def test_a_copy_grows_with_each_read_and_no_read_waits_for_all_of_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "BLOCK", 10_000)
+    dataset = opened(store, tmp_path, cache_gb=1)["train"]
+    store.seen.clear()
+    for number in range(5):
+        assert torch.equal(dataset[number][0], pixels(number))
+    whole = [(seen.start, seen.end) for seen in store.ranges() if seen.end and seen.start is not None]
+    blocks = [(start, end) for start, end in whole if start % 10_000 == 0]
+    assert [start for start, _ in blocks] == list(range(0, 10_000 * len(blocks), 10_000))
+    assert len(blocks) >= 3
+    assert [path.suffix for path in copies_in(tmp_path)] == [".copy"]
+    store.seen.clear()
+    assert torch.equal(dataset[0][0], pixels(0))
+    assert store.ranges() == []
+    store.faults.append(Fault("unavailable"))
+    with pytest.raises(DataFailed):
+        dataset[12]
+    assert [path.suffix for path in copies_in(tmp_path)] == [".copy"], "a part of one that failed is removed"
 
 
 HOLD = """
@@ -294,9 +321,6 @@ def test_a_shard_that_another_process_downloads_is_read_in_the_store_until_that_
     store: Store, tmp_path: Path
 ) -> None:
     dataset = opened(store, tmp_path, cache_gb=1)["train"]
-    first = copies_in(tmp_path)
-    for path in first:
-        path.unlink()
     assert dataset[0][1] == 0
     name = copies_in(tmp_path)[0]
     name.unlink()
@@ -339,7 +363,7 @@ def test_a_full_disk_is_told_once_and_the_store_is_read(
 ) -> None:
     dataset = opened(store, tmp_path, cache_gb=1)["train"]
     assert [dataset[number][1] for number in range(24)] == [number % 3 for number in range(24)]
-    assert [path.suffix for path in small_disk.iterdir()] == [".tar"]
+    assert [path.suffix for path in small_disk.iterdir()] == [".copy"]
     said = capfd.readouterr().err.splitlines()
     assert said == [
         f"warning: cannot keep copies of shards in {small_disk}: No space left on device; the store is read instead"
@@ -390,7 +414,7 @@ def test_a_training_from_a_store_has_the_bits_of_one_from_a_folder(
     result = accepted("train", *SMALL, f"data.root={store.url}", *words)
     assert result.summary["weights_sha256"] == expected
     assert "warning" not in (result.out + result.err).lower()
-    kept = list((tmp_path / "user").rglob("*.tar"))
+    kept = list((tmp_path / "user").rglob("*.copy"))
     assert len(kept) == 3 * (words[-1] == "data.dataset.cache_gb=1"), "in the user's folder for caches"
     store.seen.clear()
     evaluated = accepted("eval", f"ckpt_path={result.directory}", "split=val")
@@ -520,10 +544,10 @@ def test_two_jobs_share_copies(store: Store, folder: Path, tmp_path: Path) -> No
         out, err = job.communicate(timeout=60)
         assert out.split() == ["24"], err
         assert "Warning" not in err
-    assert len(copies_in(tmp_path)) == 3
+    assert len(copies_in(tmp_path)) == 2
     sizes = {path.stat().st_size for path in folder.glob("*/*.tar")}
     whole = [seen for seen in store.ranges() if seen.end in sizes and seen.start == 0]
-    assert 3 <= len(whole) <= 6
+    assert len(whole) <= 3 + 2 * 3, "each job reads all for its indexes, and one of them for the copies"
 
 
 def test_http_reads_named_shards(store: Store, folder: Path, tmp_path: Path) -> None:

@@ -94,11 +94,16 @@ class Copies:
                 return None
             if path.exists() or not _is_at(file, part):  # another process was faster
                 return None
-            if self._reserved(file, size):
+            reserved = False
+            try:
+                reserved = self._reserved(file, size)
+            finally:
+                if not reserved:
+                    part.unlink(missing_ok=True)
+            if reserved:
                 closing.pop_all()
                 return _Download(path, file, size, fetch, os.getpid())
             self._full_until = time.monotonic() + _FULL_S
-            part.unlink(missing_ok=True)
         return None
 
     def _go_on(self, download: _Download) -> None:

@@ -148,10 +148,10 @@ def shards(
     if cache_gb is not None and not 0 < cache_gb < math.inf:
         raise UserError("data.dataset.cache_gb", f"is {cache_gb}", "a number above 0, or null")
     decoding = Decoding(image_size, channels, crop_share, max_pixels)
-    named, manifest = {"train": train, "val": val, "test": test}, _manifest(base)
+    named = {"train": train, "val": val, "test": test}
+    paths, manifest = _found(base, named), _manifest(base)
     if manifest.get("samples", ...) is None:
         raise UserError("data.root", f"{base} is not packed to its end", "the same command of `pack` again")
-    paths = _found(base, named)
     if cache_gb is not None and cache_folder is not None:
         copies = Copies(Path(cache_folder, "shards"), int(cache_gb * 1e9))
         paths = {split: [_with_copy(path, copies) for path in found] for split, found in paths.items()}
