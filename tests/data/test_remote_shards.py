@@ -26,6 +26,7 @@ from s3_server import Fault, Store, s3_store
 from tar_files import cls, encoded, samples, write_tar
 
 from runner.base.errors import DataFailed, UserError
+from runner.base.signals import heard
 from runner.data.sources import copies, remote
 from runner.data.sources import shards as module
 from runner.data.sources.shards import Shards, packed_index, shards
@@ -443,6 +444,22 @@ def test_a_killed_run_goes_on_with_other_workers_and_reads_what_follows_only(
     assert all(seen.end > 1000 for seen in missing if seen.end)
 
 
+def test_a_command_line_names_the_shards(folder: Path, accepted: Any) -> None:
+    names = (
+        'data.dataset.train="train/{012..012}.tar"',
+        "data.dataset.val=[train/000.tar]",
+        "data.dataset.test=val/024.tar",
+    )
+    named = accepted("train", *SMALL, f"data.root={folder}", *names, "evaluate.test=true").summary
+    (folder / "train" / "000.tar").rename(folder / "other.tar")
+    (folder / "val").rename(folder / "test")
+    (folder / "val").mkdir()
+    (folder / "other.tar").rename(folder / "val" / "000.tar")
+    listed = accepted("train", *SMALL, f"data.root={folder}", "evaluate.test=true").summary
+    assert named["weights_sha256"] == listed["weights_sha256"]
+    assert named["test"] == listed["test"]
+
+
 def test_keeping_copies_of_local_files_is_said_to_have_no_effect(folder: Path, accepted: Any) -> None:
     said = accepted("train", *SMALL, f"data.root={folder}", "data.dataset.cache_gb=1", "max_steps=1")
     assert "data.dataset.cache_gb has no effect: the data are on this machine" in said.out + said.err
@@ -457,7 +474,7 @@ def test_a_run_that_is_killed_three_times_in_an_epoch_has_the_bits_of_one_that_i
     for step, workers, before in ((2, 2, ""), (4, 0, "after_2"), (5, 1, "after_4")):
         more = (f"ckpt_path={before}",) if before else ()
         killed(step, *words, *more, f"data.num_workers={workers}").rename(workdir / f"after_{step}")
-    resumed = accepted("train", "ckpt_path=after_5", "callbacks=none", "data.num_workers=2")
+    resumed = accepted("train", "ckpt_path=after_5", "callbacks=none", "data.num_workers=2", f"data.root={folder}")
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
@@ -516,6 +533,18 @@ def test_a_signal_ends_a_run_that_waits_for_the_store(
     assert status == 75, out + err
     assert "stopped by SIGTERM; resume with" in out + err
     assert time.monotonic() - began < (20 if workers else 2)
+
+
+def test_a_signal_ends_the_reading_of_whole_shards(store: Store, tmp_path: Path) -> None:
+    heard.append("SIGTERM")
+    try:
+        for arguments in ({}, {"cache_gb": 1, "cache_folder": str(tmp_path / "cache")}):
+            with pytest.raises(
+                DataFailed, match=r"data\.root: a signal came before all of s3://bucket/.*\.tar was read"
+            ):
+                shards(store.url, **arguments)
+    finally:
+        heard.clear()
 
 
 SHARED = """
