@@ -282,7 +282,7 @@ def test_the_copies_that_were_used_last_stay_below_the_limit(
     os.utime(kept, (old, old))
     assert dataset[12][1] == 0
     (other,) = set(copies_in(tmp_path)) - {own}
-    assert other != kept, "files that are no copies stay"
+    assert other != kept, "other files stay"
 
 
 def test_a_copy_grows_with_each_read_and_no_read_waits_for_all_of_it(

@@ -181,7 +181,7 @@ def test_json_has_the_numbers(pack: Any) -> None:
     record = json.loads(pack("output=out", "json=true").splitlines()[0])
     size = sum(path.stat().st_size for path in Path("out").rglob("*.tar"))
     assert {**record, "command": ""} == {
-        "shards": 6, "samples": 46, "bytes": size, "left_out": 0, "command": "", "output": "out",
+        "shards": 6, "samples": 46, "bytes": size, "skipped": 0, "command": "", "output": "out",
     }  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def test_shards_are_packed_again_with_other_options(pack: Any, accepted: Any) ->
             "data",
             "are more than an image and its class number",
         ),
-        (["data=synthetic", "data.dataset.kind=regression", "output=new"], "data.dataset", "is no class number"),
+        (["data=synthetic", "data.dataset.kind=regression", "output=new"], "data.dataset", "is not a class number"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -268,17 +268,17 @@ def test_shards_that_are_not_finished_are_not_trained_on(pack: Any) -> None:
     assert len(shards("out")["train"]) == 40
 
 
-def test_unreadable_images_stop_a_pack_or_are_left_out(pack: Any, rejected: Any, photos: Path) -> None:
+def test_unreadable_images_stop_a_pack_or_are_skipped(pack: Any, rejected: Any, photos: Path) -> None:
     (photos / "train" / "dog" / "007.png").write_text("no image")
     said = rejected("pack", "data=image_folder", f"data.root={photos}", "output=out").err
     assert "007.png: its content is not an image of a known type" in said
     assert not list(Path("out").rglob("*.tmp"))
     said = pack("output=some", "data.on_error=skip")
-    assert "1 image left out" in said
+    assert "1 image skipped" in said
     assert "007.png" in said
     assert len(shards("some")["train"]) == 39
     (photos / "train" / "cat" / "000.png").write_text("no image")
-    assert "2 images left out" in pack("output=more", "data.on_error=skip")
+    assert "2 images skipped" in pack("output=more", "data.on_error=skip")
     words = ("data=image_folder", f"data.root={photos}", "data.on_error=skip", "data.max_skipped=0.01")
     said = rejected("pack", *words, "output=few").err
     assert "data.max_skipped: is 0.01, and 2 of 47 images cannot be read" in said

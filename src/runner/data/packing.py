@@ -37,7 +37,7 @@ class Packer:
         folder: gets a folder of shards for each split.
         shard_samples: samples of each shard; the last one has the rest.
         max_side, quality, max_pixels: see `smaller_file`.
-        skips: whether images that cannot be read are left out; otherwise the first one is an error.
+        skips: whether images that cannot be read are skipped; otherwise the first one is an error.
     """
 
     parts: Parts
@@ -66,12 +66,12 @@ class Packer:
         return None if index is None else len(index["labels"])
 
     def write(self, split: str, number: int) -> list[str]:
-        """Write a shard and its index; returns why images were left out.
+        """Write a shard and its index; returns why images were skipped.
 
         Raises:
-            UserError: if a sample is no image with a class number, or the files cannot be written.
+            UserError: if a sample is not an image with a class number, or the files cannot be written.
         """
-        path, left_out = self.path(split, number), []
+        path, skipped = self.path(split, number), []
         first = number * self.shard_samples
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
@@ -81,7 +81,7 @@ class Packer:
                 except UserError as error:
                     if not self.may_skip(error):
                         raise
-                    left_out.append(str(error))
+                    skipped.append(str(error))
                     continue
                 for name, part in ((extension, content), ("cls", str(label).encode())):
                     member = tarfile.TarInfo(f"{index:09d}.{name}")  # of no time and no user
@@ -92,17 +92,17 @@ class Packer:
                 tar.close()
         index_file = packed_index(path, path.stat().st_size)
         write_atomically(index_file.path, index_file.content(index_of(path, "")))
-        return left_out
+        return skipped
 
     def may_skip(self, error: UserError) -> bool:
-        """Whether a sample with this error is left out: as in training, if its file cannot be read; other errors name a key."""
+        """Whether a sample with this error is skipped: as in training, if its file cannot be read; other errors name a key."""
         return self.skips and not error.problems[0].key
 
     def sample(self, split: str, index: int) -> tuple[str, bytes, int]:
         """Extension, content and class number of a sample.
 
         Raises:
-            UserError: if it is no image with a class number.
+            UserError: if it is not an image with a class number.
         """
         dataset, name = self.parts[split][0], f"sample {index} of '{split}'"
         if isinstance(dataset, ImageList) and type(dataset).__getitem__ is ImageList.__getitem__:
@@ -112,7 +112,7 @@ class Packer:
             path, content = Path(name), _png(as_tensor(image), name)
         number = as_target(target)
         if number.ndim or number.is_floating_point() or not 0 <= int(number) <= LARGEST_CLASS:
-            problem = f"the target of {name} is no class number, and shards have one for each image"
+            problem = f"the target of {name} is not a class number, and shards have one for each image"
             raise UserError("data.dataset", problem, f"data whose targets are numbers from 0 to {LARGEST_CLASS:,}")
         extension, content = smaller_file(path, content, self.max_side, self.quality, max_pixels=self.max_pixels)
         return extension, content, int(number)

@@ -35,7 +35,7 @@ from runner.tracking.formats import amount
 from runner.tracking.verb_report import Report
 
 _RULES = 1  # to be raised when the same data and options give other bytes
-_SHOWN = 5  # reasons why images were left out
+_SHOWN = 5  # reasons why images were skipped
 
 
 def run(composition: Composition) -> float:
@@ -67,7 +67,7 @@ def run(composition: Composition) -> float:
     with reported_writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
         manifest = _begin(packer, config, clean=locked)
         try:
-            left_out = _write(packer, config, report)
+            skipped = _write(packer, config, report)
         finally:
             if locked:
                 _remove_temporary(folder)
@@ -81,11 +81,11 @@ def run(composition: Composition) -> float:
         write_json(folder / MANIFEST, manifest | {"samples": samples})
     size = sum(packer.path(*shard).stat().st_size for shard in packer.shards())
     if missing := whole - packed:
-        report.warn(f"{amount(missing, 'image')} left out, as they cannot be read")
-        report.lines(*(f"  {reason}" for reason in left_out[:_SHOWN]))
+        report.warn(f"{amount(missing, 'image')} skipped, as they cannot be read")
+        report.lines(*(f"  {reason}" for reason in skipped[:_SHOWN]))
     command = shlex.join(["python", "-m", "runner", "train", *_training_words(packer, data)])
     shards = len(packer.shards())
-    record = {"shards": shards, "samples": packed, "bytes": size, "left_out": missing, "command": command}
+    record = {"shards": shards, "samples": packed, "bytes": size, "skipped": missing, "command": command}
     if not report.json(record, output=str(folder)):
         report.line(f"{amount(shards, 'shard')}, {packed:,} samples, {size / 2**20:,.2f} MiB; {command}")
         report.folder(folder)
@@ -136,8 +136,8 @@ def _remove_temporary(folder: Path) -> None:
 
 
 def _write(packer: Packer, config: Pack, report: Report) -> list[str]:
-    """Write the shards that are not finished; returns why images were left out."""
-    left_out, shards = [], packer.shards()
+    """Write the shards that are not finished; returns why images were skipped."""
+    skipped, shards = [], packer.shards()
     todo = [shard for shard in shards if packer.samples(*shard) is None]
     if len(todo) < len(shards):
         report.line(f"{len(shards) - len(todo):,} of {amount(len(shards), 'shard')} are finished already")
@@ -146,7 +146,7 @@ def _write(packer: Packer, config: Pack, report: Report) -> list[str]:
         with report.counting("pack", len(todo)) as begin, _workers(packer, count) as pool:
             begin()
             for future in as_completed([pool.submit(_write_shard, shard) for shard in todo]):
-                left_out += future.result()
+                skipped += future.result()
                 done += 1
                 begin()
     except KeyboardInterrupt:
@@ -155,7 +155,7 @@ def _write(packer: Packer, config: Pack, report: Report) -> list[str]:
     except BrokenProcessPool as error:
         problem = "a process that packs was killed, which is often a lack of memory"
         raise DataFailed("workers", problem, "fewer; the same command goes on") from error
-    return left_out
+    return skipped
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-BLOCK = 2**21  # bytes that are requested at once
+BLOCK = 2**20  # bytes that are requested at once
 IDLE_S = 600.0  # a copy that was used since then is not removed
 _NOTED_S = 15.0  # how often the use of a copy is noted
 _FULL_S = 15.0  # how long a full folder counts as full
@@ -127,7 +127,7 @@ class Copies:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of the disk end the download, and are told once."""
+        """Errors of the disk end the download, and are reported once."""
         try:
             yield
         except OSError as error:

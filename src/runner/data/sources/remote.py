@@ -22,7 +22,7 @@ from runner.data.sources.copies import BLOCK, Copies
 ATTEMPTS = 6
 DELAY_S = 0.5  # before the second attempt; it doubles before each further one
 PATIENCE_S = 60.0  # after which there is no further attempt
-TIMEOUT_S = 60.0  # of one request, with its answer
+TIMEOUT_S = 30.0  # of one request, with its answer
 # Of HTTP: access is denied; there is no such object; no such range; asking again may help
 _DENIED, _ABSENT, _TOO_MUCH, _LATER = 403, (404, 410), 416, (408, 409, 425, 429)
 _FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EISDIR)
@@ -180,7 +180,7 @@ class RemoteShard:
         raise self.changed(f"the image at byte {start:,} has another CRC-32")
 
     def changed(self, how: str) -> DataFailed:
-        """The error for an object that is not the one that was indexed, which is no sample to skip."""
+        """The error for an object that is not the one that was indexed, which does not count as a sample to skip."""
         problem = f"{self.url} was changed or damaged after it was indexed: {how}"
         beside = f", and no {self.url.rpartition('/')[2]}.index of another one beside it" if self.has_index else ""
         return DataFailed("data.root", problem, f"the object as it was{beside}; or a new run, which indexes it again")
