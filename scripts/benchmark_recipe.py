@@ -231,6 +231,7 @@ def lightning(given: argparse.Namespace) -> None:
 
     trainer = lightning.Trainer(
         accelerator="gpu" if given.device == "cuda" else "cpu",
+        devices=1,
         precision="bf16-mixed",
         max_epochs=given.epochs,
         default_root_dir=given.scratch,

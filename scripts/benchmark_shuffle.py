@@ -65,7 +65,7 @@ def show_orders(epochs: int) -> None:
                 chi = ((counts - expected) ** 2 / expected).sum(1) / (CLASSES - 1)
                 numbers.append(float(chi.mean()))
             found.setdefault(name, []).append(numbers)
-    print("| order | neighbours of one shard | shards in a batch | chi-square, mixed | chi-square, sorted |")
+    print("| order | neighbours from one shard | shards in a batch | chi-square, mixed | chi-square, sorted |")
     print("|---|---|---|---|---|")
     for name, each in found.items():
         same, touched_mean, *chis = np.mean(each, axis=0)
@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--shards", type=int, default=80, help="tar files of the training images")
     options = parser.parse_args()
+    if options.seeds < 2:
+        parser.error("--seeds: at least 2, for a standard error")
     if options.what == "order":
         show_orders(options.epochs)
     else:

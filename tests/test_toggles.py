@@ -85,7 +85,7 @@ FACTORS: list[list[dict[str, Any]]] = [
     [{}, {"model.dropout": 0.3}],
     [{}, {"data.placement": "disk"}],
     [{}, {"freeze": "blocks.0@3"}],  # trained from a step on that comes after the stop
-    [{}, {"data.shuffle": "blocks"}],
+    [{}, {"data.shuffle": "blocks", "data.shuffle_window": 2}],
 ]
 # Toggles that change where and how values are kept and computed, but no result.
 EXACT = {"activation_checkpointing", "optimizer.fused", "deterministic", "data.placement"}

@@ -151,8 +151,9 @@ def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
     with contextlib.ExitStack() as ending:
         try:
             best = _train(_build(record, signals, ending), record, signals, ending, also_call)
-        except DataFailed:
+        except DataFailed as error:
             if signals.asked():  # which ends the wait for data that do not come
+                record.console.warn(str(error))
                 raise Preempted(signals.asked()) from None
             raise
     if world().first:

@@ -231,6 +231,7 @@ def test_shards_are_packed_again_with_other_options(pack: Any, accepted: Any) ->
             "data",
             "are more than an image and its class number",
         ),
+        (["data=digits", "output=s3://bucket/new"], "output", "is s3://bucket/new"),
         (["data=synthetic", "data.dataset.kind=regression", "output=new"], "data.dataset", "is not a class number"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
@@ -279,9 +280,11 @@ def test_unreadable_images_stop_a_pack_or_are_skipped(pack: Any, rejected: Any, 
     assert len(shards("some")["train"]) == 39
     (photos / "train" / "cat" / "000.png").write_text("no image")
     assert "2 images skipped" in pack("output=more", "data.on_error=skip")
+    assert "2 images skipped" in pack("output=single", "data.on_error=skip", "shard_samples=1")
+    assert len(shards("single")["train"]) == 39, "a shard of which all is skipped has no images"
     words = ("data=image_folder", f"data.root={photos}", "data.on_error=skip", "data.max_skipped=0.01")
     said = rejected("pack", *words, "output=few").err
-    assert "data.max_skipped: is 0.01, and 2 of 47 images cannot be read" in said
+    assert "data.max_skipped: is 0.01, and 2 of 41 images cannot be read" in said
     with pytest.raises(UserError, match="not packed to its end"):
         shards("few")
 

@@ -170,11 +170,11 @@ def _of_data(config: Train) -> Broken:
         message = f"is {shuffle}, but data.sampler=balanced draws in random order"
         yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
     if data.batch_sampler is not None and (data.sampler is not None or shuffle != "true"):
-        key, message = (
-            ("data.shuffle", f"is {shuffle}") if data.sampler is None else ("data.sampler", f"is {data.sampler}")
+        key, value, allowed = (
+            ("shuffle", shuffle, "true") if data.sampler is None else ("sampler", data.sampler, "null")
         )
-        allowed = f"{'true' if key == 'data.shuffle' else 'null'}, or data.batch_sampler=null"
-        yield key, f"{message}, and data.batch_sampler gives the order of the samples", allowed
+        message = f"is {value}, and data.batch_sampler gives the order of the samples"
+        yield f"data.{key}", message, f"{allowed}, or data.batch_sampler=null"
     if data.sampler is not None and config.task.get("_target_") == "runner.tasks.regression.Regression":
         message = "is balanced, which draws every class equally often, and task=regression has none"
         yield "data.sampler", message, "data.sampler=null, or task=classification"

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import DataFailed
 from runner.data.sample_rng import hash_ints
-from runner.data.sampler import Indices, block_ends
+from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder
@@ -32,7 +32,12 @@ _DIFFERENCES["blocks"] = "is divided into other shards"
 
 
 def fingerprint_data(
-    parts: Parts, sources: Mapping[str, Dataset[Any]], full: bool = False, *, pairs: bool = True, blocks: bool = False
+    parts: Parts,
+    sources: Mapping[str, Dataset[Any]],
+    full: bool = False,
+    *,
+    pairs: bool = True,
+    ends: Tensor | None = None,
 ) -> dict[str, Any]:
     """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
@@ -40,7 +45,7 @@ def fingerprint_data(
         For each split `samples`, its length, and SHA-256 digests: `content`, of the indices, images and targets of some of
         its samples, before any transform; and, if known without reading samples, `targets`, `files` (path relative to the
         common folder, and size) and `images` (those in memory). With `full` also `bytes`, of every file, or of every sample
-        if there are no files; and with `blocks`, `blocks`, of where the blocks of the training split end.
+        if there are no files; and with `ends`, `blocks`, of where the blocks of the training split end.
     """
     result = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
@@ -63,8 +68,8 @@ def fingerprint_data(
             digests["bytes"] = _digest(
                 _bytes(files, indices) if files else _content(source, range(count), indices, pairs)
             )
-        if blocks and name == "train":  # the order of an epoch depends on them
-            digests["blocks"] = _digest([block_ends(dataset, indices).numpy().tobytes()])
+        if ends is not None and name == "train":  # the order of an epoch depends on them
+            digests["blocks"] = _digest([ends.numpy().tobytes()])
         result[name] = digests
     return result
 

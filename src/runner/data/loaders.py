@@ -148,9 +148,7 @@ class Loader:
         self._chunk = 1  # batches that are made together
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
-        self.draws: Callable[[int], EpochOrder] | None = (
-            None  # gives another order of an epoch, which may number its draws; see `sample_of`
-        )
+        self.draws: Callable[[int], EpochOrder] | None = None  # gives another order of an epoch; see `sample_of`
 
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
         """Data and places on the device, in the same pieces; see `sample_of`."""

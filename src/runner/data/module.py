@@ -125,6 +125,7 @@ class LoaderBuilder:
         self.pairs, self.bad_samples = config.data.images is None, BadSampleLog(config.data.max_skipped)
         skips = config.data.on_error == "skip"
         self.replacements = {name: ReplacementSampler(config.seed, part[1]) for name, part in parts.items() if skips}
+        self.ends = block_ends(*parts["train"]) if config.data.shuffle == "blocks" else None
 
     @functools.cached_property
     def sample_train(self) -> list[SampleTransform]:
@@ -193,13 +194,12 @@ def assembled(
     """The data of which `split` builds each part, for training or for evaluations; `draws` is the order of training, if given."""
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
     config, parts, train, train_for_eval = loaders.config, loaders.parts, split("train", True), split("train", False)
-    train.loader.draws, in_blocks = draws, config.data.shuffle == "blocks"
-    if in_blocks:
-        ends = block_ends(*parts["train"])
-        train.loader.draws = functools.partial(BlockOrder, ends, config.data.shuffle_window, config.seed)
+    train.loader.draws = draws
+    if loaders.ends is not None:
+        train.loader.draws = functools.partial(BlockOrder, loaders.ends, config.data.shuffle_window, config.seed)
     use_batch_sampler(config, train.loader, parts)
     sources = {name: loaders.placement.source(dataset) for name, (dataset, _) in parts.items()}
-    fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full", blocks=in_blocks)
+    fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full", ends=loaders.ends)
     return DataModule(
         train=train,
         val=split("val", False) if "val" in parts else None,

@@ -23,7 +23,7 @@ from runner.data.sampler import EpochOrder
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import smaller_file
-from runner.data.sources.shards import LARGEST_CLASS, index_of, packed_index
+from runner.data.sources.shards import LARGEST_CLASS, NO_IMAGES, index_of, packed_index
 from runner.data.splits import Parts
 
 
@@ -73,25 +73,27 @@ class Packer:
         """
         path, skipped = self.path(split, number), []
         first = number * self.shard_samples
+        samples = self._orders[split].slice(first, first + self.shard_samples).tolist()
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
-            for index in self._orders[split].slice(first, first + self.shard_samples).tolist():
+            for place in samples:
                 try:
-                    extension, content, label = self.sample(split, index)
+                    extension, content, label = self.sample(split, place)
                 except UserError as error:
                     if not self.may_skip(error):
                         raise
                     skipped.append(str(error))
                     continue
                 for name, part in ((extension, content), ("cls", str(label).encode())):
-                    member = tarfile.TarInfo(f"{index:09d}.{name}")  # of no time and no user
+                    member = tarfile.TarInfo(f"{place:09d}.{name}")  # of no time and no user
                     member.size = len(part)
                     with writing(path):
                         tar.addfile(member, io.BytesIO(part))
             with writing(path):
                 tar.close()
         index_file = packed_index(path, path.stat().st_size)
-        write_atomically(index_file.path, index_file.content(index_of(path, "")))
+        index = index_of(path, "") if len(skipped) < len(samples) else NO_IMAGES
+        write_atomically(index_file.path, index_file.content(index))
         return skipped
 
     def may_skip(self, error: UserError) -> bool:

@@ -1,7 +1,8 @@
 """Sample order: a pure function of seed and epoch, any slice of which can be computed alone.
 
-Batch k of an epoch is a slice of its order, so resuming starts at a slice. The order depends on the number of samples (of each
-shard, where shards are shuffled), the seed and the epoch alone: not on workers, on the batch size, or on where an epoch is entered.
+Batch k of an epoch is a slice of its order, so resuming starts at a slice. The order depends on the number of samples, the seed and
+the epoch alone, where shards are shuffled also on the samples of each and on the window: not on workers, on the batch size, or on
+where an epoch is entered.
 """
 
 from __future__ import annotations
@@ -144,31 +145,25 @@ class BlockOrder(EpochOrder):
 
     def __init__(self, ends: Tensor, window: int, seed: int, epoch: int) -> None:
         super().__init__(int(ends[-1]), seed, epoch)
-        zero = ends.new_zeros(1)
-        sizes = ends.diff(prepend=zero)
-        sizes, ends = sizes[sizes > 0], ends[sizes > 0]  # a block may have no sample in the split
+        ends = ends[ends > 0].unique_consecutive()  # type: ignore[no-untyped-call]  # a block may have no sample in the split
         generator = torch.Generator().manual_seed(hash_ints(seed, epoch, 0, _BLOCKS))
         blocks = torch.randperm(len(ends), generator=generator)
-        self._ends = sizes[blocks].cumsum(0)
+        self._ends = ends.diff(prepend=ends.new_zeros(1))[blocks].cumsum(0)
         self._moved = ends[blocks] - self._ends
-        self._windows = torch.cat([zero, self._ends[window - 1 : -1 : window], self._ends[-1:]])
-        self._window = functools.lru_cache(maxsize=1)(self._make_window)  # as batches follow each other in a window
+        self._windows = torch.cat([ends.new_zeros(1), self._ends[window - 1 : -1 : window], self._ends[-1:]])
+        self._window = functools.lru_cache(maxsize=1)(  # as batches follow each other in a window
+            lambda number, size: EpochOrder(size, hash_ints(seed, epoch, 0, _BLOCKS, number), epoch)
+        )
 
     def slice(self, start: int, stop: int) -> Tensor:
         """See `EpochOrder.slice`."""
         stop = min(stop, self.samples)
-        first = int(torch.searchsorted(self._windows, start, right=True)) - 1
-        places = [torch.arange(0)]
+        first, places = int(torch.searchsorted(self._windows, start, right=True)) - 1, [torch.arange(0)]
         for number in range(first, int(torch.searchsorted(self._windows, stop))):
-            offset = int(self._windows[number])
-            places.append(self._window(number).slice(max(start - offset, 0), stop - offset) + offset)
+            offset, end = self._windows[number : number + 2].tolist()
+            places.append(self._window(number, end - offset).slice(max(start - offset, 0), stop - offset) + offset)
         joined = torch.cat(places)
-        samples: Tensor = joined + self._moved[torch.searchsorted(self._ends, joined, right=True)]
-        return samples
-
-    def _make_window(self, number: int) -> EpochOrder:
-        size = int(self._windows[number + 1] - self._windows[number])
-        return EpochOrder(size, hash_ints(self.seed, self.epoch, 0, _BLOCKS, number), self.epoch)
+        return torch.add(joined, self._moved[torch.searchsorted(self._ends, joined, right=True)])
 
 
 def block_ends(dataset: Dataset[Any], indices: Indices) -> Tensor:
@@ -185,10 +180,12 @@ def block_ends(dataset: Dataset[Any], indices: Indices) -> Tensor:
     if given is None:
         problem = "is blocks, and the data set has no shards: it has no attribute block_ends"
         raise UserError("data.shuffle", problem, "true, false, or a data set in shards, such as data=shards")
-    ends = torch.as_tensor(given)
-    if ends.dtype != torch.int64 or ends.ndim != 1 or ends[-1:].tolist() != [samples] or (ends.diff() < 0).any():
+    found = np.asarray(given)
+    whole = found.dtype.kind in "iu" and found.ndim == 1 and found[-1:].tolist() == [samples]
+    if not whole or (np.diff(found.astype(np.int64), prepend=0) < 0).any():
         allowed = f"whole numbers in ascending order, the last of them the number of samples, {samples:,}"
         raise UserError("data.dataset", "its attribute block_ends does not say where its shards end", allowed)
+    ends = torch.from_numpy(found.astype(np.int64))
     return ends if isinstance(indices, AllSamples) else torch.searchsorted(indices, ends)
 
 

@@ -376,8 +376,9 @@ def compare_data(
             warnings.append("data.identity=full: the checkpoint has no digest of every sample to compare with")
         return warnings
     problem = f"these are not what the checkpoint was trained on: {'; '.join(others)}"
-    if inside_epoch and before.get("train", {}).get("samples") != identity["train"]["samples"]:
-        # Inside an epoch, the position counts batches of an order that depends on the number of samples.
+    then, now = before.get("train", {}), identity["train"]
+    if inside_epoch and any(then.get(key) != now.get(key) for key in ("samples", "blocks")):
+        # Inside an epoch, the position counts batches of an order that depends on the number of samples, and on shards
         raise UserError("data", problem, "the same data, or a checkpoint from the end of an epoch")
     if not ignore:
         raise UserError("data", problem, "the same data, or data.identity=ignore to use these")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import shlex
 import signal
@@ -17,7 +18,7 @@ import torch
 from runner.base.cores import cores
 from runner.base.errors import DataFailed, UserError
 from runner.base.files import write_atomically, write_json
-from runner.base.reading import read_json
+from runner.base.reading import is_url, read_json
 from runner.config.app import Composition
 from runner.config.schema.sections import Data, Split
 from runner.config.schema.verbs import Pack
@@ -48,6 +49,8 @@ def run(composition: Composition) -> float:
     report, data = Report(config.json), config.data
     if config.output is None:
         raise UserError("output", "is missing", "a folder for the shards")
+    if is_url(config.output):
+        raise UserError("output", f"is {config.output}", "a folder, which you can upload")
     if data.images is not None:
         problem = "are more than an image and its class number, which is what shards have"
         raise UserError("data", f"the samples {problem}", "such as data=image_folder")
@@ -74,10 +77,11 @@ def run(composition: Composition) -> float:
         samples = dict.fromkeys(parts, 0)
         for split, number in packer.shards():
             samples[split] += packer.samples(split, number) or 0
+        for split, (_, indices) in parts.items():
+            if (lost := len(indices) - samples[split]) > math.ceil(data.max_skipped * len(indices)):
+                problem = f"is {shown(data.max_skipped)}, and {lost:,} of {len(indices):,} images cannot be read"
+                raise UserError("data.max_skipped", problem, "more, or images that can be read and another output")
         packed, whole = sum(samples.values()), sum(len(indices) for _, indices in parts.values())
-        if whole - packed > data.max_skipped * whole:
-            problem = f"is {shown(data.max_skipped)}, and {whole - packed:,} of {whole:,} images cannot be read"
-            raise UserError("data.max_skipped", problem, "more, or images that can be read and another output")
         write_json(folder / MANIFEST, manifest | {"samples": samples})
     size = sum(packer.path(*shard).stat().st_size for shard in packer.shards())
     if missing := whole - packed:
@@ -123,10 +127,11 @@ def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
         _remove_temporary(folder)  # of a killed pack
     for split in packer.parts:
         (folder / split).mkdir(exist_ok=True)
-    classes = [str(name) for name in getattr(packer.parts["train"][0], "classes", ())]
+    names = getattr(packer.parts["train"][0], "classes", ())
+    classes = [str(name).encode(errors="replace") for name in names]
     # Names that a list of lines cannot hold are left to be numbers
-    if classes and len(set(classes)) == len(classes) and not any(set(name) & set("\r\n") for name in classes):
-        write_atomically(folder / "classes.txt", "".join(f"{name}\n" for name in classes).encode(errors="replace"))
+    if classes and len(set(classes)) == len(classes) and not any(set(name) & set(b"\r\n") for name in classes):
+        write_atomically(folder / "classes.txt", b"".join(name + b"\n" for name in classes))
     return manifest
 
 

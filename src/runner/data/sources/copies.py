@@ -8,6 +8,7 @@ import hashlib
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -33,7 +34,7 @@ class _Download:
     file: FileIO  # locked; unbuffered, as a process that was forked must not write what is left in a buffer
     size: int
     fetch: Fetch
-    process: int
+    ending: contextlib.ExitStack  # closes the file, and removes it unless it became a copy
     done: int = 0
 
 
@@ -51,13 +52,21 @@ class Copies:
         self._full_until = 0.0
         self._noted: dict[Path, float] = {}
         self._download: _Download | None = None
+        # A forked process would hold the lock, too, and this one may read nothing any more
+        own = weakref.WeakMethod(self._end)
+
+        def before_fork() -> None:
+            if (end := own()) is not None:
+                end()
+
+        os.register_at_fork(before=before_fork)
 
     def read(self, name: str, size: int, fetch: Fetch, start: int, length: int) -> bytes | None:
         """Bytes of the copy of a file of `size` bytes; None if there is no copy yet. Raises what `fetch` raises."""
         path = self._path(name)
         if (content := self._read(path, start, length)) is not None:
             return content
-        if self._download is None or self._download.process != os.getpid():
+        if self._download is None:
             self._download = self._begun(path, size, fetch)
         if self._download is not None:
             self._go_on(self._download)
@@ -75,34 +84,29 @@ class Copies:
         with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
             if time.monotonic() > self._noted.get(path, 0.0):
                 self._noted[path] = time.monotonic() + _NOTED_S
-                os.utime(path)
+                with contextlib.suppress(OSError):  # it may belong to another user
+                    os.utime(path)
             return os.pread(file.fileno(), length, start)
         return None
 
     def _begun(self, path: Path, size: int, fetch: Fetch) -> _Download | None:
         """The download of a file; None if another process has it, or there is no room."""
-        if time.monotonic() < self._full_until:
+        if time.monotonic() < self._full_until or size > self._limit:
             return None
         part = path.with_suffix(_PART)
-        with contextlib.ExitStack() as closing, self._told():
+        with contextlib.ExitStack() as ending, self._told():
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = closing.enter_context(FileIO(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+"))
+            file = ending.enter_context(FileIO(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+"))
             try:
                 # Ends with the process, however it ends; what it leaves is overwritten by the next one
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
+            ending.callback(_remove, file, part)
             if path.exists() or not _is_at(file, part):  # another process was faster
                 return None
-            reserved = False
-            try:
-                reserved = self._reserved(file, size)
-            finally:
-                if not reserved:
-                    part.unlink(missing_ok=True)
-            if reserved:
-                closing.pop_all()
-                return _Download(path, file, size, fetch, os.getpid())
+            if self._reserved(file, size):
+                return _Download(path, file, size, fetch, ending.pop_all())
             self._full_until = time.monotonic() + _FULL_S
         return None
 
@@ -120,10 +124,14 @@ class Copies:
                     part.rename(download.path)
         finally:
             if not unfinished:
-                self._download = None
-                with download.file, contextlib.suppress(OSError):
-                    if _is_at(download.file, part):
-                        part.unlink()
+                self._end()
+
+    def _end(self) -> None:
+        """End the download; what is there of it is removed."""
+        download, self._download = self._download, None
+        if download is not None:
+            with contextlib.suppress(OSError):
+                download.ending.close()
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -171,6 +179,12 @@ def _removed(path: Path) -> bool:
         path.unlink()
         return True
     return False
+
+
+def _remove(file: FileIO, path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if _is_at(file, path):
+            path.unlink()
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

@@ -11,7 +11,7 @@ import os
 import random
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
@@ -25,7 +25,7 @@ PATIENCE_S = 60.0  # after which there is no further attempt
 TIMEOUT_S = 30.0  # of one request, with its answer
 # Of HTTP: access is denied; there is no such object; no such range; asking again may help
 _DENIED, _ABSENT, _TOO_MUCH, _LATER = 403, (404, 410), 416, (408, 409, 425, 429)
-_FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EISDIR)
+_FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EISDIR, errno.ENOTDIR)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError")  # of botocore
 # What clients call the version of a content, the best first
 _VERSIONS = (
@@ -148,7 +148,7 @@ class RemoteShard:
         def call() -> bytes:
             content: bytes = request(self.url, "cat_file", start=start, end=end)
             if len(content) > end - start:
-                raise UserError(
+                raise DataFailed(
                     "data.root", f"the server of {self.url} does not answer requests of ranges", "one that does"
                 )
             if len(content) < end - start:
@@ -188,17 +188,11 @@ class RemoteShard:
     def replaced(self) -> bool:
         """Whether the store has another object at this URL now; False if it does not say."""
         with contextlib.suppress(Exception):  # the error that made this look is the one to report
-            now = described(self.url)
+            now = _described(self.url, request(self.url, "info"))
             # A list can say something else of an object than its description does, such as a time and no ETag
             comparable = now.version.partition(" ")[0] == self.version.partition(" ")[0]
             return now.size != self.size or (comparable and now.version != self.version)
         return False
-
-    def packed_index(self) -> bytes | None:
-        """What lies beside the object as its index."""
-        if not self.has_index:
-            return None
-        return content_of(f"{self.url}.index")
 
     def opened(self) -> BinaryIO:
         """The object as a file for reading: not its copy, as only an index can tell whether that is damaged."""
@@ -248,15 +242,10 @@ def content_of(url: str) -> bytes | None:
         raise
 
 
-def described(url: str) -> RemoteShard:
-    """The object at a URL; raises `FileNotFoundError` if there is none."""
-    return _described(url, request(url, "info"), {})
-
-
 def chosen(url: str) -> RemoteShard:
     """A shard that the user names; its index is looked for, too. Raises `UserError` if there is none."""
     try:
-        shard = retried(url, lambda: described(url))
+        shard = _described(url, retried(url, lambda: request(url, "info")))
     except FileNotFoundError as error:
         raise UserError(
             "data.root", f"there is no {url}", "names of objects that are there, relative to data.root"
@@ -273,15 +262,17 @@ def listed(url: str) -> list[RemoteShard]:
     if url.startswith(("http://", "https://")):
         problem = f"{url} cannot be listed, as HTTP has no lists"
         raise UserError("data.root", problem, "data.dataset.train='\"train-{0000..0146}.tar\"', or a list of names")
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with contextlib.suppress(FileNotFoundError):
         entries = retried(url, lambda: request(url, "ls", detail=True))
+        # Some clients list a file as itself
         names = {str(entry["name"]).rpartition("/")[2]: entry for entry in entries if entry["type"] == "file"}
+        names = {} if [*names] == [url.rpartition("/")[2]] else names
         shards = [name for name in sorted(names) if name.endswith(".tar") and not name.startswith(".")]
         return [_described(f"{url}/{name}", names[name], names) for name in shards]
     return []
 
 
-def _described(url: str, info: dict[str, Any], names: dict[str, Any]) -> RemoteShard:
+def _described(url: str, info: dict[str, Any], names: Container[str] = ()) -> RemoteShard:
     if not isinstance(info.get("size"), int):
         raise UserError(
             "data.root", f"the server does not tell the size of {url}", "a server that answers requests of ranges"

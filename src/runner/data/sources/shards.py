@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -42,6 +41,9 @@ _SPLITS = ("train", "val", "test")
 
 Index = dict[str, Tensor]
 """Of the images of a shard, int64 (N,) each: where they lie, their lengths in bytes, CRC-32, and class numbers."""
+
+
+NO_IMAGES: Index = dict.fromkeys(_NAMES, torch.zeros(0, dtype=torch.int64))
 
 
 class Shards(ImageList):
@@ -142,7 +144,7 @@ def shards(
         DataFailed: if a store fails.
     """
     base = root.rstrip("/") if is_url(root) else str(Path(root).expanduser().absolute())
-    if is_url(root) and (urlsplit(root).password or urlsplit(root).query):
+    if is_url(root) and re.search(r"//[^/]*:[^/]*@|\?", root):
         allowed = "credentials where the client of the store looks for them, such as its environment variables"
         raise UserError("data.root", "is a URL with a password or a query, which would be stored with the run", allowed)
     if cache_gb is not None and not 0 < cache_gb < math.inf:
@@ -154,15 +156,20 @@ def shards(
         raise UserError("data.root", f"{base} is not packed to its end", "the same command of `pack` again")
     if cache_gb is not None and cache_folder is not None:
         copies = Copies(Path(cache_folder, "shards"), int(cache_gb * 1e9))
-        paths = {split: [_with_copy(path, copies) for path in found] for split, found in paths.items()}
+        paths = {
+            split: [path if isinstance(path, Path) else dataclasses.replace(path, copies=copies) for path in found]
+            for split, found in paths.items()
+        }
     every = [path for found in paths.values() for path in found]
     # Reading and checksums release the lock of the interpreter
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(functools.partial(_indexed, label=label, cache_folder=cache_folder), every))
-    indexes = {path: index for path, (index, _) in zip(every, made, strict=True)}
+    indexes = {path: index for path, (index, _) in zip(every, made, strict=True) if len(index["labels"])}
     classes = _classes(f"{base}/classes.txt", max(int(index["labels"].max()) for index in indexes.values()))
     result = {
-        split: Shards(found, [indexes[path] for path in found], classes, decoding) for split, found in paths.items()
+        split: Shards(kept, [indexes[path] for path in kept], classes, decoding)
+        for split, found in paths.items()
+        if (kept := [path for path in found if path in indexes])  # `pack` skipped all images of others
     }
     for split, count in (manifest.get("samples") or {}).items() if not any(named.values()) else ():
         if (found := len(result.get(split, ()))) != count:
@@ -180,8 +187,11 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
                 "data.dataset.train", "names no shards, and another split does", "those of the training split"
             )
         places = {split: [f"{base}/{name}" for name in _expanded(some)] for split, some in names.items() if some}
+        every = [place for some in places.values() for place in some]
+        if len(set(every)) < len(every):
+            raise UserError("data.dataset", "names a shard twice, or for two splits", "each shard once")
         with ThreadPoolExecutor() as pool:
-            return {split: list(pool.map(_shard, some)) for split, some in places.items()}
+            return {split: list(pool.map(chosen if is_url(base) else Path, some)) for split, some in places.items()}
     paths = {split: _tars(f"{base}/{split}") for split in _SPLITS}
     paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
     if not paths.get("train"):
@@ -194,10 +204,10 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
 def _manifest(base: str) -> dict[str, Any]:
     if not is_url(base):
         return read_json(Path(base, MANIFEST))
+    found = None
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(content_of(f"{base}/{MANIFEST}") or b"{}")
-        return found if isinstance(found, dict) else {}
-    return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _expanded(names: str | list[str]) -> Iterator[str]:
@@ -213,18 +223,10 @@ def _expanded(names: str | list[str]) -> Iterator[str]:
             yield from _expanded(f"{name[: found.start()]}{number:0{len(first)}}{name[found.end() :]}")
 
 
-def _shard(place: str) -> Path | RemoteShard:
-    return chosen(place) if is_url(place) else Path(place)
-
-
 def _tars(folder: str) -> list[Path | RemoteShard]:
     if is_url(folder):
         return [*listed(folder)]
     return [*sorted(path for path in Path(folder).glob("*.tar") if not path.name.startswith("."))]
-
-
-def _with_copy(shard: Path | RemoteShard, copies: Copies) -> Path | RemoteShard:
-    return dataclasses.replace(shard, copies=copies) if isinstance(shard, RemoteShard) else shard
 
 
 def _classes(path: str, largest: int) -> list[str]:
@@ -268,7 +270,8 @@ def _indexed_remote(shard: RemoteShard, label: str, cache_folder: str | None) ->
         file = IndexFile.of(cache_folder, shard.url, key)
         if (known := file.read()) is not None:
             return known, None
-    content, packed = shard.packed_index(), packed_index(Path(shard.url), shard.size)
+    content = content_of(f"{shard.url}.index") if shard.has_index else None
+    packed = packed_index(Path(shard.url), shard.size)
     if content is not None and (known := IndexFile.parse(content, packed.key)) is not None:
         return known, None
     with _named_errors(shard.url), shard.opened() as opened:
