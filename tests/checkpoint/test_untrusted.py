@@ -190,6 +190,7 @@ FAKE = {"_target_": "torchvision.datasets.FakeData", "image_size": [3, 8, 8]}
 CONV = {"in_channels": 3, "out_channels": 3, "kernel_size": 3}
 
 
+@pytest.mark.extended
 def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
     checkpoint: Path, workdir: Path, rejected: Any
 ) -> None:

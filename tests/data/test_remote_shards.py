@@ -495,6 +495,7 @@ def test_ranks_read_a_store_as_they_read_a_folder(ranks: int, store: Store, fold
     assert found.summary["weights_sha256"] == expected
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=MARK)])
 def test_a_store_that_fails_ends_the_run_which_goes_on_later(
@@ -522,6 +523,7 @@ def test_a_store_that_fails_ends_the_run_which_goes_on_later(
     assert "skipped" not in resumed.summary, "an image that the store did not give is not a bad sample"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=MARK)])
 def test_a_signal_ends_a_run_that_waits_for_the_store(
@@ -563,6 +565,7 @@ print(sum(target for _, target in map(dataset.__getitem__, range(24))))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_two_jobs_share_copies(store: Store, folder: Path, tmp_path: Path) -> None:
     words = [

@@ -71,6 +71,7 @@ assert main(["train", *common, f"ckpt_path={{path}}", "max_steps={MIDDLE + 2}"])
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is measured from what Linux says")
 def test_a_run_on_a_billion_samples_and_a_resume_inside_its_epoch_fit_into_little_memory(workdir: Path) -> None:
     (workdir / "vast.py").write_text(VAST)

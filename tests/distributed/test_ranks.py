@@ -74,6 +74,7 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train
     assert losses(again.directory) == losses(whole.directory)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("number", "size"), some([(signal.SIGTERM, 2), (signal.SIGKILL, 3)], 0, several=True))
 def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits(
     here: Path, train: Callable[..., Any], number: signal.Signals, size: int

@@ -57,6 +57,7 @@ def assert_same(run: Any, other: Any) -> None:
         )
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("names", some([[*LAYOUTS][:3], [*LAYOUTS]], 0), ids=len)
 def test_accumulation_clipping_an_average_and_resuming_across_strategies(

@@ -74,6 +74,7 @@ def ended(*words: str) -> str:
     return err
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "environment",
     some(

@@ -27,6 +27,7 @@ print(usual, faults())
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_the_system_is_not_asked_for_the_same_memory_at_every_step() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

@@ -85,6 +85,7 @@ def test_a_job_that_a_killed_sweep_left_is_waited_for_and_continued(workdir, tin
     assert sorted(path.name for path in folder.glob("[0-9]*")) == ["0", "1"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("trains", some([False, True], 1))
 def test_a_job_of_several_ranks_saves_and_leaves_none_when_its_sweep_is_killed(workdir, tiny, trains):
     words = (*ENDLESS, "devices=2", "checkpoint.every_steps=1", "checkpoint.min_seconds=0", "hydra.sweep.dir=sweep")

@@ -183,6 +183,7 @@ def record(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("words", some([VECTORS, BOXES], 0), ids=["vectors", "boxes"])
 def test_bench_and_profile_measure_steps_of_a_task(record: Callable[..., Any], words: tuple[str, ...]) -> None:
     found = record("bench", *words, "toggles=[activation_checkpointing,data.num_workers]", "repeats=3", "combine=false")

@@ -70,6 +70,7 @@ def good(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.extended
 def test_labels_are_learned_and_every_verb_knows_them(train_once: Any, good: Any, workdir: Path) -> None:
     result = train_once(*LABELS)
     assert set(result.summary["test"]) == {"loss", "f1", "map"}
