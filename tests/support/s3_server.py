@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 from local_server import LocalServer
@@ -175,3 +176,9 @@ def s3_store() -> Iterator[Store]:
         finally:
             store.server.stop()
             child.stdin.close()
+
+
+def upload(store: Store, path: Path, content: bytes | None = None) -> None:
+    """Write a file, or other content in its place, below `store.url`."""
+    key = f"{store.url.rpartition('/')[2]}/{path.parent.name}/{path.name}"
+    store.put(key, path.read_bytes() if content is None else content)

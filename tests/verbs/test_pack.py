@@ -141,7 +141,7 @@ def test_reading_packed_shards_begins_with_their_indexes_alone(pack: Any, monkey
 
 def test_the_printed_command_trains(pack: Any, accepted: Any) -> None:
     tiny = ("model=mlp", "max_steps=2", "logger=none", "threads=1")
-    numbers = accepted("pack", "data=digits", "output=numbers").out
+    numbers = accepted("pack", "data=digits", "output='my numbers (8)'").out
     for said in (pack("output=out", "data.image_size=8"), numbers):
         command = shlex.split(said.splitlines()[-2].partition("; ")[2])
         assert command[:4] == ["python", "-m", "runner", "train"]
@@ -259,7 +259,7 @@ def test_shards_that_are_not_finished_are_not_trained_on(pack: Any) -> None:
     Path("out/train/000003.tar").unlink()
     for samples, reason in (
         (manifest["samples"], "has 32 of the 40 images of 'train'"),
-        (None, "not packed to its end"),
+        (None, "is not finished"),
     ):
         Path("out/pack.json").write_text(json.dumps(manifest | {"samples": samples}))
         with pytest.raises(UserError, match=reason) as raised:
@@ -285,7 +285,7 @@ def test_unreadable_images_stop_a_pack_or_are_skipped(pack: Any, rejected: Any, 
     words = ("data=image_folder", f"data.root={photos}", "data.on_error=skip", "data.max_skipped=0.01")
     said = rejected("pack", *words, "output=few").err
     assert "data.max_skipped: is 0.01, and 2 of 41 images cannot be read" in said
-    with pytest.raises(UserError, match="not packed to its end"):
+    with pytest.raises(UserError, match="is not finished"):
         shards("few")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import DataFailed, UserError
+from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cache_file import CachedImages, Unusable, temporary_prefix, write
 from runner.data.loaders import BatchPlan
@@ -175,6 +176,12 @@ class Cache:
 
 def _digest(recipe: dict[str, Any]) -> Any:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode())
+
+
+def recipe_of(data: Data) -> dict[str, Any]:
+    """What the data sets are built from, for `cache_key`."""
+    arguments = {key: value for key, value in data.dataset.items() if key != "cache_gb"}  # which changes no image
+    return {"dataset": arguments, "root": data.location, "image_size": data.image_size}
 
 
 def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:

@@ -71,8 +71,7 @@ class Packer:
         Raises:
             UserError: if a sample is not an image with a class number, or the files cannot be written.
         """
-        path, skipped = self.path(split, number), []
-        first = number * self.shard_samples
+        path, skipped, first = self.path(split, number), [], number * self.shard_samples
         samples = self._orders[split].slice(first, first + self.shard_samples).tolist()
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)

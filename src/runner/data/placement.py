@@ -19,7 +19,7 @@ from runner.base.reading import is_url
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.bad_samples import ReplacementSampler
-from runner.data.cache import DECODED_AT_ONCE, Cache
+from runner.data.cache import DECODED_AT_ONCE, Cache, recipe_of
 from runner.data.cache_file import CachedImages, StoredImages
 from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.samples import SampleTransform, SeededDataset, crops_while_decoding
@@ -131,9 +131,7 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callabl
             needed.setdefault(id(dataset), (split, dataset))
     if not needed:
         plan.warnings.append("data.cache=disk has no effect: the images are in memory")
-    arguments = {key: value for key, value in data.dataset.items() if key != "cache_gb"}  # which changes no image
-    recipe = {"dataset": arguments, "root": data.location, "image_size": data.image_size}
-    cache = Cache(Path(data.cache_folder), data.name, recipe, data.on_error == "skip")
+    cache = Cache(Path(data.cache_folder), data.name, recipe_of(data), data.on_error == "skip")
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
         # All splits or none: batches of both kinds would mix two ways of reading.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 import shlex
 import signal
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from runner.config.app import Composition
 from runner.config.schema.sections import Data, Split
 from runner.config.schema.verbs import Pack
 from runner.config.validate import shown
+from runner.data.cache import recipe_of
 from runner.data.module import as_splits, read_dataset
 from runner.data.packing import Packer
 from runner.data.preparation import exclusive, reported_writing
@@ -32,6 +34,7 @@ from runner.data.sources.shards import MANIFEST
 from runner.data.splits import make_splits
 from runner.launch.processes import end_with_parent
 from runner.run.from_checkpoint import config_and_checkpoint
+from runner.sweeps.run import quoted
 from runner.tracking.formats import amount
 from runner.tracking.verb_report import Report
 
@@ -105,10 +108,8 @@ def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
         except UserError as error:
             if not packer.may_skip(error):
                 raise
-    root = Path(config.data.dataset.get("root") or config.data.root).expanduser().absolute()
-    recipe = {"dataset": config.data.dataset, "root": str(root), "image_size": config.data.image_size}
     options = {key: getattr(config, key) for key in ("shard_samples", "max_side", "quality", "seed")}
-    manifest = {"rules": _RULES, **options, "data": packer.fingerprint(recipe)}
+    manifest = {"rules": _RULES, **options, "data": packer.fingerprint(recipe_of(config.data))}
     begun = read_json(path)
     if path.exists():
         for key, value in options.items():
@@ -121,8 +122,7 @@ def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
     elif any(not found.name.startswith(".") for found in folder.iterdir()):
         raise UserError("output", f"{folder} has other files", "a folder that is new or empty, or that pack has begun")
     # The first file: from now on, the folder is one of this pack
-    finished = all(packer.samples(*shard) is not None for shard in packer.shards())
-    write_json(path, manifest | {"samples": begun.get("samples") if finished else None})
+    write_json(path, manifest | {"samples": None})
     if clean:
         _remove_temporary(folder)  # of a killed pack
     for split in packer.parts:
@@ -201,6 +201,11 @@ def _training_words(packer: Packer, data: Data) -> list[str]:
     else:
         channels, height, width = as_tensor(dataset[0][0]).shape
         size = height if height == width else None
-    words = ["data=shards", f"data.root={packer.folder}", f"data.image_size={shown(size)}"]
+    plain = re.fullmatch(r"[\w./-]+", str(packer.folder))
+    words = [
+        "data=shards",
+        f"data.root={packer.folder if plain else quoted(packer.folder)}",
+        f"data.image_size={shown(size)}",
+    ]
     grey = ["data.dataset.channels=1", "data.normalize.mean=null", "data.normalize.std=null"]
     return words + (grey if channels == 1 else [])

@@ -39,11 +39,11 @@ class _Download:
 
 
 class Copies:
-    """A folder with copies of whole files, up to `limit` bytes, each of which has a name, any text.
+    """A folder of local copies of whole files, at most `limit` bytes together. A file is identified by a name, which is any text.
 
-    Each read of what has no copy yet downloads one block of one copy, which this process alone makes: so no read waits for a whole
-    file. The copies that were used last stay. Whatever prevents a copy, such as a full disk, means that there is none. Copies
-    are not verified: the reader does that.
+    A process makes one copy at a time. Each read of a file that has no copy yet downloads one more block of it, so that no read
+    waits for a whole file. When the folder is full, the least recently used copies are removed. If a copy cannot be made, for
+    example because the disk is full, `read` returns None. Copies are not verified: the caller does that.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -53,7 +53,7 @@ class Copies:
         self._noted: dict[Path, float] = {}
         self._download: _Download | None = None
         # A forked process would hold the lock, too, and this one may read nothing any more
-        own = weakref.WeakMethod(self._end)
+        own = weakref.WeakMethod(self._stop)
 
         def before_fork() -> None:
             if (end := own()) is not None:
@@ -67,9 +67,9 @@ class Copies:
         if (content := self._read(path, start, length)) is not None:
             return content
         if self._download is None:
-            self._download = self._begun(path, size, fetch)
+            self._download = self._start(path, size, fetch)
         if self._download is not None:
-            self._go_on(self._download)
+            self._fetch_block(self._download)
         return self._read(path, start, length)
 
     def remove(self, name: str) -> None:
@@ -89,12 +89,12 @@ class Copies:
             return os.pread(file.fileno(), length, start)
         return None
 
-    def _begun(self, path: Path, size: int, fetch: Fetch) -> _Download | None:
+    def _start(self, path: Path, size: int, fetch: Fetch) -> _Download | None:
         """The download of a file; None if another process has it, or there is no room."""
         if time.monotonic() < self._full_until or size > self._limit:
             return None
         part = path.with_suffix(_PART)
-        with contextlib.ExitStack() as ending, self._told():
+        with contextlib.ExitStack() as ending, self._warn_once():
             self._folder.mkdir(parents=True, exist_ok=True)
             file = ending.enter_context(FileIO(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+"))
             try:
@@ -105,17 +105,17 @@ class Copies:
             ending.callback(_remove, file, part)
             if path.exists() or not _is_at(file, part):  # another process was faster
                 return None
-            if self._reserved(file, size):
+            if self._reserve(file, size):
                 return _Download(path, file, size, fetch, ending.pop_all())
             self._full_until = time.monotonic() + _FULL_S
         return None
 
-    def _go_on(self, download: _Download) -> None:
+    def _fetch_block(self, download: _Download) -> None:
         """Download one more block; the last one makes the copy."""
         part, unfinished = download.path.with_suffix(_PART), False
         try:
             block = download.fetch(download.done, min(download.done + BLOCK, download.size))
-            with self._told():
+            with self._warn_once():
                 while block:
                     written = os.pwrite(download.file.fileno(), block, download.done)
                     block, download.done = block[written:], download.done + written
@@ -124,9 +124,9 @@ class Copies:
                     part.rename(download.path)
         finally:
             if not unfinished:
-                self._end()
+                self._stop()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         """End the download; what is there of it is removed."""
         download, self._download = self._download, None
         if download is not None:
@@ -134,7 +134,7 @@ class Copies:
                 download.ending.close()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _warn_once(self) -> Iterator[None]:
         """Errors of the disk end the download, and are reported once."""
         try:
             yield
@@ -146,7 +146,7 @@ class Copies:
                 problem = f"cannot keep copies of shards in {self._folder}: {reason}; the store is read instead"
                 print(f"warning: {problem}", file=sys.stderr, flush=True)
 
-    def _reserved(self, file: FileIO, size: int) -> bool:
+    def _reserve(self, file: FileIO, size: int) -> bool:
         """Give a new copy its size, at which it counts from now on, once others made room; tells whether there is room."""
         folder = os.open(self._folder, os.O_RDONLY)
         try:

@@ -160,7 +160,10 @@ class RemoteShard:
         except FileNotFoundError as error:
             raise self.changed("it is not there any more") from error
         except DataFailed as error:
-            if _status(error.__cause__) == _TOO_MUCH or self.replaced():
+            other = _status(error.__cause__) == _TOO_MUCH
+            with contextlib.suppress(Exception):  # the error that made this look is the one to report
+                other = other or self.replaced()
+            if other:
                 raise self.changed("it is another object now") from error
             raise
 
@@ -186,13 +189,11 @@ class RemoteShard:
         return DataFailed("data.root", problem, f"the object as it was{beside}; or a new run, which indexes it again")
 
     def replaced(self) -> bool:
-        """Whether the store has another object at this URL now; False if it does not say."""
-        with contextlib.suppress(Exception):  # the error that made this look is the one to report
-            now = _described(self.url, request(self.url, "info"))
-            # A list can say something else of an object than its description does, such as a time and no ETag
-            comparable = now.version.partition(" ")[0] == self.version.partition(" ")[0]
-            return now.size != self.size or (comparable and now.version != self.version)
-        return False
+        """Whether the store has another object at this URL now; raises what the client raises."""
+        now = _described(self.url, request(self.url, "info"))
+        # A list can say something else of an object than its description does, such as a time and no ETag
+        comparable = now.version.partition(" ")[0] == self.version.partition(" ")[0]
+        return now.size != self.size or (comparable and now.version != self.version)
 
     def opened(self) -> BinaryIO:
         """The object as a file for reading: not its copy, as only an index can tell whether that is damaged."""

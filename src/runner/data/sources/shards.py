@@ -31,7 +31,7 @@ from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding
 from runner.data.sources.index_file import IndexFile
 from runner.data.sources.listing import EXTENSIONS, times_of
-from runner.data.sources.remote import RemoteShard, chosen, content_of, listed
+from runner.data.sources.remote import RemoteShard, chosen, content_of, listed, retried
 
 _RULES = 1  # to be raised when other images are found, or in another order
 _NAMES = ("offsets", "lengths", "checksums", "labels")
@@ -153,7 +153,7 @@ def shards(
     named = {"train": train, "val": val, "test": test}
     paths, manifest = _found(base, named), _manifest(base)
     if manifest.get("samples", ...) is None:
-        raise UserError("data.root", f"{base} is not packed to its end", "the same command of `pack` again")
+        raise UserError("data.root", f"the pack in {base} is not finished", "the same `pack` command again")
     if cache_gb is not None and cache_folder is not None:
         copies = Copies(Path(cache_folder, "shards"), int(cache_gb * 1e9))
         paths = {
@@ -183,9 +183,7 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
     """The shards of each split: those that are named, or all in the folders of the splits, or in `base`."""
     if any(names.values()):
         if not names["train"]:
-            raise UserError(
-                "data.dataset.train", "names no shards, and another split does", "those of the training split"
-            )
+            raise UserError("data.dataset.train", "names no shards, and another split does", "the training shards")
         places = {split: [f"{base}/{name}" for name in _expanded(some)] for split, some in names.items() if some}
         every = [place for some in places.values() for place in some]
         if len(set(every)) < len(every):
@@ -202,12 +200,14 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
 
 
 def _manifest(base: str) -> dict[str, Any]:
+    found: Any = None
     if not is_url(base):
-        return read_json(Path(base, MANIFEST))
-    found = None
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(content_of(f"{base}/{MANIFEST}") or b"{}")
-    return found if isinstance(found, dict) else {}
+        found = read_json(Path(base, MANIFEST))
+    else:
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(content_of(f"{base}/{MANIFEST}") or b"{}")
+    # Another program may have written a file of this name
+    return found if isinstance(found, dict) and "rules" in found else {}
 
 
 def _expanded(names: str | list[str]) -> Iterator[str]:
@@ -224,9 +224,8 @@ def _expanded(names: str | list[str]) -> Iterator[str]:
 
 
 def _tars(folder: str) -> list[Path | RemoteShard]:
-    if is_url(folder):
-        return [*listed(folder)]
-    return [*sorted(path for path in Path(folder).glob("*.tar") if not path.name.startswith("."))]
+    local = (path for path in Path(folder).glob("*.tar") if not path.name.startswith("."))
+    return [*listed(folder)] if is_url(folder) else [*sorted(local)]
 
 
 def _classes(path: str, largest: int) -> list[str]:
@@ -274,10 +273,11 @@ def _indexed_remote(shard: RemoteShard, label: str, cache_folder: str | None) ->
     packed = packed_index(Path(shard.url), shard.size)
     if content is not None and (known := IndexFile.parse(content, packed.key)) is not None:
         return known, None
-    with _named_errors(shard.url), shard.opened() as opened:
-        index = index_of_file(opened, shard.url, label)
-    if shard.replaced():
-        raise shard.changed("it was replaced meanwhile")
+    with _named_errors(shard.url):
+        with shard.opened() as opened:
+            index = index_of_file(opened, shard.url, label)
+        if retried(shard.url, shard.replaced):
+            raise shard.changed("it was replaced meanwhile")
     return index, file
 
 

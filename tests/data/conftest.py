@@ -1,0 +1,41 @@
+"""An object store with shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from s3_server import Store, s3_store, upload
+from tar_files import cls, samples, write_tar
+
+from runner.data.sources import remote
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Store]:
+    with s3_store() as store:
+        yield store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards of twelve images to train on, and one to validate."""
+    for split, starts in (("train", (0, 12)), ("val", (24,))):
+        for start in starts:
+            write_tar(tmp_path / "shards" / split / f"{start:03d}.tar", samples(range(start, start + 12), cls))
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def store(server: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The server with the shards, at a URL for this test; clients do not wait before they try again."""
+    for name, value in {**server.environment(), "XDG_CACHE_HOME": str(tmp_path / "user")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(remote, "DELAY_S", 0.01)
+    server.url = f"s3://bucket/{tmp_path.name}"
+    for path in folder.rglob("*.tar"):
+        upload(server, path)
+    server.faults.clear()
+    server.seen.clear()
+    return server

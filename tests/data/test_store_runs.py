@@ -1,0 +1,172 @@
+"""Trainings from a store: the bits of those from a folder, whatever the network and the store do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from extended import MARK, some
+from extras import needs
+from s3_server import Fault, Store
+
+from runner.data.sources import copies, remote
+
+pytestmark = needs("remote")
+
+SMALL = (
+    "data=shards", "data.image_size=8", "data.batch_size=4", "model=mlp", "epochs=2", "scheduler=constant", "logger=none",
+    "evaluate.test=false", "name=x",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    some(
+        [
+            ("data.num_workers=2",),
+            ("data.num_workers=2", "data.dataset.cache_gb=1"),
+            ("data.num_workers=0",),
+            ("data.num_workers=1", "data.dataset.cache_gb=1"),
+            ("data.num_workers=1", "data.dataset.cache_gb=0.00001"),
+        ],
+        0,
+        1,
+    ),
+    ids=" ".join,
+)
+def test_a_training_from_a_store_has_the_bits_of_one_from_a_folder(
+    words: tuple[str, ...], store: Store, folder: Path, tmp_path: Path, accepted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "BLOCK", 10_000)  # a copy takes several reads, which workers begin
+    expected = accepted("train", *SMALL, f"data.root={folder}").summary["weights_sha256"]
+    result = accepted("train", *SMALL, f"data.root={store.url}", *words)
+    assert result.summary["weights_sha256"] == expected
+    assert "warning" not in (result.out + result.err).lower()
+    kept = list((tmp_path / "user").rglob("*.copy"))
+    assert len(kept) == 3 * (words[-1] == "data.dataset.cache_gb=1"), "in the user's folder for caches"
+    store.seen.clear()
+    evaluated = accepted("eval", f"ckpt_path={result.directory}", "split=val")
+    assert len(store.ranges()) >= 12, "a checkpoint does not say that copies are to be kept"
+    assert "warning" not in (evaluated.out + evaluated.err).lower()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(2, 0), pytest.param((0, 2), marks=MARK)], ids=str)
+def test_a_killed_run_goes_on_with_other_workers_and_reads_what_follows_only(
+    workers: tuple[int, int], store: Store, accepted: Any, killed: Callable[..., Path]
+) -> None:
+    words = (*SMALL, f"data.root={store.url}", "checkpoint.every_steps=2", "evaluate.every_epochs=2")
+    accepted("train", *words, "max_steps=1")  # so that the indexes are there
+    store.seen.clear()
+    whole = accepted("train", *words, "data.num_workers=0")
+    all_of_it = Counter(store.ranges())
+    directory = killed(5, *words, f"data.num_workers={workers[0]}")
+    store.seen.clear()
+    resumed = accepted("train", f"ckpt_path={directory}", "callbacks=none", f"data.num_workers={workers[1]}")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    rest = Counter(store.ranges())
+    assert rest - all_of_it == Counter()
+    missing = all_of_it - rest
+    assert sorted(missing.values()) == [1] * 16, "the samples of the four steps before the checkpoint, and no others"
+    assert all(seen.end > 1000 for seen in missing if seen.end)
+
+
+def test_a_command_line_names_the_shards(folder: Path, accepted: Any) -> None:
+    names = (
+        'data.dataset.train="train/{012..012}.tar"',
+        "data.dataset.val=[train/000.tar]",
+        "data.dataset.test=val/024.tar",
+    )
+    named = accepted("train", *SMALL, f"data.root={folder}", *names, "evaluate.test=true").summary
+    (folder / "train" / "000.tar").rename(folder / "other.tar")
+    (folder / "val").rename(folder / "test")
+    (folder / "val").mkdir()
+    (folder / "other.tar").rename(folder / "val" / "000.tar")
+    listed = accepted("train", *SMALL, f"data.root={folder}", "evaluate.test=true").summary
+    assert named["weights_sha256"] == listed["weights_sha256"]
+    assert named["test"] == listed["test"]
+
+
+def test_keeping_copies_of_local_files_is_said_to_have_no_effect(folder: Path, accepted: Any) -> None:
+    said = accepted("train", *SMALL, f"data.root={folder}", "data.dataset.cache_gb=1", "max_steps=1")
+    assert "data.dataset.cache_gb has no effect: the data are on this machine" in said.out + said.err
+
+
+@pytest.mark.extended
+def test_a_run_that_is_killed_three_times_in_an_epoch_has_the_bits_of_one_that_is_not(
+    store: Store, folder: Path, workdir: Path, accepted: Any, killed: Callable[..., Path]
+) -> None:
+    whole = accepted("train", *SMALL, f"data.root={folder}")
+    words = (*SMALL, "checkpoint.every_steps=1", "data.dataset.cache_gb=1", f"data.root={store.url}")
+    for step, workers, before in ((2, 2, ""), (4, 0, "after_2"), (5, 1, "after_4")):
+        more = (f"ckpt_path={before}",) if before else ()
+        killed(step, *words, *more, f"data.num_workers={workers}").rename(workdir / f"after_{step}")
+    resumed = accepted("train", "ckpt_path=after_5", "callbacks=none", "data.num_workers=2", f"data.root={folder}")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_read_a_store_as_they_read_a_folder(ranks: int, store: Store, folder: Path, accepted: Any) -> None:
+    words = (*SMALL, f"devices={ranks}", "device=cpu", "data.batch_size=6", "data.num_workers=1")
+    expected = accepted("train", *words, f"data.root={folder}").summary["weights_sha256"]
+    found = accepted("train", *words, f"data.root={store.url}", "data.dataset.cache_gb=1")
+    assert found.summary["weights_sha256"] == expected
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, pytest.param(0, marks=MARK)])
+def test_a_store_that_fails_ends_the_run_which_goes_on_later(
+    workers: int, store: Store, folder: Path, run: Any, accepted: Any
+) -> None:
+    expected = accepted("train", *SMALL, f"data.root={folder}").summary["weights_sha256"]
+    words = (
+        *SMALL,
+        f"data.root={store.url}",
+        f"data.num_workers={workers}",
+        "data.on_error=skip",
+        "checkpoint.every_steps=1",
+    )
+    stopped = accepted("train", *words, "max_steps=7")
+    store.faults.append(Fault("unavailable", key="train"))
+    store.seen.clear()
+    failed = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
+    assert failed.status == 1
+    assert "cannot read s3://bucket/" in failed.err
+    assert "Traceback" not in failed.err
+    assert "(6 attempts)" in failed.err
+    store.faults.clear()
+    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null")
+    assert resumed.summary["weights_sha256"] == expected
+    assert "skipped" not in resumed.summary, "an image that the store did not give is not a bad sample"
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=MARK)])
+def test_a_signal_ends_a_run_that_waits_for_the_store(
+    workers: int, store: Store, monkeypatch: pytest.MonkeyPatch, workdir: Path
+) -> None:
+    monkeypatch.setattr(remote, "DELAY_S", 0.5)
+    words = (*SMALL, f"data.root={store.url}", f"data.num_workers={workers}", "epochs=1000", "checkpoint.every_steps=1")
+    run = forked.ForkedProgram(("train", *words))
+    deadline = time.monotonic() + 60
+    while len(store.ranges()) < 150 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    store.faults.append(Fault("unavailable"))
+    time.sleep(1)
+    os.kill(run.pid, signal.SIGTERM)
+    began = time.monotonic()
+    status, (out, err) = run.wait(60), run.communicate()
+    assert status == 75, out + err
+    assert "stopped by SIGTERM; resume with" in out + err
+    assert time.monotonic() - began < (20 if workers else 2)
