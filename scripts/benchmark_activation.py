@@ -72,7 +72,7 @@ def compare(name: str, setting: Setting, options: argparse.Namespace) -> None:
     def autocast() -> contextlib.AbstractContextManager[object]:
         return torch.autocast(device.type, torch.bfloat16) if options.amp else contextlib.nullcontext()
 
-    done = checkpoint_activations(less, setting, images[:1], autocast)
+    done = checkpoint_activations(less, setting, lambda copies: less(images[:copies]), autocast)
     assert done is not None, "activation checkpointing is off"
     with autocast():
         before, after = kept(copy.deepcopy(plain), images), kept(copy.deepcopy(less), images)

@@ -14,6 +14,12 @@ epoch that decodes the images and writes the cache, and the epoch after it.
 `--train` trains a model on the batches instead, with the same loop for both and for the cache: a small one, whose step
 takes less than reading, and ResNet-18. It tells the processor time of the process that trains and of the workers, and
 what the model takes alone, which bounds every ratio.
+
+    pip install -e ".[peers]"
+    python scripts/benchmark_folder.py --images 200 --shrink 0.25 --rounds 5 --workers 2 --shards
+
+`--shards` packs the images into tar files, which `data=shards` and WebDataset read in turns with the two above; the size of the
+photographs is then 2000x1500.
 """
 
 from __future__ import annotations
@@ -21,9 +27,11 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,14 +83,8 @@ def make_folder(root: Path, images: int, shrink: float) -> None:
 
 def peer(root: Path, kind: str, size: int, workers: int) -> DataLoader[Any]:
     """What most training scripts have."""
-    crop = (
-        [transforms.Resize(size), transforms.CenterCrop(size)]
-        if kind == "middle"
-        else [transforms.RandomResizedCrop(size)]
-    )
-    steps = [*crop, transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
     return DataLoader(
-        ImageFolder(str(root), transforms.Compose(steps)),
+        ImageFolder(str(root), peer_transform(kind, size)),
         batch_size=BATCH,
         shuffle=True,
         num_workers=workers,
@@ -90,15 +92,39 @@ def peer(root: Path, kind: str, size: int, workers: int) -> DataLoader[Any]:
     )
 
 
-def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None = None) -> DataModule:
+def peer_transform(kind: str, size: int) -> Callable[[Any], Any]:
+    """Version 1 transforms of a PIL image."""
+    crop = (
+        [transforms.Resize(size), transforms.CenterCrop(size)]
+        if kind == "middle"
+        else [transforms.RandomResizedCrop(size)]
+    )
+    steps = [*crop, transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    composed: Callable[[Any], Any] = transforms.Compose(steps)
+    return composed
+
+
+def web_dataset(shards: Path, kind: str, size: int, workers: int) -> DataLoader[Any]:
+    """WebDataset's own loader, as its documentation has it."""
+    import webdataset
+
+    files = sorted(map(str, shards.glob("train/*.tar")))
+    samples = webdataset.WebDataset(files, shardshuffle=len(files), seed=0).shuffle(1000).decode("pil")
+    pairs = samples.to_tuple("jpg", "cls").map_tuple(peer_transform(kind, size), int).batched(BATCH)
+    return webdataset.WebLoader(pairs, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+
+
+def ours(
+    root: Path, kind: str, size: int, workers: int, cache_dir: Path | None = None, source: str = "folders.image_folder"
+) -> DataModule:
     """The same through the program's own configuration."""
     data = Data(
-        dataset={"_target_": "runner.data.sources.folders.image_folder"},
+        dataset={"_target_": f"runner.data.sources.{source}"},
         root=str(root),
         batch_size=BATCH,
         image_size=size,
         num_workers=workers,
-        normalize=Normalize(MEAN, STD),
+        normalize=Normalize(mean=MEAN, std=STD),
         split=Split(val=0, test=0),
         cache=None if cache_dir is None else "disk",
         cache_dir=None if cache_dir is None else str(cache_dir),
@@ -160,6 +186,32 @@ def compare(root: Path, kind: str, arguments: argparse.Namespace, workers: int) 
         f"{statistics.median(theirs.wall / ours_.wall for theirs, ours_ in pairs):.2f} | "
         f"{busy[0]:.2f} | {busy[1]:.2f} | {statistics.median(theirs.cpu / ours_.cpu for theirs, ours_ in pairs):.2f} |"
     )
+
+
+def compare_shards(root: Path, kind: str, arguments: argparse.Namespace, workers: int) -> Iterator[str]:
+    """A row for each source of images: rates, processor time, and the median of its ratios to the first one's."""
+    size, shards = arguments.size, root.parent / "shards"
+    folders, packed = ours(root, kind, size, workers), ours(shards, kind, size, workers, source="shards.shards")
+    theirs, theirs_packed = peer(root, kind, size, workers), web_dataset(shards, kind, size, workers)
+    turns: dict[str, Callable[[], Iterable[Any]]] = {
+        "ImageFolder": lambda: theirs, "WebDataset": lambda: theirs_packed,
+        "runner, image_folder": epochs(folders), "runner, shards": epochs(packed),
+    }  # fmt: skip
+    found: dict[str, list[Cost]] = {source: [] for source in turns}
+    for turn in range(arguments.rounds + 1):
+        for source, epoch in turns.items():
+            spent = cost(epoch, arguments.images)
+            if turn:  # the first one starts the workers
+                found[source].append(spent)
+    folders.close()
+    packed.close()
+    for source, costs in found.items():
+        rate, busy = (statistics.median(values) for values in zip(*costs, strict=True))
+        pairs = list(zip(found["ImageFolder"], costs, strict=True))
+        ratios = [statistics.median(getattr(them, of) / getattr(us, of) for them, us in pairs) for of in Cost._fields]
+        numbers = [f"{arguments.images / rate:,.0f}", f"{ratios[0]:.2f}"]
+        numbers += [f"{1000 * busy / arguments.images:.2f}", f"{ratios[1]:.2f}"]
+        yield f"| {kind} | {source} | {' | '.join(numbers)} |"
 
 
 def with_cache(root: Path, arguments: argparse.Namespace, workers: int) -> str:
@@ -261,6 +313,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shrink", type=float, default=1.0, help="files of 500x375 pixels divided by this")
     parser.add_argument("--train", action="store_true", help="train a model on the batches")
+    parser.add_argument("--shards", action="store_true", help="read tar files too")
     parser.add_argument("--models", nargs="+", default=["small", "resnet18"], choices=["small", "resnet18"])
     arguments = parser.parse_args()
     configure_torch(CPU, torch.get_num_threads(), False, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
@@ -284,6 +337,14 @@ def main() -> None:
             for workers in arguments.workers:
                 for name in arguments.models:
                     print(*training(root, name, arguments, workers), sep="\n", flush=True)
+            return
+        if arguments.shards:
+            words = ("data=image_folder", f"data.root={root}", f"output={root.parent / 'shards'}", "shard_samples=50")
+            subprocess.run([sys.executable, "-m", "runner", "pack", *words], check=True)
+            print("| transforms | source | images/s | ratio | CPU ms per image | ratio |\n|---|---|---|---|---|---|")
+            for workers in arguments.workers:
+                for kind in ("middle", "random"):
+                    print(*compare_shards(root, kind, arguments, workers), sep="\n", flush=True)
             return
         print("| transforms | workers | peer images/s | runner | ratio | peer CPU ms an image | runner | ratio |")
         print("|---|---|---|---|---|---|---|---|")
