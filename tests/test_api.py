@@ -258,6 +258,7 @@ def test_what_ends_a_run_raises_as_it_is(workdir: Path, monkeypatch: pytest.Monk
     assert Path("run/summary.json").is_file()
 
 
+@pytest.mark.extended
 def test_a_model_needs_no_package_that_only_trained_it(
     accepted: Any, rejected: Any, workdir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_killed_run_ends_with_the_same_bits(train: Any, killed: Any, name: str
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_two_ranks_train_learned_weights_as_one_does(train: Any, pool: RankPool) -> None:
     words = (*WORDS, loss("Weighted"), "dtype=float64", "accumulate=2", "grad_clip.norm=0.5")
@@ -101,6 +102,7 @@ def test_two_ranks_train_learned_weights_as_one_does(train: Any, pool: RankPool)
         assert max(float((two[name] - tensor).abs().max()) for name, tensor in one.items()) < 1e-12
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("on_oom", some(["raise", "split"], 0))
 def test_what_a_loss_keeps_is_that_of_the_first_rank(train: Any, pool: RankPool, on_oom: str) -> None:

@@ -73,6 +73,7 @@ def test_a_table_of_classes(story: Any, pictures: Path, workdir: Path) -> None:
     assert rest.directory.is_dir()
 
 
+@pytest.mark.extended
 def test_a_table_of_numbers_read_by_workers(story: Any, pictures: Path) -> None:
     story(
         "data=csv", f"data.root={pictures}", "data.dataset.label_columns=age", "data.dataset.kind=regression", *SMALL,
@@ -80,6 +81,7 @@ def test_a_table_of_numbers_read_by_workers(story: Any, pictures: Path) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "words", some([("accumulate=2",), ("data.num_workers=2", "data.hflip=0.5", "transform=strong")], 0)
 )
@@ -96,6 +98,7 @@ ROWS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", some(ROWS, 0))
 def test_a_table_with_several_columns_of_targets(kind: str, story: Any, pictures: Path) -> None:
     columns, *words = ROWS[kind]

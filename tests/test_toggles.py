@@ -243,6 +243,7 @@ def test_the_header_says_what_was_chosen_and_why(call: Any) -> None:
     assert "warning: compiler has no effect: nothing is compiled, as compile=false" in shown
 
 
+@pytest.mark.extended
 def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(call: Any) -> None:
     node = {"_target_": "runner.models.mlp.MLP", "hidden": [8]}
     small: dict[str, Any] = {"model": node, "data.drop_last": True, "activation_checkpointing": "layers"}

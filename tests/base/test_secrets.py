@@ -209,6 +209,7 @@ def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
     assert _leaks(workdir / "sweep") == []
 
 
+@pytest.mark.extended
 def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(
     run: Any, accepted: Any, sending: Any
 ) -> None:

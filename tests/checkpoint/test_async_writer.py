@@ -241,6 +241,7 @@ def test_a_buffer_that_is_infinite_by_design_is_saved(train: Any) -> None:
     assert read(result.directory / "checkpoints" / "last.safetensors")["model"]["mask"].isinf().any()
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Any, background: bool) -> None:
@@ -265,6 +266,7 @@ def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Any, back
     assert best["metrics"]["best"]["global_step"] == best["position"]["global_step"]
 
 
+@pytest.mark.extended
 def test_going_on_from_an_older_checkpoint_makes_it_the_last(run: Any, train: Any, train_once: Any, own: None) -> None:
     whole = train_once(*SMALL)
     digest = whole.summary["weights_sha256"]

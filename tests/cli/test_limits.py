@@ -33,6 +33,7 @@ def test_looking_whether_a_folder_can_be_made_leaves_nothing(rejected: Any, work
     assert [path for path in workdir.rglob("*") if path.name.startswith(".runner_")] == []
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("given", some([("data.placement=disk", "data.num_workers=2"), ("devices=2",)], 1))
 def test_a_limit_on_open_files_is_a_sentence(workdir: Path, given: tuple[str, ...]) -> None:

@@ -377,6 +377,7 @@ small.preferred_data = lambda: {"image_size": 12, "normalize": {"mean": [0.4], "
 """
 
 
+@pytest.mark.extended
 def test_a_run_whose_model_wants_its_images_so_goes_on_with_the_same_command(run, train, workdir, monkeypatch):
     (workdir / "wanting.py").write_text(WANTED, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))

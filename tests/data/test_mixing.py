@@ -212,6 +212,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.extended
 def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than_without(
     train: Any,
 ) -> None:

@@ -127,6 +127,7 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
         assert memory[1].dtype == (torch.float32 if target in MIX else torch.int64)
 
 
+@pytest.mark.extended
 def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Any) -> None:
     words = ("data=synthetic", "data.dataset.samples=40", "data.image_size=8", "data.batch_size=16", "data.hflip=0.5")
     node = compose(*words, "transform=augmix").values["transform"]

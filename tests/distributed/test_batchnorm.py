@@ -18,6 +18,7 @@ from runner.base.errors import Problem, UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, synchronize
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", some([2, 3], 0))
 def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(

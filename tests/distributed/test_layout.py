@@ -146,6 +146,7 @@ def test_what_has_no_effect_is_said(compose: Callable[..., Any]) -> None:
     assert "data.batch_size=64 is smaller than 128 ranks" in warnings
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes sent are counted by /proc")
 def test_real_ranks_report_what_was_predicted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

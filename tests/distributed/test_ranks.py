@@ -122,6 +122,7 @@ def by_agent(*words: str) -> tuple[int, str]:
     return status or other, err + noise
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("start", some([by_agent, by_torchrun], 0))
 def test_ranks_of_torchrun_follow_rank_0(here: Path, start: Callable[..., tuple[int, str]]) -> None:
     status, err = start("train", *WORDS, "max_steps=4", "hydra.run.dir=run")

@@ -80,6 +80,7 @@ def test_accumulation_clipping_an_average_and_resuming_across_strategies(
     assert "rank 1 keeps" in (two.directory / "logs" / "rank_1.log").read_text()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_parts_of_a_model_that_are_frozen_recomputed_and_gathered_apart(runs: Callable[..., Any]) -> None:
     keys = ("fsdp.blocks=[blocks.1]", "fsdp.reshard_after_forward=false")

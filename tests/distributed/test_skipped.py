@@ -55,6 +55,7 @@ def weights(run: Any) -> dict[str, Any]:
     return load_file(run.directory / "checkpoints" / "last.safetensors")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_ranks_and_workers_skip_the_same_samples_and_list_them_once(
     here: Path, train: Callable[..., Any], run: Callable[..., Any], pool: Any

@@ -46,6 +46,7 @@ def test_eval_gives_the_numbers_of_one_process(call: Any, workdir: Path) -> None
     assert "confusion" in one
 
 
+@pytest.mark.extended
 def test_predict_writes_the_rows_of_one_process(call: Any, workdir: Path) -> None:
     (workdir / "images").mkdir()
     for number in range(11):

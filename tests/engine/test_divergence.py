@@ -48,6 +48,7 @@ def test_a_run_that_diverges_ends_with_status_3_and_nothing_that_is_not_finite(
     assert "weights_sha256" not in result.summary
 
 
+@pytest.mark.extended
 def test_checkpoints_from_before_remain_and_resume(
     run: Any, train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

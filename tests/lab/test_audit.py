@@ -137,6 +137,7 @@ def test_a_key_that_may_change_bits_is_said_to_be_expected(audit: Callable[..., 
     assert learned["cause"]["text"] == "seed changes what is learned, so this is expected"
 
 
+@pytest.mark.extended
 def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
     audit: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
@@ -148,6 +149,7 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
     assert found["notes"] == ["2 steps instead of 9: the run ends there"]
 
 
+@pytest.mark.extended
 def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
     directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
     whole = directory / "checkpoints" / "step_0000000005.safetensors"

@@ -43,6 +43,7 @@ def test_runs_that_only_differ_in_what_changes_no_bit_are_the_same(
     assert "no difference: both checkpoints are the same bits, and so are 5 lines of the logs" in shown.out
 
 
+@pytest.mark.extended
 def test_the_first_step_whose_loss_differs_and_the_first_tensor_are_named(
     train: Callable[..., Any], compared: Callable[..., Any], run: Callable[..., Any]
 ) -> None:

@@ -108,6 +108,7 @@ def test_toggles_that_pay_are_found_and_combined_and_the_combination_recommended
     assert {word.split("=")[0] for word in found["recommended"]} == {"amp", "channels_last"}
 
 
+@pytest.mark.extended
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
     run: Callable[..., Any], parts: None, workdir: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     assert found["by_name"]["amp=bf16"]["ratio"]["median"] > 1.5
 
 
+@pytest.mark.extended
 def test_the_config_of_a_checkpoint_is_measured_with_the_line_on_top(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:

@@ -112,6 +112,7 @@ def test_preprocessing_goes_into_the_model_where_asked(
     torch.testing.assert_close(loaded(digits()["train"].images[:9]), model(normalised(9)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
@@ -200,6 +201,7 @@ def test_what_a_untrusted_names_is_not_built(run: Callable[..., Any], trained: P
     assert "its package is not trusted" in result.err
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", ["torch_export", "safetensors", "torchscript", pytest.param("onnx", marks=needs("export"))]
 )

@@ -163,6 +163,7 @@ def asked(session: Any, description: dict[str, Any], images: list[np.ndarray]) -
     return powers / powers.sum(1, keepdims=True)  # type: ignore[no-any-return]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "words",
     some(

@@ -196,6 +196,7 @@ def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], 
     assert {name: found[name] for name in written} == written
 
 
+@pytest.mark.extended
 def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: Callable[..., Any]) -> None:
     assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png"]
     shapes = {
@@ -218,6 +219,7 @@ def trained(train_once: Callable[..., Any]) -> Any:
     return train_once(*SMALL, "epochs=1", "optimizer.lr=0.02")
 
 
+@pytest.mark.extended
 def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
     trained: Any, inspect: Callable[..., Any], run: Callable[..., Any]
 ) -> None:

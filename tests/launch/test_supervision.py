@@ -96,6 +96,7 @@ def test_ranks_that_were_not_started_are_named(
     assert not (workdir / "run").exists()
 
 
+@pytest.mark.extended
 def test_a_rank_without_rank_0_says_where_it_looked_for_it(workdir: Path, as_rank: Callable[..., str]) -> None:
     port = as_rank(WORLD_SIZE="2", RANK="1")
     assert f"error: rank 0 of 2 does not answer at localhost:{port}" in ended("dist.timeout_s=1")

@@ -204,6 +204,7 @@ def test_an_argument_out_of_range_is_named(build: Callable[[], nn.Module], messa
         build()
 
 
+@pytest.mark.extended
 def test_small_cnn_learns_digits() -> None:
     from sklearn.datasets import load_digits
 

@@ -100,6 +100,7 @@ def test_vit_is_built_for_the_size_of_the_images() -> None:
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
 
 
+@pytest.mark.extended
 def test_trying_the_size_leaves_no_trace() -> None:
     torch.manual_seed(3)
     tried = classifier(NAME, 4, 3, image_size=(32, 32))
@@ -211,6 +212,7 @@ def test_random_weights_want_nothing(compose: Callable[..., Any]) -> None:
     assert (data.image_size, dataclasses.asdict(data.normalize)) == (before["image_size"], before["normalize"])
 
 
+@pytest.mark.extended
 def test_trained_weights_are_fitted_frozen_and_said_to_be(
     stored: dict[str, Tensor], train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
@@ -260,6 +262,7 @@ def test_a_model_that_recolours_its_input_for_its_weights_does_so_without_fetchi
     assert vit.image_size == 384
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "side"), some([("googlenet", 64), ("inception_v3", 96)], 0, several=True))
 def test_weights_of_models_with_auxiliary_heads_are_taken_and_the_heads_left_out(
     name: str, side: int, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from extended import MARK
 from extras import needs
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -28,7 +29,7 @@ _OF_EXTRAS = ("timm", "smp")
 _PARAMETERS = [
     pytest.param(
         path,
-        marks=[needs(path.stem)] if path.stem in _OF_EXTRAS else [],
+        marks=[needs(path.stem)] if path.stem in _OF_EXTRAS else [MARK] if path.stem == "torchvision_detection" else [],
         id=f"{path.parent.name}/{path.stem}",
     )
     for path in FILES

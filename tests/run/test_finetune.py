@@ -265,6 +265,7 @@ def test_a_head_that_was_made_for_other_classes_may_be_replaced(built: Any) -> N
     assert training.model.head.out_features == len(training.data.classes)
 
 
+@pytest.mark.extended
 def test_a_checkpoint_with_another_head_is_enough_for_an_evaluation(call: Any, accepted: Any) -> None:
     folder = call(**{"model.head": [6]}, max_steps=1, init=["normal", "prior_bias"])["folder"]
     accepted("eval", f"ckpt_path={folder}", "split=val", "threads=1")

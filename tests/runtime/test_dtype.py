@@ -49,6 +49,7 @@ def test_images_targets_outputs_loss_and_averages_are_float64(words: tuple[str, 
         assert float(run.state.meter.read()) != float(torch.tensor(run.state.meter.read()))
 
 
+@pytest.mark.extended
 def test_a_run_starts_from_the_weights_of_float32_and_can_be_evaluated(train: Any, accepted: Any) -> None:
     words = ("max_steps=4", "log.every_steps=1", "evaluate.test=false", "model=mlp")
     plain, wide = train(*words), train(*words, "dtype=float64")

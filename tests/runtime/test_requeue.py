@@ -153,6 +153,7 @@ def test_the_same_command_goes_on_with_the_rates_that_it_found(
     assert "range test" not in second.out
 
 
+@pytest.mark.extended
 def test_bad_neighbours_are_skipped_with_a_warning(again: Any, workdir: Path) -> None:
     first = again()
     assert first.status == 75, first.err

@@ -13,6 +13,7 @@ from runner.config.schema import Train
 from runner.sweeps.plan import TOGGLES, toggles_off
 
 
+@pytest.mark.extended
 def test_each_toggle_that_is_on_is_off_in_one_job(run, tiny):
     words = ("sweep=ablate", "ema=0.9", "data.shift=0", "model.dropout=0.1", "optimizer.weight_decay=0")
     words += ("transform=none", "grad_clip.norm=1.0")

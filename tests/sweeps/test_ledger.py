@@ -47,6 +47,7 @@ def test_a_finished_sweep_is_not_repeated_and_its_table_is_shown(sweep, two_jobs
     assert started(folder) == ["0", "1"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("words", "new"), [(["seed=2,0,1"], ["2"]), (["seed=0", "optimizer.lr=0.02,0.03", "sweep.dir=FOLDER"], ["2", "3"])]
 )
@@ -171,7 +172,7 @@ def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
             lambda text: text[:-20],
             lambda text: text[40:],
         ],
-        *(0, 1, 3),
+        *(0, 3),
     ),
     ids=["deleted", "foreign lines", "cut line", "cut launch"],
 )

@@ -143,6 +143,7 @@ def test_a_preset_starts_a_sweep_without_the_flag(sweep):
     assert seeds == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.extended
 def test_a_sweep_that_an_experiment_asks_for_is_one(sweep, workdir):
     (workdir / "mine" / "experiment").mkdir(parents=True)
     text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optimizer: sgd,adam\n"
@@ -153,6 +154,7 @@ def test_a_sweep_that_an_experiment_asks_for_is_one(sweep, workdir):
     assert kinds == ["torch.optim.SGD", "torch.optim.Adam"]
 
 
+@pytest.mark.extended
 def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
     monkeypatch.setattr("runner.sweeps.folder.timestamp", lambda: "2026-11-20_10-31-07")
     folders = [sweep("--multirun", "seed=0", "sweep.new=true")[1] for _ in range(2)]
@@ -218,6 +220,7 @@ def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
     assert contents(first_sweep / "0") == before
 
 
+@pytest.mark.extended
 def test_a_pattern_of_options_makes_a_job_of_each(sweep):
     result, folder = sweep("--multirun", "model=glob([m*,small*])", "~model.width")
     assert result.status == 0, result.err

@@ -86,6 +86,7 @@ def ended(workdir: Path) -> int:
     return len(list(workdir.glob("outputs/*/sweeps/*/*/summary.json")))
 
 
+@pytest.mark.extended
 def test_a_search_ends_with_its_best_trial_as_a_preset_and_the_same_command_asks_for_more(search, run, tiny, workdir):
     words = (*SEARCH, "search.model={choice: [mlp, small_cnn]}", "~model.width")
     out, folder = search(*words, "search.trials=2")
@@ -137,6 +138,7 @@ def test_a_pruned_trial_stops_at_an_evaluation_with_a_checkpoint_and_is_not_run_
     assert digests(folder) == before
 
 
+@pytest.mark.extended
 def test_a_trial_has_a_job_for_each_seed_and_the_mean_of_each_objective_at_their_best_evaluations(search):
     words = ("search.objectives={val/accuracy: max, val/loss: min}", "search.optimizer.amsgrad={choice: [true]}")
     out, folder = search(*SEARCH, *words, "search.seeds=[3, 4]", "search.trials=2")
@@ -160,6 +162,7 @@ def test_an_objective_that_no_run_has_ends_the_search_and_one_that_is_not_finite
     assert "trial 1: failed: an objective is not finite" in out
 
 
+@pytest.mark.extended
 def test_a_failed_job_is_a_failed_trial_and_fail_fast_asks_for_no_other(search):
     words = ("sweep=optuna", "search.model.width={choice: [0, 4]}", "search.pruner=none", "search.sampler=random")
     out, folder = search(*words, "search.trials=3", status=1)
@@ -197,6 +200,7 @@ def test_results_that_the_study_has_stay_when_code_changes_and_other_trials_run_
     assert {path.parent.name for path in folder.glob("*/summary.json")} == {"0", "1", "2"}
 
 
+@pytest.mark.extended
 def test_trials_with_the_values_of_one_that_runs_wait_for_its_result(search):
     words = ("search.seed={choice: [0, 1]}", "search.sampler=random", "search.trials=6", "epochs=3")
     pool = ("search.jobs=3", "hydra/launcher=pool", "hydra.launcher.per_device=2")

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from extended import some
 from lock_holder import held_elsewhere
 from stored_sweeps import LAUNCH, FakeTerminal, make_job
 
@@ -204,7 +205,7 @@ def test_on_a_terminal_lines_stay_above_the_live_table_and_without_one_there_are
     assert (display.live, stream.getvalue()) == (False, "job 1 of 4: lr=0.1: started: CPU 0\n")
 
 
-@pytest.mark.parametrize(("now", "pause"), [(False, 1.0), (True, 0.0)])
+@pytest.mark.parametrize(("now", "pause"), some([(False, 1.0), (True, 0.0)], 1, several=True))
 def test_a_display_draws_at_most_once_a_second_and_for_a_twentieth_of_the_time(tmp_path, terminal, now, pause):
     for number in range(50):
         job(tmp_path / str(number), [f"seed={number}"], "finished", value=0.5)

@@ -233,6 +233,7 @@ def _opened(path: str) -> Image.Image:
         return image
 
 
+@pytest.mark.extended
 def test_masks_are_written_as_index_pictures_with_a_palette(
     train: Callable[..., Any], ok: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
@@ -290,6 +291,7 @@ def test_boxes_are_nested_lists_and_files_need_no_targets(train: Callable[..., A
     assert Path("two.csv").read_bytes() == Path("rows.csv").read_bytes()
 
 
+@pytest.mark.extended
 def test_rows_of_pairs_come_from_the_modules_that_the_task_adds(
     train: Callable[..., Any], ok: Callable[..., Any]
 ) -> None:
@@ -309,6 +311,7 @@ def test_a_task_with_rows_alone_trains_as_a_supervised_one(train: Callable[..., 
     assert set(json.loads(Path("rows.jsonl").read_text().splitlines()[0])) == {"sample", "mean"}
 
 
+@pytest.mark.extended
 def test_inspect_shows_the_samples_with_the_largest_loss(train: Callable[..., Any], ok: Callable[..., Any]) -> None:
     directory = train(*BOXES).directory
     found = ok("inspect", f"ckpt_path={directory}", "split=val", "samples=3")

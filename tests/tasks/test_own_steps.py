@@ -257,7 +257,7 @@ def test_a_task_with_a_step_of_its_own_trains_logs_its_terms_and_is_tested(train
     assert set(result.summary["test"]) == {"loss"}
 
 
-@pytest.mark.parametrize("words", [VECTORS, BOXES], ids=["vectors", "boxes"])
+@pytest.mark.parametrize("words", some([VECTORS, BOXES], 1), ids=["vectors", "boxes"])
 def test_workers_resumes_and_micro_batches_give_the_same_weights(
     train: Callable[..., Any], words: tuple[str, ...]
 ) -> None:
@@ -339,6 +339,7 @@ def test_a_checkpoint_with_damaged_terms_is_a_sentence(train: Callable[..., Any]
     assert "metrics.terms is not running means by name" in result.err
 
 
+@pytest.mark.extended
 def test_a_model_that_was_trained_with_a_projection_is_used_without_it(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:

@@ -251,6 +251,7 @@ def test_initial_weights_are_drawn_and_residual_blocks_start_as_shortcuts(
     assert "init: prior_bias does not apply" in prior.err
 
 
+@pytest.mark.extended
 def test_check_finds_nothing_in_healthy_tasks_and_skips_what_does_not_apply(record: Callable[..., Any]) -> None:
     contrast = ("data=digits", "transform=none", "model=mlp", "model.hidden=[32]", "loss=none")
     of_pairs = (*contrast, "task._target_=own_steps.Contrast", "optimizer.lr=0.001")

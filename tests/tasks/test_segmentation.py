@@ -42,6 +42,7 @@ def weights(result: Any) -> dict[str, torch.Tensor]:
     return {name: saved[name] for name in saved if name.startswith(("fine", "coarse", "head"))}
 
 
+@pytest.mark.extended
 def test_a_small_model_learns_shapes_and_eval_shows_each_class(
     train: Callable[..., Any], accepted: Callable[..., Any], workdir: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_batch_that_is_divided_unevenly_trains_the_same_weights(train: Callabl
     assert after["loss"] == pytest.approx(before["loss"], abs=1e-10)
 
 
+@pytest.mark.extended
 def test_the_size_of_batches_does_not_change_an_evaluation(
     train: Callable[..., Any], accepted: Callable[..., Any]
 ) -> None:
@@ -335,6 +337,7 @@ def test_models_of_smp_train(train: Callable[..., Any], rejected: Callable[..., 
     assert segmenter("Unet", 2, encoder="resnet18", encoder_weights="imagenet", fetch_weights=False)
 
 
+@pytest.mark.extended
 def test_another_loss_and_another_metric(train: Callable[..., Any]) -> None:
     metric = "metrics.jaccard={_target_: torchmetrics.classification.MulticlassJaccardIndex, num_classes: 3, ignore_index: 255}"
     for words in (("loss=focal",), ("loss=cross_entropy", "loss.label_smoothing=0.1", "loss.class_weights=[1,2,3]")):

@@ -74,6 +74,7 @@ def test_a_confusion_matrix_takes_odd_names_an_empty_class_and_a_long_title(tmp_
     assert _border_is_white(tmp_path / "cm.png")
 
 
+@pytest.mark.extended
 def test_numbers_appear_only_while_they_fit(tmp_path):
     for count, expected in ((25, True), (26, False)):
         confusion_matrix([[777] * count] * count, [], tmp_path / "cm.svg", "val")
@@ -91,6 +92,7 @@ assert not {"matplotlib.pyplot", "tkinter"} & {*sys.modules}
     assert (tmp_path / "cm.png").stat().st_size > 1000
 
 
+@pytest.mark.extended
 def test_numbers_and_names_without_bounds_give_a_picture_with_bounds(tmp_path):
     lines = [json.dumps({"global_step": 1, "split": "train", f"metric_{number}": 10**400}) for number in range(200)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")

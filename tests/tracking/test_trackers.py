@@ -297,6 +297,7 @@ def test_sync_of_a_run_that_goes_on_is_refused_with_its_process(workdir, server,
     assert server.runs[server.only]["status"] == "KILLED"
 
 
+@pytest.mark.extended
 def test_sync_sends_everything_if_the_state_is_damaged_or_missing(train, run, server):
     server.failure = "500"
     result = train("logger=mlflow", f"logger.mlflow.tracking_uri={server.uri}", "max_steps=5", "log.every_steps=1")
@@ -333,6 +334,7 @@ def test_values_that_are_no_numbers_are_sent_as_nan_and_a_link_in_a_run_director
     assert random.getstate() == before, "a tracker draws nothing from the random numbers of the run"
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow's own use of SQLAlchemy
 def test_a_database_in_a_file_is_read_back_by_mlflow_itself(tmp_path):
     run = tmp_path / "run"
@@ -369,6 +371,7 @@ def test_points_have_the_time_at_which_they_were_logged(tmp_path, server):
     assert all(first <= found <= last for found, (first, last) in zip(times, limits, strict=True))
 
 
+@pytest.mark.extended
 @needs("wandb")
 def test_offline_files_of_wandb_have_every_point_once(tmp_path, monkeypatch):
     from wandb_files import exit_codes, history

@@ -162,6 +162,7 @@ def large(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_an_image_with_more_pixels_than_allowed_stops_every_verb_that_reads_it(
     large: Path, train: Any, run: Any, rejected: Any
 ) -> None:
@@ -194,6 +195,7 @@ def test_an_image_with_more_pixels_than_allowed_is_skipped_or_listed(large: Path
     assert len(Path("rows.jsonl").read_text().splitlines()) == 40
 
 
+@pytest.mark.extended
 def test_resuming_on_other_data_is_refused_unless_it_is_meant(
     folder: Path, workdir: Path, train: Any, rejected: Any
 ) -> None:
@@ -232,6 +234,7 @@ def test_two_images_exchanged_between_classes_are_other_data(workdir: Path, trai
     assert "data.identity=ignore" in result.err
 
 
+@pytest.mark.extended
 def test_with_full_identity_every_byte_counts(workdir: Path, train: Any, rejected: Any) -> None:
     root = images(workdir / "images", count=80)
     for path in root.glob("*/*.png"):

@@ -120,6 +120,7 @@ def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Any) -> None
     assert found > 0.97
 
 
+@pytest.mark.extended
 def test_a_checkpoint_is_searched_with_what_is_trained_there(
     run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,7 @@ def test_a_resumed_run_ends_with_the_same_bits(words: tuple[str, ...], train: An
     assert again.summary["best"] == whole.summary["best"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("words", some([LABELS, NUMBERS], 0), ids=["labels", "numbers"])
 def test_two_processes_evaluate_as_one(words: tuple[str, ...], train: Any) -> None:
