@@ -34,7 +34,7 @@ SMALL = (
             ("data.num_workers=2",),
             ("data.num_workers=2", "data.dataset.cache_gb=1"),
             ("data.num_workers=0",),
-            ("data.num_workers=1", "data.dataset.cache_gb=1"),
+            ("data.num_workers=4", "data.dataset.cache_gb=1"),
             ("data.num_workers=1", "data.dataset.cache_gb=0.00001"),
         ],
         0,
@@ -49,7 +49,8 @@ def test_a_training_from_a_store_has_the_bits_of_one_from_a_folder(
     expected = accepted("train", *SMALL, f"data.root={folder}").summary["weights_sha256"]
     result = accepted("train", *SMALL, f"data.root={store.url}", *words)
     assert result.summary["weights_sha256"] == expected
-    assert "warning" not in (result.out + result.err).lower()
+    said = [line for line in (result.out + result.err).splitlines() if "CPU cores" not in line]
+    assert "warning" not in "".join(said).lower()
     kept = list((tmp_path / "user").rglob("*.copy"))
     assert len(kept) == 3 * (words[-1] == "data.dataset.cache_gb=1"), "in the user's folder for caches"
     store.seen.clear()
