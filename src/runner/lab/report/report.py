@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import os
+import shlex
 import sys
 from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -249,7 +250,7 @@ def _frame(rows: list[dict[str, Any]]) -> Any:
 
 
 _WIDEST_CELL = 40
-_MOST_NAMES, _MOST_TENSORS = 5, 20
+_MOST_NAMES = 5
 
 
 def show(found: Report, console: Console) -> None:
@@ -287,13 +288,9 @@ def _show_difference(found: Report, console: Console) -> None:
     console.line("weights" if one != other or one is None else "weights: the same bits", "bold")
     for name, digest in zip(names, both.sha256, strict=True):
         console.line(f"SHA-256 {digest or 'unknown'}  {name}")
-    if both.note:
-        console.line(both.note)
-    if both.tensors:
-        cells = [[each.name, f"{each.largest:.4g}", each.note] for each in both.tensors[:_MOST_TENSORS]]
-        _columns(console, "", ["tensor", "largest difference", ""], cells)
-        more = len(both.tensors) - _MOST_TENSORS
-        console.line(f"{f'{more} more tensors differ, ' if more > 0 else ''}{both.tensors_equal} tensors are equal")
+    if one != other:
+        sides = [f"{side}={run.path}" for side, run in zip("ab", found.runs, strict=True)]
+        console.line(f"tensor by tensor: python -m runner audit {shlex.join(sides)}")
 
 
 def _show_comparison(found: Report, console: Console) -> None:
