@@ -132,7 +132,6 @@ CASES = [
     Case("batches of two", ("data.batch_size=2",), "norm-statistics", "warn", "batch_size=2"),
     Case("last batch of one", ("data.batch_size=15",), "norm-statistics", "warn", "one sample"),
     Case("dropout of 0.9", ("model.dropout=0.9",), "dropout-rate", "warn", "90%"),
-    _net("dropped", "dropout-rate", "fail", "in forward"),
     Case("worst loss for best", ("checkpoint.monitor=val/loss", "checkpoint.mode=max"), "metric-direction", "fail",
          "whose min is best"),
     Case("accumulates all", ("accumulate=100",), "epoch-length", "warn", "accumulate=100"),

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 from torch import Tensor
 
 from runner.config.targets import preferred_data
 from runner.lab.check.context import CheckContext
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
-from runner.lab.check.split_stats import digests_of, is_classes
+from runner.lab.check.split_stats import digests_of
 
 _FAR = 20.0  # median deviations from the median that make an outlier
 _AUGMENTED = 128  # images that are augmented
 _EMPTIED = 0.15  # share of its contrast below which an image shows nothing
 _MANY = 0.01  # share of images above which a fault is not an accident
 _FEWEST = 16  # images that statistics are compared for
-_ENOUGH = 32  # images that say something about all of them
-_BORDER = 0.15  # share of each side; the digits of MNIST have 0.14
 
 
 @check("data", any_task=True)
@@ -198,21 +194,6 @@ def channel_order(context: CheckContext) -> Result:
     return passed(f"channel means {_numbers(ours[0])}")
 
 
-@check("data")
-def splits_alike(context: CheckContext) -> Result:
-    """Held-out images with another brightness or contrast than the training images."""
-    moments, found = _train_moments(context), []
-    for stats in context.held_out_stats:
-        other = stats.channel_statistics()
-        if int(stats.finite.sum()) >= _FEWEST:
-            away, wide = _distance(moments, other)
-            found.append((max(away / 0.5, wide / 1.5), stats.name, away, wide))
-    need(found, f"there is no other split of {_FEWEST} images")
-    worst, name, away, wide = max(found)
-    evidence = f"the mean of {name} is {away:.2f} deviations away, its contrast differs by a factor of {wide:.2f}"
-    return graded(evidence, f"read {name} as train is read: the same source, unit and transforms", warn=worst > 1)
-
-
 @check("data", any_task=True)
 def evaluation_transform(context: CheckContext) -> Result:
     """Random augmentation in an evaluation: the same sample gives different images."""
@@ -291,41 +272,3 @@ def input_size(context: CheckContext) -> Result:
     factor = (train[0] * train[1] / (plain[0] * plain[1])) ** 0.5
     evidence = f"{train[0]}x{train[1]} in training, {plain[0]}x{plain[1]} in evaluations"
     return graded(evidence, "the same size in transform.train and transform.eval", warn=not 0.75 <= factor <= 1.34)
-
-
-@check("data")
-def constant_areas(context: CheckContext) -> Result:
-    """A channel or a border that has the same values in all images."""
-    images, _ = context.train_images(_ENOUGH)
-    varies = (images != images[:1]).any(0)
-    need(varies.any(), "all images are equal")
-    if dead := [place for place, channel in enumerate(varies) if not bool(channel.any())]:
-        evidence = f"channel {join_names(dead)} is the same in all {len(images)} images"
-        return warned(evidence, "images without this channel")
-    margins = []
-    for lines in (varies.any(0).any(1), varies.any(0).any(0)):
-        places = lines.nonzero().flatten()
-        margins += [int(places[0]) / len(lines), 1 - (int(places[-1]) + 1) / len(lines)]
-    evidence = f"the borders that are the same in all {len(images)} images are at least {min(margins):.0%} wide"
-    return graded(evidence, "crop the images", warn=min(margins) >= _BORDER)
-
-
-@check("data")
-def colorless_class(context: CheckContext) -> Result:
-    """A class whose images have no color while those of the others have, or the reverse."""
-    images, targets = context.sample_images["train"]
-    need(
-        images.shape[1:2] == (3,) and is_classes(targets),
-        "the images have no three channels, or the targets no classes",
-    )
-    colored = ((images.amax(1) - images.amin(1)).flatten(1).amax(1) > 0.02).float()
-    shares = {
-        label: float(colored[targets == label].mean())
-        for label, count in Counter(targets.tolist()).items()
-        if count >= 8
-    }
-    need(len(shares) > 1, "fewer than two classes have 8 images")
-    low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    evidence = f"{shares[low]:.0%} of class {low} and {shares[high]:.0%} of class {high} have color"
-    warn = shares[low] < 0.05 and shares[high] > 0.95
-    return graded(evidence, "images of all classes from the same source", warn=warn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -325,24 +325,6 @@ def equal_units(context: CheckContext) -> Result:
         return warned(evidence, fix)
     what = f"of {count} weights have equal units that get equal gradients"
     return none_of(equal, what, fix, f"the units of {count} weights differ, or learn to")
-
-
-@check("model")
-def repeated_norms(context: CheckContext) -> Result:
-    """BatchNorm layers that update their running statistics several times in a step."""
-    modules = context.model.named_modules()
-    norms = [name for name, each in modules if isinstance(each, BATCH_NORM) and each.track_running_stats]
-    need(norms, "the model has no BatchNorm with running statistics")
-    calls: Counter[str] = Counter()
-    context.training.state.train()
-    with (
-        torch.no_grad(),
-        Observer(context.model, lambda name, module, _: calls.update({name: module.training}), names=norms),
-    ):
-        context.model(context.batch.images)
-    often = [name for name in norms if calls[name] > 1]
-    fix = "a BatchNorm for each place, or a single call"
-    return none_of(often, "BatchNorm layers run several times in a forward pass", fix, f"{len(norms)} run once", "warn")
 
 
 @check("model", any_task=True)

@@ -18,7 +18,6 @@ _CERTAIN = 20.0  # a logit that stands for certainty
 _MIXED, _REPEATED = 1e-3, 1e-4  # shares of the change of the sample's own outputs, and of their size
 _PUSHED = (1e-2, 1e2, 1e4)  # sizes of random weights in the last layer
 _SAMPLES = 32  # of the batch, for these weights
-_PASSES = 32  # with other random numbers each, for the mean of outputs in training mode
 
 
 def _evaluated(context: CheckContext, images: Tensor, seed: int = 0) -> Tensor:
@@ -152,22 +151,3 @@ def reachable_targets(context: CheckContext) -> Result:
     margin = 1e-3 * float(values.std())
     outside = float(((values < low - margin) | (values > high + margin)).float().mean())
     return graded(f"{evidence}; {outside:.0%} of the targets are outside", fix, fail=outside > 0.01)
-
-
-@check("outputs")
-def output_scale(context: CheckContext) -> Result:
-    """Outputs of another scale in training mode than in evaluation mode, for example with dropout that is not rescaled."""
-    norms = any(isinstance(each, BATCH_NORM) and each.track_running_stats for each in context.model.modules())
-    need(not norms, "the statistics of BatchNorm are not those of the data before training")
-    images = context.batch.images
-    with torch.no_grad():
-        context.model.eval()
-        plain = context.model(images).double()
-        context.training.state.train()
-        mean = torch.stack([context.model(images).double() for _ in range(_PASSES)]).mean(0)
-    plain, mean = plain - plain.mean(0), mean - mean.mean(0)
-    need(float(plain.square().sum()) > 0, "the outputs do not depend on the images")
-    factor = float((plain * mean).sum() / plain.square().sum())
-    evidence = f"outputs in training mode are {factor:.2f} times those in evaluation mode on average"
-    fix = "nn.Dropout or F.dropout, which divide by 1 - p in training"
-    return graded(evidence, fix, warn=not 0.6 <= factor <= 1.67)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import torch
 
 from runner.base.errors import UserError
 from runner.config.keys import within
-from runner.lab.check.checks.model import Operations
 from runner.lab.check.context import BATCH_NORM, DROPOUT, CheckContext
 from runner.lab.check.result import NotApplicable, Result, check, failed, graded, join_names, need, passed, warned
 from runner.run.metrics import better
@@ -206,22 +205,8 @@ def norm_statistics(context: CheckContext) -> Result:
 
 @check("settings", any_task=True)
 def dropout_rate(context: CheckContext) -> Result:
-    """Dropout, as a layer or a function, that drops almost everything."""
+    """Dropout layers that drop almost everything."""
     rates = {name: float(each.p) for name, each in context.model.named_modules() if isinstance(each, DROPOUT)}
-
-    def look(name: str, arguments: Sequence[Any], output: Any) -> None:
-        drops = name in ("bernoulli_", "bernoulli", "native_dropout")
-        if drops and len(arguments) > 1 and isinstance(arguments[1], float):
-            # Those other than native_dropout are given the share that is kept.
-            rates[f"number {len(rates)} in forward"] = arguments[1] if name == "native_dropout" else 1 - arguments[1]
-
-    context.training.state.train()
-    with Operations(look), torch.no_grad():
-        if context.supervised:
-            dtype = getattr(torch, context.config.dtype)
-            context.model(torch.rand(2, *context.splits.image_shape).to(context.device, dtype))
-        else:
-            context.loss()
     if not any(rates.values()):
         return passed("there is none")
     name = max(rates, key=rates.__getitem__)
