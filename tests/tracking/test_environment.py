@@ -29,19 +29,13 @@ def test_devices_are_shown_with_their_memory_and_capability():
     assert ("cuda:0", "Some GPU, 80.0 GiB, capability 9.0") in lines(env)
 
 
-def test_what_is_seeded_and_what_same_bits_need_is_told(monkeypatch):
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+def test_what_same_bits_need_is_told():
     env = environment()
     table = dict(lines(env))
-    assert "each sample" in table["seeded by seed="]
-    assert "numpy.random.default_rng()" in table["not seeded"]
-    assert "PYTHONHASHSEED is not set" in table["not seeded"]
     for need in (f"torch {torch.__version__}", f"{torch.get_num_threads()} thread", env["torch"]["cpu_capability"]):
         assert need in table["same bits need"]
     env["devices"] = [{"name": "Some GPU", "memory_bytes": 2**30, "capability": "9.0", "multiprocessors": 1}] * 2
     assert dict(lines(env))["same bits need"].endswith("; Some GPU (9.0); deterministic=true")
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert "PYTHONHASHSEED" not in dict(lines(environment()))["not seeded"]
 
 
 def test_passwords_and_keys_on_the_command_line_are_masked_and_other_variables_are_left_out(monkeypatch):

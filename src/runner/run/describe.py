@@ -177,6 +177,6 @@ def _repeating(config: Train, device: torch.device) -> list[Row]:
     some = " where available" if config.deterministic == "warn" else ""
     return [
         ("algorithms", f"deterministic{some}", f"deterministic={str(config.deterministic).lower()}"),
-        ("seeded", "Python, NumPy, torch, each sample", "not: generators created by other code; see env"),
+        ("seeded", "Python, NumPy, torch, each sample", "not: generators created by other code"),
         ("same bits", "on this machine", f"{where} may round differently"),
     ]

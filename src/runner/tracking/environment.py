@@ -30,16 +30,6 @@ _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED",
     "PYTORCH_ALLOC_CONF", "WORLD_SIZE", "SLURM_JOB_ID",
 )  # fmt: skip
-_SEEDED = (
-    "Python's random",
-    "NumPy's global generator",
-    "torch on the CPU and on every device",
-    "each sample, by (seed, epoch, sample), in any worker",
-)
-_NOT_SEEDED = (
-    "generators that code creates without a seed (numpy.random.default_rng(), random.Random())",
-    "the system's (os.urandom, uuid, secrets) and the time",
-)
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -48,9 +38,6 @@ def environment() -> dict[str, Any]:
     import psutil
     import torch
 
-    # The order of sets of strings differs from process to process, and may change results
-    unordered = os.environ.get("PYTHONHASHSEED", "random") == "random"
-    random = ["the order of sets of strings (PYTHONHASHSEED is not set)"] if unordered else []
     devices = map(
         torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     )
@@ -84,7 +71,6 @@ def environment() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "git": _git(),
         "command": mask_words(sys.orig_argv),
-        "repeating": {"seeded": list(_SEEDED), "not_seeded": [*_NOT_SEEDED, *random]},
     }
 
 
@@ -106,8 +92,6 @@ def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
         *env["variables"].items(),
         *([("git", git["commit"] + (", with uncommitted changes" if git["dirty"] else ""))] if git else []),
         ("command", " ".join(env["command"])),
-        ("seeded by seed=", "; ".join(env["repeating"]["seeded"])),
-        ("not seeded", "; ".join(env["repeating"]["not_seeded"])),
         ("same bits need", "; ".join(same_bits_need(env))),
     ]
 
