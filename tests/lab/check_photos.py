@@ -71,10 +71,6 @@ def again(images: Tensor, how: str) -> Tensor:
     """Pictures of the same things, so that no byte is the same."""
     if how == "mirrored":
         return images.flip(-1)
-    if how == "shifted":
-        return F.pad(images[..., 2:, 3:].float(), (0, 3, 0, 2), mode="replicate").to(torch.uint8)
-    if how == "cut out":
-        return resized(images[..., 3:-3, 3:-3], SIDE)
     if how == "rescaled":
         return resized(resized(images, SIDE // 2), SIDE)
     if how == "noisy":
@@ -162,7 +158,7 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
         theirs, right = theirs.clone(), right.clone()
         theirs[:40], right[:40] = again(images[:40], fault.removeprefix("again ")), targets[:40]
     elif fault == "late copies":  # after those that a comparison in order would look at
-        for place, how in enumerate(("mirrored", "shifted", "noisy", "encoded")):
+        for place, how in enumerate(("mirrored", "rescaled", "noisy", "encoded")):
             theirs[300 + 15 * place : 315 + 15 * place] = again(images[15 * place : 15 * place + 15], how)
     elif fault.startswith("test "):
         theirs = of_split(theirs, fault.removeprefix("test "))

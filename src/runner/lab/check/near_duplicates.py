@@ -1,18 +1,18 @@
-"""Similar pictures: mirrored, rotated, shifted, cropped, rescaled, noisy, brighter, grey, or compressed again."""
+"""Similar pictures: mirrored, turned, rescaled, noisy, brighter, grey, or compressed again."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _SAME = 0.9995  # correlation at which two thumbnails always count as the same picture
-_CLOSE = 0.88  # least correlation of the detail of a picture that was also moved
-_RATIO = 0.4  # most that the distance to the same picture may be of the distance to another one
+_CLOSE = 0.9  # least correlation of the detail of the same picture
+_RATIO = 0.25  # most that the distance to the same picture may be of the distance to another one
 _OTHERS = 3  # rank of that other picture, so that two copies of one picture do not hide each other
-_MARGIN = 2  # thumbnail pixels cut off at each border, and by how many pictures may be shifted
-_SCALES = (0.8, 0.9, 1.125, 1.25)
-_CANDIDATES = 16  # pictures that are compared in every position, those that are most similar at half the resolution
+_SIDE = 9  # pixels of the smallest thumbnails that have detail
 
 
 def unit_vectors(images: Tensor) -> Tensor:
@@ -31,50 +31,22 @@ def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Ten
     Unrelated photographs can have a correlation of 0.9, and images of one pattern with noise 0.99, so a correlation alone
     does not decide. The same picture occurs once: other pictures are much less similar to it.
     """
-    units = unit_vectors(known).T
-    correlation, place = torch.maximum(unit_vectors(queries) @ units, unit_vectors(queries.flip(-1)) @ units).max(1)
+    correlation, place = _correlations(unit_vectors, queries, known).max(1)
     same = correlation > _SAME
-    if min(known.shape[2:]) > 2 * _MARGIN + 4 and len(known) > _OTHERS:
-        aligned, candidates = _aligned_correlations(queries, known)
-        best, order = aligned.topk(_OTHERS, 1)
+    if min(known.shape[2:]) >= _SIDE and len(known) >= _OTHERS:
+        best, order = _correlations(_detail, queries, known).topk(_OTHERS, 1)
         found = (best[:, 0] > _CLOSE) & (1 - best[:, 0] < _RATIO * (1 - best[:, -1])) & ~same
-        correlation = torch.where(found, best[:, 0], correlation)
-        place = torch.where(found, candidates.gather(1, order[:, :1])[:, 0], place)
+        correlation, place = torch.where(found, best[:, 0], correlation), torch.where(found, order[:, 0], place)
         same |= found
     return correlation, place, same
 
 
-def _aligned_correlations(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """The best correlation of each query in any position with its candidates, and their places: (Q, M) each."""
-    height, width = (side - 2 * _MARGIN for side in known.shape[2:])
-    middle = known[:, :, _MARGIN:-_MARGIN, _MARGIN:-_MARGIN]
-    windows: list[Tensor] = []
-    for copies in _copies(queries):
-        down, right = (whole - side for whole, side in zip(known.shape[2:], copies.shape[2:], strict=True))
-        # Larger copies are cropped, because a negative padding crops.
-        fitted = F.pad(copies, (right // 2, right - right // 2, down // 2, down - down // 2))
-        windows += F.unfold(fitted, (height, width)).movedim(2, 0).reshape(-1, len(queries), 1, height, width)
-    # At half the resolution every second position is enough to find candidates.
-    pooled = _detail(F.avg_pool2d(middle, 2)).T
-    rough = torch.full((len(queries), len(known)), -1.0)
-    for window in windows[::2]:
-        rough = torch.maximum(rough, _detail(F.avg_pool2d(window, 2)) @ pooled)
-    candidates = rough.topk(min(_CANDIDATES, len(known)), 1).indices
-    theirs, best = _detail(middle)[candidates], torch.full(candidates.shape, -1.0)
-    for window in windows:
-        best = torch.maximum(best, (theirs @ _detail(window)[:, :, None])[:, :, 0])
-    return best, candidates
-
-
-def _copies(images: Tensor) -> list[Tensor]:
-    """Images as copies of them may be: shifted by half a pixel, rescaled, turned, and mirrored."""
-    right = (images + images.roll(1, 3)) / 2
-    found = [images, right, (images + images.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
-    for scale in _SCALES:
-        size = [round(side * scale) for side in images.shape[2:]]
-        found.append(F.interpolate(images, size, mode="bilinear", antialias=True))
-    found += [images.rot90(turns, (2, 3)) for turns in ((1, 2, 3) if images.shape[2] == images.shape[3] else (2,))]
-    return [*found, *(each.flip(-1) for each in found)]
+def _correlations(vectors: Callable[[Tensor], Tensor], queries: Tensor, known: Tensor) -> Tensor:
+    """The correlation of each query, turned and mirrored as it fits best, with each of the others: (Q, N)."""
+    turns = range(4) if queries.shape[2] == queries.shape[3] else (0, 2)
+    copies = [copy for turn in turns for copy in (queries.rot90(turn, (2, 3)), queries.rot90(turn, (2, 3)).flip(-1))]
+    others = vectors(known).T
+    return torch.stack([vectors(copy) @ others for copy in copies]).amax(0)
 
 
 def _detail(images: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ def leakage(context: CheckContext) -> Result:
 
 @check("labels")
 def near_duplicates(context: CheckContext) -> Result:
-    """Held-out images that nearly equal training images: mirrored, shifted, rescaled, brighter or compressed again."""
+    """Held-out images that nearly equal training images: mirrored, turned, rescaled, brighter or compressed again."""
     train = context.train_stats
     need(context.held_out_stats and len(train.thumbnails), "there is no other split")
     size = train.thumbnails.shape[1:]
