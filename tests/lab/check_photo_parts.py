@@ -258,10 +258,6 @@ BATCHES: dict[str, Callable[[Tensor], Tensor]] = {
     "tiny contrast": lambda x: 0.5 + 0.05 * (_floats(x) - 0.5),
     "dark": lambda x: _floats(x) * 0.3,
     "mostly erased": lambda x: torch.where((torch.arange(len(x)) % 3 > 0).view(-1, 1, 1, 1), 0.5, _floats(x)),
-    "corner": lambda x: F.interpolate(_floats(x)[..., :4, :4], x.shape[2:], mode="bilinear"),
-    "background": lambda x: torch.cat([_floats(x)[..., :5, :]] * 7, 2)[..., : x.shape[2], :],
-    "mostly shifted out": lambda x: F.pad(_floats(x), (0, round(0.85 * x.shape[3]), 0, 0))[..., -x.shape[3] :],
-    "sky": lambda x: F.interpolate(_floats(x)[..., :4, -4:], x.shape[2:], mode="bicubic").clamp(0, 1),
 }
 
 

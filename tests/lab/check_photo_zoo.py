@@ -67,8 +67,6 @@ CASES = [
     _batch("normalised", "model-input", "fail", "in training"),
     _batch("normalised", "model-input", "fail", "in an evaluation", "eval"),
     _batch("bytes as floats", "model-input", "fail", "in an evaluation", "eval"),
-    _batch("corner", "augmented-classes", "warn", "on augmented images"),
-    _batch("background", "augmented-classes", "warn", "on augmented images"),
     _batch("tiny contrast", "augmentation", "fail", "deviation"),
     _batch("mostly erased", "augmentation", "fail", "almost no contrast left"),
     _batch("dark", "augmentation", "warn", "the mean of a channel moves"),

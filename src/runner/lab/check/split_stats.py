@@ -173,9 +173,9 @@ def scaled(images: Tensor) -> Tensor:
     return images.float() / 255 if images.dtype == torch.uint8 else images.float()
 
 
-def thumbnails(images: Tensor, side: int = _SIDE) -> Tensor:
-    """Copies of (N, C, H, W) averaged to at most `side` pixels a side."""
-    size = (min(side, images.shape[2]), min(side, images.shape[3]))
+def thumbnails(images: Tensor) -> Tensor:
+    """Copies of (N, C, H, W) averaged to at most 16 pixels a side."""
+    size = (min(_SIDE, images.shape[2]), min(_SIDE, images.shape[3]))
     return F.adaptive_avg_pool2d(images, size) if images.shape[2:] != size else images
 
 

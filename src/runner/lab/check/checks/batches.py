@@ -1,4 +1,4 @@
-"""Checks of training batches: each image belongs to its sample, is paired with its target, and still shows its object."""
+"""Checks of training batches: each image belongs to its sample, and is paired with its target."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.lab.check.checks.baselines import chance_level, image_features, linear_accuracy
+from runner.lab.check.checks.baselines import chance_level
 from runner.lab.check.checks.data import moments_without_padding
 from runner.lab.check.context import CheckContext
 from runner.lab.check.near_duplicates import unit_vectors
 from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed
-from runner.lab.check.split_stats import digests_of, is_classes, thumbnails
+from runner.lab.check.split_stats import digests_of, thumbnails
 
 _SAME, _CLOSE = 0.9999, 0.1  # correlation of two images of a batch that are the same, and most deviations apart
 _WRAPPED = 1.0  # jumps over the whole range for each jump over half of it; 0.1 in photographs
 _EQUAL = 64  # samples of any kind that are compared
-_FEWEST = 160  # samples for fitting and scoring a linear model
 
 
 class TrainingBatches(NamedTuple):
@@ -162,28 +161,3 @@ def wrap_around(context: CheckContext) -> Result:
             evidence = f"in {name}, {count:,} neighbors are almost 255 apart, {ratio:.0f} times as many as half of it"
             return failed(evidence, "compute in float or int16 and clamp to 0 to 255 before the cast to uint8")
     return passed(f"{len(sources)} sources of images have no such jumps")
-
-
-@check("batches")
-def augmented_classes(context: CheckContext) -> Result:
-    """Augmentation that removes what distinguishes the classes, such as crops that miss the object."""
-    need(context.classes, "there are no classes")
-    found = context.cached(first_batches)
-    targets = found.plain_targets
-    enough = len(targets) >= max(_FEWEST, 12 * context.classes) and len(torch.unique(targets)) > 1
-    need(enough and is_classes(targets), "there are too few samples for a linear model")
-    same = found.images.shape[1:] == found.plain.shape[1:]
-    need(same, "augmented images have another shape than evaluated images")
-    side = min(64, *found.images.shape[2:])
-    plain, augmented = (image_features(thumbnails(each, side)) for each in (found.plain, found.images))
-    scores = []
-    for fit, held in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
-        tests = ((plain, plain[held], held), (augmented, augmented[held], held), (plain, augmented[fit], fit))
-        scores.append([linear_accuracy(ours[fit], targets[fit], theirs, targets[part]) for ours, theirs, part in tests])
-    on_plain, *on_augmented_either_way = torch.tensor(scores, dtype=torch.float64).mean(0).tolist()
-    best, chance = max(on_augmented_either_way), chance_level(targets)
-    evidence = f"the accuracy of a linear model is {best:.0%} on augmented images, {on_plain:.0%} on others; chance {chance:.0%}"
-    noise = 2 * math.sqrt(chance * (1 - chance) / len(targets))
-    fix = "milder transforms: larger crops, smaller shifts; look at a few augmented images"
-    gain = on_plain - chance
-    return graded(evidence, fix, warn=gain > 0.2 and best < chance + max(noise, 0.25 * gain))
