@@ -21,9 +21,8 @@ from runner.base.files import finite
 from runner.base.reading import is_number, read_regular
 from runner.config.changes import changes_result
 from runner.config.keys import within
-from runner.lab.report.difference import differing
 from runner.lab.report.reading import Run, find_runs
-from runner.lab.report.table import differing_keys, less_is_better, repetitions, text_of
+from runner.lab.report.table import differing, differing_keys, less_is_better, repetitions, text_of
 from runner.sweeps.rows import FAILED
 from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import plus_minus

@@ -15,16 +15,17 @@ from typing import Any, Literal
 from runner.base.errors import UserError
 from runner.base.files import finite, write_atomically
 from runner.base.secrets import mask_text, mask_values
+from runner.config.keys import flatten
 from runner.lab.report.baseline import Comparison, baseline_text, compare, measure, read_baseline
-from runner.lab.report.difference import Difference, difference
 from runner.lab.report.page import page
-from runner.lab.report.reading import Run, damaged_lines, find_runs
-from runner.lab.report.table import Spread, Table, differing_keys, make_table, selected, text_of
+from runner.lab.report.reading import MEASURED, Run, damaged_lines, find_runs
+from runner.lab.report.table import Spread, Table, differing, differing_keys, make_table, selected, text_of
 from runner.sweeps.table import finished_of, print_failure
 from runner.tracking.console import Console
 from runner.tracking.formats import amount, clean, column_widths, csv_text, markdown_table, markdown_text
 
 OUTPUTS = "outputs"
+_NOT_COMPARED = ("command", "repeating", "variables.SLURM_JOB_ID")  # of two environments
 Place = str | Path | Run | Iterable[str | Path | Run]
 
 
@@ -59,6 +60,32 @@ class Runs(UserList[Run]):
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_() if self.data else "no runs"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The differences of two runs: for each part, (name, value of the first, value of the second)."""
+
+    config: list[tuple[str, Any, Any]]
+    environment: list[tuple[str, Any, Any]]
+    metrics: list[tuple[str, Any, Any]]
+    sha256: tuple[str | None, str | None]  # of the weights
+
+
+def difference(first: Run, second: Run) -> Difference:
+    """Compare two runs; `audit a=RUN b=RUN` compares their checkpoints tensor by tensor."""
+    metrics = [run.metrics | run.speed | {"time_s": run.value("time_s")} for run in (first, second)]
+    ordered = dict.fromkeys([*metrics[0], *metrics[1]])
+    numbers = [
+        (name, metrics[0].get(name), metrics[1].get(name)) for name in sorted(ordered, key=MEASURED.__contains__)
+    ]
+    environment = differing(flatten(first.environment), flatten(second.environment))
+    return Difference(
+        config=differing(first.config, second.config),
+        environment=[each for each in environment if not each[0].startswith(_NOT_COMPARED)],
+        metrics=numbers,
+        sha256=(first.summary.get("weights_sha256"), second.summary.get("weights_sha256")),
+    )
 
 
 @dataclass(frozen=True)

@@ -278,3 +278,9 @@ def text_of(value: Any) -> str:
 def less_is_better(name: str) -> bool:
     """True if smaller values of a metric are better, as far as its name says."""
     return any(part in name.rpartition("/")[2].lower() for part in _LESS_IS_BETTER)
+
+
+def differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The keys that have another value, with both values; None for one that is not there."""
+    keys = dict.fromkeys([*first, *second])
+    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
