@@ -20,6 +20,14 @@ class RunLength:
     limits: Limits  # when training ends, and when it is evaluated
     total_steps: int  # optimizer steps of the whole run
 
+    def swa_start(self, swa: float) -> int:
+        """The optimizer step after which SWA begins, given as a share of the run, or from 1 on in epochs."""
+        if swa >= 1:
+            return round(self.timeline.step(swa))
+        if self.timeline.turns and self.limits.epochs_decide(self.timeline):
+            return round(self.timeline.step(swa * self.timeline.scaled(self.total_steps) / self.timeline.steps))
+        return round(swa * self.total_steps)
+
 
 def plan_length(config: Train, data: DataModule, start: Position | None) -> RunLength:
     """Plan the epochs and steps of a run that starts at `start`, or at its beginning."""

@@ -18,6 +18,7 @@ from runner.engine.optimizers import Optimizers, Schedules
 from runner.engine.position import Position
 from runner.engine.protocols import Schedule
 from runner.engine.state import RunningMean, TrainState
+from runner.engine.weight_average import AveragedModel
 from runner.optim.groups import parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
 from runner.optim.schedules import Annealed, Clock
@@ -25,7 +26,6 @@ from runner.run.hardware import Hardware
 from runner.run.length import RunLength
 from runner.run.metrics import Monitor
 from runner.run.model import modules_of, optimizers_of
-from runner.run.weight_average import build_averaged, swa_start
 from runner.runtime.blocks import repeated_blocks
 from runner.tasks.task import Task
 
@@ -61,6 +61,30 @@ def build_state(
     )
     state.freezing = freezing
     return state, kernels
+
+
+def build_averaged(
+    config: Train, model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer, length: RunLength
+) -> AveragedModel | None:
+    """The average that `ema` or `swa` asks for, of model and loss; None for neither."""
+    # Frozen weights do not change, so their average is what they are
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [each for each in (*model.parameters(), *loss.parameters()) if id(each) in trained]
+    can_skip = config.on_nonfinite == "skip"
+    if config.ema is not None:
+        return AveragedModel(
+            "ema", model, parameters, decay=config.ema, warmup=config.averaging.warmup, can_skip=can_skip, loss=loss
+        )
+    if config.swa is None:
+        return None
+    # A resumed run may have epochs of another length, and SWA takes weights once an epoch
+    timeline, start = length.timeline, length.swa_start(config.swa)
+    turn, epoch = timeline.turns[-1] if timeline.turns else (0, 0)
+    if start < turn:
+        # The next weights are taken a whole number of epochs after the start, the last ones before the turn.
+        part = (timeline.scaled(start) / timeline.steps - epoch) % 1
+        start = turn + round(part * timeline.steps) - timeline.steps
+    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, can_skip=can_skip, loss=loss)
 
 
 def build_optimizer(
@@ -213,7 +237,7 @@ def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLen
         raise UserError(f"{key}._target_", problem, allowed)
     if config.swa is None or config.averaging.lr_factor is None:
         return schedule
-    start, steps = swa_start(config.swa, length), config.averaging.anneal_epochs * timeline.steps
+    start, steps = length.swa_start(config.swa), config.averaging.anneal_epochs * timeline.steps
     return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 

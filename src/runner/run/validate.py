@@ -6,7 +6,6 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import components_of
 from runner.run.metrics import stops_early
 from runner.run.run import Run
-from runner.run.weight_average import swa_start
 
 
 def validate_limits(run: Run) -> list[str]:
@@ -33,7 +32,7 @@ def validate_limits(run: Run) -> list[str]:
             raise UserError(key, "waits for evaluations, but there is no validation split", allowed)
     # An average that begins too late is never computed, and the run would end without it
     if run.state.averaged is not None and config.swa is not None:
-        start = swa_start(config.swa, run.length)
+        start = run.length.swa_start(config.swa)
         first = round(timeline.step(timeline.scaled(start) / timeline.steps + 1))
         if first > total_steps:
             problem = (
