@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.instrument.observer import Observer
-from runner.lab.check.context import CheckContext
+from runner.lab.check.context import BATCH_NORM, CheckContext
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.tracking.formats import amount
 
@@ -23,6 +23,7 @@ _SMALL, _TINY = 1e-3, 1e-6  # shares of the largest signal
 _FAINT, _FAINTEST = 1e-9, 1e-12  # shares of the largest gradient; ConvNeXt scales some layers by 1e-6
 _DEPTH = 4  # of nested containers that are searched for tensors
 _RECTIFIERS = ("relu", "relu_", "hardtanh", "hardtanh_", "clamp_min", "clamp_min_", "threshold", "threshold_")
+_NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 
 
 @dataclass
@@ -31,6 +32,7 @@ class ObservedPass:
 
     scales: list[tuple[str, float]] = field(default_factory=list)  # deviation of the outputs of modules with weights
     input_scale: float = math.nan  # deviation of the input of the last of these modules
+    biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
     units: list[tuple[str, int, int]] = field(
         default_factory=list
     )  # of rectifiers: module, units, those that never fired
@@ -55,19 +57,30 @@ def observe_pass(context: CheckContext) -> ObservedPass:
     """Send a batch through model, loss and back; or through the step of a task."""
     found, model, batch = ObservedPass(), context.model, context.batch
     inside = [""]  # names of the modules that are running
+    last: tuple[str, Any, int] = ("", None, 0)  # a module without submodules, its output, and the version of that
     rectified: Tensor | None = None  # the output of the last rectifier
 
     def deviation(values: Tensor) -> float:
         return float(values.detach().float().std(0).mean())  # between samples
 
+    def before(name: str, module: nn.Module, inputs: list[Any]) -> None:
+        inside.append(name)
+        source, output, version = last
+        # Between them nothing may have changed the output in place, such as a ReLU.
+        if isinstance(module, _NORMS) and inputs and inputs[0] is output and inputs[0]._version == version:
+            bias = getattr(model.get_submodule(source), "bias", None)
+            if isinstance(bias, nn.Parameter) and bias.requires_grad:
+                found.biased.append(f"{source} before {name} ({type(module).__name__})")
+
     def after(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        nonlocal last
         inside.pop()
-        weight = getattr(module, "weight", None)
-        is_layer = next(module.children(), None) is None and isinstance(weight, nn.Parameter) and weight.ndim >= 2
-        if is_layer and isinstance(output, Tensor):
-            found.scales.append((name, deviation(output)))
-            if inputs and isinstance(inputs[0], Tensor):
-                found.input_scale = deviation(inputs[0])
+        if isinstance(output, Tensor) and next(module.children(), None) is None:
+            last, weight = (name, output, output._version), getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
+                found.scales.append((name, deviation(output)))
+                if inputs and isinstance(inputs[0], Tensor):
+                    found.input_scale = deviation(inputs[0])
 
     def count_dead_units(name: str, arguments: Sequence[Any], output: Any) -> None:
         nonlocal rectified
@@ -79,7 +92,7 @@ def observe_pass(context: CheckContext) -> ObservedPass:
             found.units.append((inside[-1], len(top), int((top <= 0).sum())))
 
     context.disable_dropout()
-    with Observer(model, lambda name, *_: inside.append(name), after):
+    with Observer(model, before, after):
         if context.supervised:
             # Not modules but operations, because most models call F.relu.
             with Operations(count_dead_units):
@@ -167,6 +180,13 @@ def shared_weights(context: CheckContext) -> Result:
     shared = [" = ".join(names[:3]) for names in places.values() if len(names) > 1]
     fix = "unless intended, build each layer: [Block() for _ in range(n)], not [Block()] * n"
     return none_of(shared, "weights occur several times", fix, f"{len(places)} weights, each in one place", "warn")
+
+
+@check("model", any_task=True)
+def bias_before_norm(context: CheckContext) -> Result:
+    """A bias without effect, because a norm follows."""
+    biased, fix = context.cached(observe_pass).biased, "bias=False in the layer before the norm"
+    return none_of(biased, "have no effect", fix, "no layer before a norm has one", "warn")
 
 
 @check("model")
