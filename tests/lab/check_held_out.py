@@ -93,6 +93,8 @@ def dataset(fault: str = "", kind: str = "classification") -> dict[str, Any]:
         images[targets == 3, 0, 2:5, 3:7], theirs[right == 3, 0, 2:5, 3:7] = 200, 200
     elif fault == "some wrapped":
         images[::4] = (images[::4].to(torch.int64) * 2).to(torch.uint8)
+    elif fault == "half permuted":
+        targets[: TRAIN // 2] = targets[: TRAIN // 2][torch.randperm(TRAIN // 2, generator=draw)]
     elif fault == "shifted targets":
         targets = targets.roll(1)
     elif fault == "test classes renamed":
@@ -123,7 +125,7 @@ CASES = [
     _data("test swapped", "split-targets"), _data("test stretched", "split-source"),
     _data("test vignetted", "split-source"), _data("test sharpened", "split-source"),
     _data("noisy line", "image-shortcut"), _data("small logo", "image-shortcut"), _data("some wrapped", "wrap-around"),
-    _data("shifted targets", "learnable"),
+    _data("half permuted", "target-blocks"), _data("shifted targets", "learnable"),
     _data("test classes renamed", "split-targets"),
     Case("test targets in bytes", (*NUMBERS, "data.dataset={_target_: check_held_out.dataset, kind: regression, fault: bytes}"),
          "target-shift"),

@@ -74,10 +74,10 @@ class SplitStats:
         mean = means.mean(0)
         return torch.stack([mean, ((stds**2 + means**2).mean(0) - mean**2).clamp_min(0).sqrt()])
 
-    def pictures(self, most: int) -> tuple[Tensor, Tensor]:
-        """Thumbnails of at most `most` finite images (M, C, h, w), and their targets."""
+    def pictures(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Thumbnails of at most `most` finite images (M, C, h, w), their targets and their indices."""
         rows = self.finite[: len(self.thumbnails)].nonzero().flatten()[:most]
-        return self.thumbnails[rows], self.targets[rows]
+        return self.thumbnails[rows], self.targets[rows], self.indices[rows]
 
 
 def is_classes(targets: Tensor) -> bool:

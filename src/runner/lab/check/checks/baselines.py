@@ -88,7 +88,7 @@ def score_baselines(context: CheckContext) -> Baselines:
     stats = next((stats for stats in context.held_out_stats if len(stats.thumbnails) >= _FEWEST), None)
     if stats is None:
         raise NotApplicable(f"there is no split of {_FEWEST} samples to score on")
-    samples = [each.pictures(context.config.samples) for each in (context.train_stats, stats)]
+    samples = [each.pictures(context.config.samples)[:2] for each in (context.train_stats, stats)]
     (pixels, targets), (theirs, right) = ((images.flatten(1).double().numpy(), y.numpy()) for images, y in samples)
     enough = min(len(targets), len(right)) >= _FEWEST and theirs.shape[1:] == pixels.shape[1:] and right.ndim == 1
     need(enough, "there are too few samples for a linear model")

@@ -14,6 +14,7 @@ from runner.lab.check.split_stats import SplitStats, is_classes
 _APART = 0.72  # chance that an image of one split has more of something than one of the other; equal splits have 0.5
 _DEVIATIONS = 6.0  # standard errors of that chance
 _FEWEST = 24
+_BLOCKS = 4  # parts of a training split
 _LEAST, _MOST = 60, 1000  # samples for fitting and scoring a linear model
 
 
@@ -75,27 +76,32 @@ def split_source(context: CheckContext) -> Result:
     return graded(evidence, fix, warn=share > limit)
 
 
-def _features(stats: SplitStats) -> tuple[Tensor, Tensor] | None:
-    """Features and classes of the thumbnails of a split; None without classes, or if there are too few."""
-    images, targets = stats.pictures(_MOST)
-    return (image_features(images), targets.long()) if len(images) >= _LEAST and is_classes(targets) else None
+def _features(stats: SplitStats, least: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Features, classes and indices of the thumbnails of a split; None without classes, or if there are too few."""
+    images, targets, indices = stats.pictures(_MOST)
+    enough = len(images) >= least and is_classes(targets)
+    return (image_features(images), targets.long(), indices) if enough else None
+
+
+def _train_features(context: CheckContext, least: int) -> tuple[Tensor, Tensor, Tensor]:
+    need(context.classes, "there are no classes")
+    found = _features(context.train_stats, least)
+    if found is None or len(torch.unique(found[1])) < 2:
+        raise NotApplicable(f"fewer than {least} training images of one shape could be read")
+    return found
 
 
 @check("splits")
 def split_targets(context: CheckContext) -> Result:
     """A held-out split whose targets do not match its images, while those of train do."""
-    need(context.classes, "there are no classes")
-    ours = _features(context.train_stats)
-    if ours is None or len(torch.unique(ours[1])) < 2:
-        raise NotApplicable(f"fewer than {_LEAST} training images of one shape could be read")
-    features, targets = ours
+    features, targets, _ = _train_features(context, _LEAST)
     known = linear_accuracy(features[::2], targets[::2], features[1::2], targets[1::2])
     scores, bad = [f"{known:.0%} on train"], []
     for stats in context.held_out_stats:
-        theirs = _features(stats)
+        theirs = _features(stats, _LEAST)
         if theirs is None or theirs[0].shape[1] != features.shape[1]:
             continue
-        right, chance = linear_accuracy(features, targets, *theirs), chance_level(theirs[1])
+        right, chance = linear_accuracy(features, targets, *theirs[:2]), chance_level(theirs[1])
         scores.append(f"{right:.0%} on {stats.name}")
         noise = (chance / len(theirs[1])) ** 0.5
         if known > chance + 0.25 and right < chance + max(0.2 * (known - chance), 2 * noise):
@@ -103,6 +109,24 @@ def split_targets(context: CheckContext) -> Result:
     need(len(scores) > 1, f"there is no other split of {_LEAST} images")
     fix = f"check how images and targets of {join_names(bad)} are paired, and its order of classes"
     return graded(f"the accuracy of a linear model is {', '.join(scores)}", fix, fail=bool(bad))
+
+
+@check("splits")
+def target_blocks(context: CheckContext) -> Result:
+    """One part of the training set whose targets do not match its images, while those of other parts do."""
+    features, targets, indices = _train_features(context, _BLOCKS * _LEAST)
+    order = indices.argsort()
+    scores, chances = [], []
+    for rows in order.tensor_split(_BLOCKS):
+        # Fitted to its own other half: wrong targets elsewhere do no harm, and the blocks need not be alike.
+        halves = [(features[part], targets[part]) for part in (rows[::2], rows[1::2])]
+        scores.append((linear_accuracy(*halves[0], *halves[1]) + linear_accuracy(*halves[1], *halves[0])) / 2)
+        chances.append(chance_level(targets[rows]))
+    evidence = f"the accuracy of a linear model is {', '.join(f'{each:.0%}' for each in scores)}"
+    evidence += f" on {_BLOCKS} parts of train, in the order of the data set"
+    gain = [score - chance for score, chance in zip(scores, chances, strict=True)]
+    fix = "check how images and targets of this part were paired, and where it comes from"
+    return graded(evidence, fix, warn=max(chances) < 0.6 and max(gain) > 0.25 and min(gain) < 0.2 * max(gain))
 
 
 @check("splits")
