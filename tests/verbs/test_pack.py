@@ -226,11 +226,7 @@ def test_shards_are_packed_again_with_other_options(pack: Any, accepted: Any) ->
         (["data=digits"], "output", "out was begun with other data"),
         (["output=photos"], "output", "photos has other files"),
         (["output=null"], "output", "is missing"),
-        (
-            ["experiment=segmentation", "data=segmentation_folder"],
-            "data",
-            "are more than an image and its class number",
-        ),
+        (["data=digits", "data.images=['0']"], "data", "are more than an image and its class number"),
         (["data=digits", "output=s3://bucket/new"], "output", "is s3://bucket/new"),
         (["data=synthetic", "data.dataset.kind=regression", "output=new"], "data.dataset", "is not a class number"),
     ],
@@ -313,7 +309,7 @@ def test_a_data_set_that_changes_what_it_reads_is_packed_as_it_reads(photos: Pat
     files = sorted(photos.glob("train/*/*.png"))
     parts: Any = {"train": (TopRows(files, [0] * len(files), ["a"]), AllSamples(len(files)))}
     packer = Packer(parts, photos, 0, 10, None, 95, 10**6, False)
-    assert Image.open(io.BytesIO(packer.sample("train", 0)[1])).height == 6
+    assert Image.open(io.BytesIO(packer.sample("train", 0)["png"])).height == 6
 
 
 @pytest.fixture

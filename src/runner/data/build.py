@@ -51,7 +51,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     """
     if config.data.images is None:
         return _read_pairs(config, device, make_cache=make_cache, dtype=dtype)
-    return read_whole_samples(config, device, dtype=dtype)
+    return read_whole_samples(config, device, make_cache=make_cache, dtype=dtype)
 
 
 def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype: torch.dtype) -> DataModule:

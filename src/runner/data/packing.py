@@ -1,4 +1,4 @@
-"""Shards of any data set of images with class numbers: tar files that `runner.data.sources.shards` reads."""
+"""Shards of any data set of images with class numbers, masks or boxes: tar files that `runner.data.sources.shards` reads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image, features
 from torch import Tensor
 
@@ -21,9 +23,12 @@ from runner.data.cache import cache_key
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.sampler import EpochOrder
 from runner.data.samples import SeededDataset, as_target, as_tensor
+from runner.data.sources.detection import DetectionImages
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import smaller_file
-from runner.data.sources.shards import LARGEST_CLASS, NO_IMAGES, index_of, packed_index
+from runner.data.sources.masks import MaskFolder
+from runner.data.sources.shards import index_of, packed_index
+from runner.data.sources.tar_samples import LARGEST_CLASS, NO_IMAGES, Kind
 from runner.data.splits import Parts
 
 
@@ -49,6 +54,12 @@ class Packer:
     max_pixels: int
     skips: bool
 
+    @property
+    def target(self) -> Kind:
+        """What samples have besides their image."""
+        kinds: dict[type, Kind] = {MaskFolder: "mask", DetectionImages: "boxes"}
+        return kinds.get(type(self.parts["train"][0]), "class")
+
     def shards(self) -> list[tuple[str, int]]:
         """Split and number of each shard."""
         counts = {split: -(-len(indices) // self.shard_samples) for split, (_, indices) in self.parts.items()}
@@ -62,7 +73,7 @@ class Packer:
         """Samples of a shard that is finished, else None."""
         path = self.path(split, number)
         # The index is written last
-        index = packed_index(path, path.stat().st_size).read() if path.exists() else None
+        index = packed_index(path, path.stat().st_size, self.target).read() if path.exists() else None
         return None if index is None else len(index["labels"])
 
     def write(self, split: str, number: int) -> list[str]:
@@ -77,21 +88,21 @@ class Packer:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
             for place in samples:
                 try:
-                    extension, content, label = self.sample(split, place)
+                    parts = self.sample(split, place)
                 except UserError as error:
                     if not self.may_skip(error):
                         raise
                     skipped.append(str(error))
                     continue
-                for name, part in ((extension, content), ("cls", str(label).encode())):
+                for name, part in parts.items():
                     member = tarfile.TarInfo(f"{place:09d}.{name}")  # of no time and no user
                     member.size = len(part)
                     with writing(path):
                         tar.addfile(member, io.BytesIO(part))
             with writing(path):
                 tar.close()
-        index_file = packed_index(path, path.stat().st_size)
-        index = index_of(path, "") if len(skipped) < len(samples) else NO_IMAGES
+        index_file = packed_index(path, path.stat().st_size, self.target)
+        index = index_of(path, "", self.target) if len(skipped) < len(samples) else NO_IMAGES
         write_atomically(index_file.path, index_file.content(index))
         return skipped
 
@@ -99,13 +110,15 @@ class Packer:
         """Whether a sample with this error is skipped: as in training, if its file cannot be read; other errors name a key."""
         return self.skips and not error.problems[0].key
 
-    def sample(self, split: str, index: int) -> tuple[str, bytes, int]:
-        """Extension, content and class number of a sample.
+    def sample(self, split: str, index: int) -> dict[str, bytes]:
+        """The files of a sample, by their extensions.
 
         Raises:
-            UserError: if it is not an image with a class number.
+            UserError: if it is not an image with a class number, a mask or boxes.
         """
         dataset, name = self.parts[split][0], f"sample {index} of '{split}'"
+        if self.target != "class":
+            return self._with_target(dataset, index)
         if isinstance(dataset, ImageList) and type(dataset).__getitem__ is ImageList.__getitem__:
             (path, content), target = dataset.encoded(index), dataset.targets[index]
         else:
@@ -116,7 +129,21 @@ class Packer:
             problem = f"the target of {name} is not a class number, and shards have one for each image"
             raise UserError("data.dataset", problem, f"data whose targets are numbers from 0 to {LARGEST_CLASS:,}")
         extension, content = smaller_file(path, content, self.max_side, self.quality, max_pixels=self.max_pixels)
-        return extension, content, int(number)
+        return {extension: content, "cls": str(int(number)).encode()}
+
+    def _with_target(self, dataset: Any, index: int) -> dict[str, bytes]:
+        # Reading the sample compares sizes, which are then others
+        path, resized = dataset.path(index), self.max_side and max(dataset[index][0].shape[1:]) > self.max_side
+        extension, content = smaller_file(path, None, self.max_side, self.quality, max_pixels=self.max_pixels)
+        if self.target == "boxes":
+            return {extension: content, "json": dataset.json_of(index, resized)}
+        mask = dataset.mask(index)
+        if not 0 <= int(mask.min()) <= int(mask.max()) < 2**16:
+            raise UserError(f"the mask of {path} has numbers that PNG files cannot have")
+        picture = Image.fromarray(mask.numpy().astype(np.uint8 if mask.dtype == torch.uint8 else np.uint16))
+        if resized:
+            picture = picture.resize(Image.open(io.BytesIO(content)).size, Image.Resampling.NEAREST)
+        return {extension: content, "mask.png": _saved(picture)}
 
     def fingerprint(self, recipe: dict[str, Any]) -> str:
         """A digest of the data, as far as is known without reading all of them, and of the versions of libraries.
@@ -125,7 +152,7 @@ class Packer:
         """
         datasets = {split: dataset for split, (dataset, _) in self.parts.items()}
         known = [
-            fingerprint_data(self.parts, datasets),
+            fingerprint_data(self.parts, datasets, pairs=self.target == "class"),
             {split: cache_key(dataset, recipe) for split, dataset in datasets.items()},
             [features.version(name) for name in ("pil", "jpg", "zlib")],
         ]
@@ -144,6 +171,9 @@ def _png(image: Tensor, name: str) -> bytes:
     if str(image.dtype) != "torch.uint8" or len(image) not in (1, 3):
         problem = f"{name} is {image.dtype} {tuple(image.shape)}"
         raise UserError("data.dataset", problem, "files, or images (1 or 3, height, width) of torch.uint8")
-    pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-    Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), "PNG")
+    return _saved(Image.fromarray((image[0] if len(image) == 1 else image.permute(1, 2, 0)).numpy()))
+
+
+def _saved(image: Image.Image) -> bytes:
+    image.save(file := io.BytesIO(), "PNG")
     return file.getvalue()

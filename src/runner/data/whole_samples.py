@@ -16,19 +16,11 @@ from runner.config.schema.train import Train
 from runner.config.targets import resolve
 from runner.data.bad_samples import BadSampleLog
 from runner.data.loaders import Batch, Fields, Loader
-from runner.data.module import (
-    DataModule,
-    LoaderBuilder,
-    SplitData,
-    as_splits,
-    assembled,
-    make_callable,
-    read_dataset,
-)
+from runner.data.module import DataModule, LoaderBuilder, SplitData, as_splits, assembled, make_callable, read_dataset
 from runner.data.num_workers import choose_num_workers
 from runner.data.sampler import AllSamples
 from runner.data.samples import Collate, stacked
-from runner.data.sources.folders import ImageFolder
+from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.image_io import Decoding
 from runner.data.splits import make_splits
 from runner.data.transforms.augment import Pipeline
@@ -83,12 +75,13 @@ def read_image_files(config: Train, device: torch.device, paths: Sequence[Path])
     return loaders.build("input", False, prepare, collate=collate), loaders.bad_samples
 
 
-def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtype) -> DataModule:
+def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool, dtype: torch.dtype) -> DataModule:
     """Read a data set of any samples and prepare its splits.
 
     Args:
         config: the config.
         device: of the batches.
+        make_cache: keep indexes of the files that are not kept yet.
         dtype: of images after their normalisation, and with float64 of all floating-point numbers.
 
     Raises:
@@ -96,6 +89,8 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
     """
     data = config.data
     parts = make_splits(as_splits(read_dataset(data)), data.split)
+    train = parts["train"][0]
+    unkept = train.keep_indexes(make_cache) if isinstance(train, ImageList) else []
     loaders = LoaderBuilder(config, device, parts)
     collate, fields, prepare = _batches(config, device, dtype)
 
@@ -138,7 +133,7 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
     return assembled(
         loaders,
         split,
-        classes=tuple(str(name) for name in getattr(parts["train"][0], "classes", None) or ()),
+        classes=tuple(str(name) for name in getattr(train, "classes", None) or ()),
         class_counts=None,
         channels=0,
         image_size=(0, 0),
@@ -146,7 +141,7 @@ def read_whole_samples(config: Train, device: torch.device, *, dtype: torch.dtyp
         std=[],
         example=(torch.empty(0, device=device), torch.empty(0, device=device)),
         choices=[("workers", str(choice.workers), choice.reason)] if choice.reason else [],
-        warnings=[*dict.fromkeys(text for each in folders for text in each.warnings), *choice.warnings],
+        warnings=[*dict.fromkeys(text for each in folders for text in each.warnings), *unkept, *choice.warnings],
         trial=repeated(len(tried)),
         repeated=repeated,
         evaluated=evaluated,

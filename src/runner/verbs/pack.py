@@ -30,6 +30,7 @@ from runner.data.packing import Packer
 from runner.data.preparation import exclusive, reported_writing
 from runner.data.samples import as_tensor
 from runner.data.sources.folders import ImageList
+from runner.data.sources.masks import MaskFolder
 from runner.data.sources.shards import MANIFEST
 from runner.data.splits import make_splits
 from runner.launch.processes import end_with_parent
@@ -54,9 +55,6 @@ def run(composition: Composition) -> float:
         raise UserError("output", "is missing", "a folder for the shards")
     if is_url(config.output):
         raise UserError("output", f"is {config.output}", "a folder, which you can upload")
-    if data.images is not None:
-        problem = "are more than an image and its class number, which is what shards have"
-        raise UserError("data", f"the samples {problem}", "such as data=image_folder")
     # Splits that the data set does not have are made when training begins, from shards as from any data
     parts = make_splits(as_splits(read_dataset(data)), Split(val=0.0, test=0.0))
     folder = Path(config.output).expanduser()
@@ -70,6 +68,10 @@ def run(composition: Composition) -> float:
         max_pixels=data.max_pixels,
         skips=data.on_error == "skip",
     )
+    if data.images is not None and packer.target == "class":
+        problem = "are more than an image and its class number, and not those of the data sets of masks and boxes"
+        allowed = "such as data=image_folder, segmentation_folder, coco or yolo"
+        raise UserError("data", f"the samples {problem}", allowed)
     with reported_writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
         manifest = _begin(packer, config, clean=locked)
         try:
@@ -194,18 +196,19 @@ def _write_shard(shard: tuple[str, int]) -> list[str]:
 
 
 def _training_words(packer: Packer, data: Data) -> list[str]:
-    """The words of `train` for the shards: as large as the images of the data set are, and as many channels."""
+    """The words of `train` for the shards: what their option does not have as the data set has it."""
     dataset = packer.parts["train"][0]
-    if isinstance(dataset, ImageList):
+    if isinstance(dataset, ImageList | MaskFolder):
         channels, size = int(dataset.decoding.channels), data.image_size
     else:
         channels, height, width = as_tensor(dataset[0][0]).shape
         size = height if height == width else None
     plain = re.fullmatch(r"[\w./-]+", str(packer.folder))
-    words = [
-        "data=shards",
-        f"data.root={packer.folder if plain else quoted(packer.folder)}",
-        f"data.image_size={shown(size)}",
-    ]
-    grey = ["data.dataset.channels=1", "data.normalize.mean=null", "data.normalize.std=null"]
-    return words + (grey if channels == 1 else [])
+    words = ["data=shards", f"data.root={packer.folder if plain else quoted(packer.folder)}"]
+    values: dict[str, Any] = {"image_size": size}
+    if channels == 1:
+        values |= {"dataset.channels": 1, "normalize.mean": None, "normalize.std": None}
+    if packer.target != "class":
+        values |= {"dataset.target": packer.target, "images": data.images, "batch_size": data.batch_size}
+        values |= {"hflip": data.hflip, "normalize.mean": data.normalize.mean, "normalize.std": data.normalize.std}
+    return words + [f"data.{key}={shown(value)}" for key, value in values.items()]

@@ -33,9 +33,7 @@ class Annotated:
 
     path: Path
     image_id: int
-    size: (
-        tuple[int, int] | None
-    )  # width and height in pixels that boxes refer to; None for boxes in shares of the sides
+    size: tuple[int, int] | None  # width and height in pixels that boxes refer to; None for shares of the sides
     problem: str = ""  # why it cannot be used
     boxes: list[list[float]] = field(default_factory=list)  # left, top, right, bottom
     labels: list[int] = field(default_factory=list)  # 1 to the number of classes
@@ -51,8 +49,8 @@ class Annotated:
             unit = f"an image of {sides[0]}x{sides[1]} pixels" if self.size else "shares of the sides"
             shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
             self.problem = self.problem or f"the box in {place} is empty, or outside of the image: {shown}"
-        if isinstance(outline, list) and self.size:  # points far away take memory
-            limits = [(points[axis::2], self.size[axis]) for points in outline for axis in (0, 1)]
+        if isinstance(outline, list):  # points far away take memory
+            limits = [(points[axis::2], sides[axis]) for points in outline for axis in (0, 1)]
             if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):
                 self.problem = self.problem or f"the polygon of {place} is more than a side outside of the image"
         self.boxes.append(inside)
@@ -97,33 +95,77 @@ class DetectionImages(ImageFolder):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
-        from torchvision import tv_tensors
+        said = self._said(index)
+        return with_objects(read_image(said.path, None, 3, max_pixels=self.decoding.max_pixels), said, self._masks)
 
+    def _said(self, index: int) -> Annotated:
         index = range(len(self))[index]
         begin, end = self._bounds[index : index + 2].tolist()
-        said, path = json.loads(self._texts[begin:end]), self.path(index)
-        if said["problem"]:
-            raise UserError(f"{said['problem']}.")
-        image = read_image(path, None, 3, max_pixels=self.decoding.max_pixels)
-        height, width = image.shape[1:]
-        if said["size"] not in (None, [width, height]):
-            raise UserError(
-                "{} has {}x{} pixels, and its annotations say {}x{}.".format(path, width, height, *said["size"])
-            )
-        boxes = torch.tensor(said["boxes"], dtype=torch.float32).reshape(-1, 4)
-        if said["size"] is None:
-            boxes *= torch.tensor([width, height, width, height])
-        target: dict[str, Any] = {
-            "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
-            "labels": torch.tensor(said["labels"], dtype=torch.int64),
-            "iscrowd": torch.tensor(said["crowd"], dtype=torch.int64),
-            "image_id": said["image_id"],
-        }
-        if self._masks:
-            scale = (width, height) if said["size"] is None else (1, 1)
-            planes = [_filled(outline, scale, height, width, path) for outline in said["outlines"]]
-            target["masks"] = tv_tensors.Mask(torch.stack([torch.zeros(height, width, dtype=torch.uint8), *planes])[1:])
-        return tv_tensors.Image(image), target
+        said = Annotated(**{**json.loads(self._texts[begin:end]), "path": self.path(index)})
+        if said.problem:
+            raise UserError(f"{said.problem}.")
+        return said
+
+    def json_of(self, index: int, resized: bool) -> bytes:
+        """The objects of item `index` as `objects_of` reads them, for an image of another size if it is `resized`."""
+        said, names = self._said(index), ["image_id", "size", "boxes", "labels", "crowd", "outlines"]
+        kept = {name: getattr(said, name) for name in names[: None if self._masks else -1]}
+        if resized and (sides := said.size) is not None:
+            if any(isinstance(outline, dict) for outline in said.outlines):
+                problem = f"{said.path} would be resized, and an outline in it is a run-length encoding"
+                raise UserError("max_side", problem, "null, or data.dataset.masks=false")
+            share = lambda points: [number / sides[axis % 2] for axis, number in enumerate(points)]  # noqa: E731
+            kept |= {"size": None, "boxes": [*map(share, said.boxes)]}
+            if self._masks:
+                kept["outlines"] = [[*map(share, outline)] for outline in said.outlines]
+        return json.dumps(kept).encode()
+
+
+def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, bool]:
+    """The objects of an image from JSON of `data=shards`, and whether they have outlines; `number` is its id if there is none.
+
+    Raises `UserError`, which names `place`, if they cannot be used.
+    """
+    try:
+        said = json.loads(text)
+        size = None if said["size"] is None else (int(said["size"][0]), int(said["size"][1]))
+        image = Annotated(Path(place), int(said.get("image_id", number)), size)
+        count, masks = len(said["boxes"]), "outlines" in said
+        others = said.get("crowd", [False] * count), said.get("outlines", [[]] * count)
+        for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
+            if type(label) is not int or not 1 <= label < 2**31 or not isinstance(outline, list | dict):
+                raise ValueError(f"object {row} has no label from 1 on, or no outline")
+            image.add(f"object {row}", box, label, bool(crowd), outline)
+        if image.problem:
+            raise ValueError(image.problem)
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        problem = f"the objects of {place} cannot be used: {type(error).__name__}: {error}"
+        raise UserError("data.root", problem, "JSON with size, boxes and labels, as the documentation says") from error
+    return image, masks
+
+
+def with_objects(image: Tensor, said: Annotated, masks: bool) -> tuple[Tensor, Any]:
+    """A sample of `DetectionImages`; raises `UserError` if the annotations do not fit the image (3, H, W)."""
+    from torchvision import tv_tensors
+
+    height, width = image.shape[1:]
+    if said.size is not None and (*said.size,) != (width, height):
+        stated = "x".join(map(str, said.size))
+        raise UserError(f"{said.path} has {width}x{height} pixels, and its annotations say {stated}.")
+    boxes = torch.tensor(said.boxes, dtype=torch.float32).reshape(-1, 4)
+    if said.size is None:
+        boxes *= torch.tensor([width, height, width, height])
+    target: dict[str, Any] = {
+        "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width)),
+        "labels": torch.tensor(said.labels, dtype=torch.int64),
+        "iscrowd": torch.tensor(said.crowd, dtype=torch.int64),
+        "image_id": said.image_id,
+    }
+    if masks:
+        scale = (width, height) if said.size is None else (1, 1)
+        planes = [_filled(outline, scale, height, width, said.path) for outline in said.outlines]
+        target["masks"] = tv_tensors.Mask(torch.stack([torch.zeros(height, width, dtype=torch.uint8), *planes])[1:])
+    return tv_tensors.Image(image), target
 
 
 def _filled(outline: Any, scale: tuple[int, int], height: int, width: int, path: Path) -> Tensor:
@@ -259,9 +301,8 @@ def yolo(
                 raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
             made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
         elif split == "train" or said.get(split):
-            raise UserError(
-                "data.dataset", f"the images of '{split}', {folder}, are not a folder", "a folder of images"
-            )
+            problem = f"the images of '{split}', {folder}, are not a folder"
+            raise UserError("data.dataset", problem, "a folder of images")
     return made
 
 

@@ -7,6 +7,7 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,13 +137,14 @@ def read_image(
     return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
 
 
-def read_mask(path: Path, *, max_pixels: int = Data.max_pixels) -> Tensor:
-    """Decode a file with a number for each pixel: the grey value, or the place in the palette.
+def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: bytes | None = None) -> Tensor:
+    """Decode a file with a number for each pixel: the grey value, or the place in the palette; see `read_image`.
 
     Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, for colours without a
     palette, and for PPM files.
     """
-    with _explained(path, "mask"), open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
+    opening = functools.partial(open_regular, path) if content is None else functools.partial(io.BytesIO, content)
+    with _explained(path, "mask"), opening() as file, Image.open(file, formats=_FORMATS) as opened:
         _check_pixels(path, opened, max_pixels)
         if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
@@ -208,12 +210,9 @@ def _explained(path: Path | str, kind: str = "image") -> Iterator[None]:
 def _check_pixels(path: Path | str, opened: Image.Image, max_pixels: int) -> None:
     width, height = opened.size
     if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
-        raise UserError(
-            "",
-            f"cannot read the image {path}: it has {width:,} x {height:,} = {width * height:,} pixels, and "
-            f"data.max_pixels={max_pixels}",
-            "a larger data.max_pixels, a smaller image, or data.on_error=skip",
-        )
+        pixels = f"{width:,} x {height:,} = {width * height:,} pixels, and data.max_pixels={max_pixels}"
+        allowed = "a larger data.max_pixels, a smaller image, or data.on_error=skip"
+        raise UserError("", f"cannot read the image {path}: it has {pixels}", allowed)
 
 
 def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tensor:

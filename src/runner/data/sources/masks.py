@@ -26,7 +26,7 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
     def __init__(
         self, pairs: Sequence[tuple[Path, Path]], classes: Sequence[str], decoding: Decoding, values: list[int] | None
     ) -> None:
-        self.classes, self._values, self._max_pixels = tuple(classes), values, decoding.max_pixels
+        self.classes, self._values, self.decoding = tuple(classes), values, decoding
         files, zeros = zip(*pairs, strict=True), [0] * len(pairs)
         self._images, self._masks = (ImageFolder(paths, zeros, (), decoding) for paths in files)
 
@@ -38,14 +38,25 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        from torchvision.tv_tensors import Image, Mask  # takes a second, and only such data sets need it
+        return with_mask(self._images[index][0], self.mask(index), self.path(index), self._masks.path(index))
 
-        file, image = self._masks.path(index), self._images[index][0]
-        mask = read_mask(file, max_pixels=self._max_pixels)
-        if image.shape[1:] != mask.shape:
-            sizes = [" x ".join(map(str, each.shape[-2:])) for each in (mask, image)]
-            raise UserError(f"the mask {file} has {sizes[0]} pixels, and its image {self.path(index)} {sizes[1]}")
-        return Image(image), Mask(class_numbers(mask, self._values))
+    def mask(self, index: int) -> Tensor:
+        """The class numbers of item `index`, (H, W)."""
+        return class_numbers(read_mask(self._masks.path(index), max_pixels=self.decoding.max_pixels), self._values)
+
+    def fingerprint(self) -> str:
+        """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
+        return f"{self._images.fingerprint()} {self._masks.fingerprint()} {self._values}"
+
+
+def with_mask(image: Tensor, mask: Tensor, path: Path | str, mask_path: Path | str) -> tuple[Any, Any]:
+    """A sample of an image (C, H, W) and a mask (H, W); raises `UserError` if their sizes differ."""
+    from torchvision.tv_tensors import Image, Mask  # takes a second, and only such data sets need it
+
+    if image.shape[1:] != mask.shape:
+        sizes = [" x ".join(map(str, each.shape[-2:])) for each in (mask, image)]
+        raise UserError(f"the mask {mask_path} has {sizes[0]} pixels, and its image {path} {sizes[1]}")
+    return Image(image), Mask(mask)
 
 
 def class_numbers(mask: Tensor, values: Sequence[int] | None) -> Tensor:

@@ -148,9 +148,8 @@ class RemoteShard:
         def call() -> bytes:
             content: bytes = request(self.url, "cat_file", start=start, end=end)
             if len(content) > end - start:
-                raise DataFailed(
-                    "data.root", f"the server of {self.url} does not answer requests of ranges", "one that does"
-                )
+                problem = f"the server of {self.url} does not answer requests of ranges"
+                raise DataFailed("data.root", problem, "one that does")
             if len(content) < end - start:
                 raise OSError(f"only {len(content):,} of {end - start:,} bytes came")
             return content
@@ -221,9 +220,8 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         if heard:  # reading a whole shard takes long
-            raise DataFailed(
-                "data.root", f"a signal came before all of {self._shard.url} was read", "the same command again"
-            )
+            problem = f"a signal came before all of {self._shard.url} was read"
+            raise DataFailed("data.root", problem, "the same command again")
         end = min(self._place + len(buffer), self._shard.size)
         content = self._shard.range(self._place, end) if end > self._place else b""
         buffer[: len(content)] = content
@@ -248,9 +246,8 @@ def chosen(url: str) -> RemoteShard:
     try:
         shard = _described(url, retried(url, lambda: request(url, "info")))
     except FileNotFoundError as error:
-        raise UserError(
-            "data.root", f"there is no {url}", "names of objects that are there, relative to data.root"
-        ) from error
+        allowed = "names of objects that are there, relative to data.root"
+        raise UserError("data.root", f"there is no {url}", allowed) from error
     return dataclasses.replace(shard, has_index=True)
 
 
@@ -275,8 +272,7 @@ def listed(url: str) -> list[RemoteShard]:
 
 def _described(url: str, info: dict[str, Any], names: Container[str] = ()) -> RemoteShard:
     if not isinstance(info.get("size"), int):
-        raise UserError(
-            "data.root", f"the server does not tell the size of {url}", "a server that answers requests of ranges"
-        )
+        problem = f"the server does not tell the size of {url}"
+        raise UserError("data.root", problem, "a server that answers requests of ranges")
     version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), "")
     return RemoteShard(url, info["size"], version, f"{url.rpartition('/')[2]}.index" in names)

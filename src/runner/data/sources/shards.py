@@ -14,9 +14,8 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,23 +26,19 @@ from runner.base.errors import UserError
 from runner.base.reading import is_url, open_regular, read_json
 from runner.config.schema.sections import Data
 from runner.data.sources.copies import Copies
+from runner.data.sources.detection import objects_of, with_objects
 from runner.data.sources.folders import ImageList
-from runner.data.sources.image_io import DECODING, Decoding
+from runner.data.sources.image_io import DECODING, Decoding, read_image, read_mask
 from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import EXTENSIONS, times_of
+from runner.data.sources.listing import times_of
+from runner.data.sources.masks import with_mask
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed, retried
+from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files
 
 _RULES = 1  # to be raised when other images are found, or in another order
-_NAMES = ("offsets", "lengths", "checksums", "labels")
-LARGEST_CLASS = 2**31 - 1
 MANIFEST = "pack.json"  # what `pack` writes beside the splits
 _SPLITS = ("train", "val", "test")
-
-Index = dict[str, Tensor]
-"""Of the images of a shard, int64 (N,) each: where they lie, their lengths in bytes, CRC-32, and class numbers."""
-
-
-NO_IMAGES: Index = dict.fromkeys(_NAMES, torch.zeros(0, dtype=torch.int64))
+_Indexed = tuple[Index, IndexFile | None]
 
 
 class Shards(ImageList):
@@ -59,16 +54,17 @@ class Shards(ImageList):
     def __init__(
         self, paths: Sequence[Path | RemoteShard], indexes: Sequence[Index], classes: Sequence[str], decoding: Decoding
     ) -> None:
-        joined = {name: torch.cat([index[name] for index in indexes]) for name in _NAMES}
+        joined = {name: torch.cat([index[name] for index in indexes]) for name in COLUMNS}
         super().__init__(joined["labels"], classes, decoding)
         self._paths = tuple(path if isinstance(path, RemoteShard) else str(path) for path in paths)
-        self._offsets, self._lengths, self._checksums = (joined[name] for name in _NAMES[:3])
-        self._ends = torch.tensor([len(index["labels"]) for index in indexes]).cumsum(0)
+        self._offsets, self._lengths, self._checksums = (joined[name] for name in COLUMNS[:3])
+        # The number of images up to the end of each shard, int64 (S,)
+        self.block_ends = torch.tensor([len(index["labels"]) for index in indexes]).cumsum(0)
 
     def encoded(self, index: int) -> tuple[Path | str, bytes | None]:
         """See `ImageList.encoded`; raises `UserError` if the bytes are not those that were indexed, or the store fails."""
         index = range(len(self))[index]
-        shard = int(torch.searchsorted(self._ends, index, right=True))
+        shard = int(torch.searchsorted(self.block_ends, index, right=True))
         path, offset, length = self._paths[shard], int(self._offsets[index]), int(self._lengths[index])
         if isinstance(path, RemoteShard):
             return f"{path.url} byte {offset}", path.read(offset, length, int(self._checksums[index]))
@@ -86,27 +82,35 @@ class Shards(ImageList):
         return Path(path, f"byte {offset}"), content
 
     @property
-    def block_ends(self) -> Tensor:
-        """The number of images up to the end of each shard, int64 (S,)."""
-        return self._ends
-
-    @property
     def digests(self) -> np.ndarray:
         """The checksum of each image, int64 (N,)."""
         return self._checksums.numpy()
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: their bytes, settings, decoder versions."""
-        settings = (
-            DECODING,
-            *dataclasses.astuple(self.decoding),
-            torch.__version__,
-            *map(features.version, ("pil", "jpg")),
-        )
-        digest = hashlib.sha256(repr(settings).encode())
+        versions = torch.__version__, *map(features.version, ("pil", "jpg"))
+        digest = hashlib.sha256(repr((DECODING, *dataclasses.astuple(self.decoding), *versions)).encode())
         for numbers in (self._lengths, self._checksums, self.targets):
             digest.update(numbers.numpy().tobytes())
         return digest.hexdigest()
+
+
+class TargetShards(Shards):
+    """Shards whose images have masks or boxes; items are those of `MaskFolder` or `DetectionImages`."""
+
+    def __init__(self, *arguments: Any, target: Kind) -> None:
+        super().__init__(*arguments)
+        # Numbers that change with the samples, and are no classes
+        self._target, self.targets = target, self._checksums.double()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        """Read one sample; raises `UserError` as `encoded`, and if the image or mask cannot be used."""
+        name, content = self.encoded(index)
+        files, pixels = read_files(content or b"", str(name), self._target), self.decoding.max_pixels
+        image = read_image(name, None, self.decoding.channels, max_pixels=pixels, content=files[0])
+        if self._target == "mask":
+            return with_mask(image, read_mask(name, max_pixels=pixels, content=files[1]), name, name)
+        return with_objects(image, *objects_of(files[1], str(name), index))
 
 
 def shards(
@@ -114,6 +118,7 @@ def shards(
     image_size: int | None = None,
     channels: Literal[1, 3] = 3,
     *,
+    target: Kind = "class",
     label: str = "label",
     train: str | list[str] | None = None,
     val: str | list[str] | None = None,
@@ -132,7 +137,8 @@ def shards(
 
     Args:
         root: folder of the data set, or its URL in a store that fsspec reads.
-        label: key in JSON files.
+        target: "mask" and "boxes" take `NAME.mask.png`, or objects in `NAME.json`, instead of class numbers.
+        label: key of class numbers in JSON files.
         train, val, test: the shards of each split, relative to `root`, such as "train-{0000..0146}.tar", or a list of them;
             the folders are listed if all three are None.
         cache_gb: GB (10^9 bytes) of copies of whole shards of a store that are kept in `cache_folder`; None keeps none.
@@ -149,7 +155,7 @@ def shards(
         raise UserError("data.root", "is a URL with a password or a query, which would be stored with the run", allowed)
     if cache_gb is not None and not 0 < cache_gb < math.inf:
         raise UserError("data.dataset.cache_gb", f"is {cache_gb}", "a number above 0, or null")
-    decoding = Decoding(image_size, channels, crop_share, max_pixels)
+    decoding = Decoding(image_size if target == "class" else None, channels, crop_share, max_pixels)
     named = {"train": train, "val": val, "test": test}
     paths, manifest = _found(base, named), _manifest(base)
     if manifest.get("samples", ...) is None:
@@ -163,11 +169,12 @@ def shards(
     every = [path for found in paths.values() for path in found]
     # Reading and checksums release the lock of the interpreter
     with ThreadPoolExecutor() as pool:
-        made = list(pool.map(functools.partial(_indexed, label=label, cache_folder=cache_folder), every))
+        made = list(pool.map(functools.partial(_indexed, label=label, target=target, cache_folder=cache_folder), every))
     indexes = {path: index for path, (index, _) in zip(every, made, strict=True) if len(index["labels"])}
-    classes = _classes(f"{base}/classes.txt", max(int(index["labels"].max()) for index in indexes.values()))
+    classes = _classes(f"{base}/classes.txt", max(int(index["labels"].max()) for index in indexes.values()), target)
+    kind: Any = Shards if target == "class" else functools.partial(TargetShards, target=target)
     result = {
-        split: Shards(kept, [indexes[path] for path in kept], classes, decoding)
+        split: kind(kept, [indexes[path] for path in kept], classes, decoding)
         for split, found in paths.items()
         if (kept := [path for path in found if path in indexes])  # `pack` skipped all images of others
     }
@@ -228,54 +235,56 @@ def _tars(folder: str) -> list[Path | RemoteShard]:
     return [*listed(folder)] if is_url(folder) else [*sorted(local)]
 
 
-def _classes(path: str, largest: int) -> list[str]:
+def _classes(path: str, largest: int, target: Kind) -> list[str]:
+    content = None
     try:
-        content = content_of(path) if is_url(path) else Path(path).read_bytes()
-        if content is None:
-            return []
-        names = re.split("\r?\n", content.decode("utf-8-sig").rstrip("\r\n"))
-    except FileNotFoundError:
-        return []
+        with contextlib.suppress(FileNotFoundError):
+            content = content_of(path) if is_url(path) else Path(path).read_bytes()
+        names = re.split("\r?\n", (content or b"").decode("utf-8-sig").rstrip("\r\n"))
     except (OSError, ValueError) as error:
         raise UserError("data.root", f"cannot read {path}: {error}") from error
-    if largest >= len(names):
+    if content is None and target == "mask":
+        raise UserError("data.root", f"there is no {path}", "the name of a class in each line, for 0, 1, 2, ...")
+    if content is None:
+        return []
+    if largest - (target == "boxes") >= len(names):  # labels begin with 1
         raise UserError("data.root", f"a sample is of class {largest}, and {path} has only {len(names)} lines")
     if "" in names or len(set(names)) < len(names):
         raise UserError("data.root", f"{path} has an empty line, or a name twice", "a different name in each line")
     return names
 
 
-def _indexed(shard: Path | RemoteShard, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
+def _indexed(shard: Path | RemoteShard, label: str, target: Kind, cache_folder: str | None) -> _Indexed:
     """The index of a shard, and the file to keep it in if it is new."""
     if isinstance(shard, RemoteShard):
-        return _indexed_remote(shard, label, cache_folder)
+        return _indexed_remote(shard, label, target, cache_folder)
     with _named_errors(shard):
-        size, beside = shard.stat().st_size, packed_index(shard, shard.stat().st_size)
+        size, beside = shard.stat().st_size, packed_index(shard, shard.stat().st_size, target)
         # A shard that was changed afterwards may have other class numbers
         changed = not beside.path.exists() or beside.path.stat().st_mtime_ns < shard.stat().st_mtime_ns
         if not changed and (known := beside.read()) is not None:
             return known, None
-        key = json.dumps([_RULES, label, size, times_of(shard)])
+        key = json.dumps([_RULES, label, size, times_of(shard)] + [target] * (target != "class"))
         file = None if cache_folder is None else IndexFile.of(cache_folder, str(shard.absolute()), key)
         if file is not None and (known := file.read()) is not None:
             return known, None
-        return index_of(shard, label), file
+        return index_of(shard, label, target), file
 
 
-def _indexed_remote(shard: RemoteShard, label: str, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
+def _indexed_remote(shard: RemoteShard, label: str, target: Kind, cache_folder: str | None) -> _Indexed:
     """See `_indexed`: a file that is kept spares requests, so it is looked at first."""
-    key, file = json.dumps([_RULES, label, shard.size, shard.version]), None
+    key, file = json.dumps([_RULES, label, shard.size, shard.version] + [target] * (target != "class")), None
     if cache_folder is not None and shard.version:  # without one, another object could have the same index
         file = IndexFile.of(cache_folder, shard.url, key)
         if (known := file.read()) is not None:
             return known, None
     content = content_of(f"{shard.url}.index") if shard.has_index else None
-    packed = packed_index(Path(shard.url), shard.size)
+    packed = packed_index(Path(shard.url), shard.size, target)
     if content is not None and (known := IndexFile.parse(content, packed.key)) is not None:
         return known, None
     with _named_errors(shard.url):
         with shard.opened() as opened:
-            index = index_of_file(opened, shard.url, label)
+            index = index_of_file(opened, shard.url, label, target)
         if retried(shard.url, shard.replaced):
             raise shard.changed("it was replaced meanwhile")
     return index, file
@@ -287,17 +296,17 @@ def _named_errors(shard: Path | str) -> Iterator[None]:
         yield
     except (OSError, tarfile.TarError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"cannot read the shard {shard}: {reason}. Restore it, or remove it from the folder."
-        ) from error
+        problem = f"cannot read the shard {shard}: {reason}. Restore it, or remove it from the folder."
+        raise UserError(problem) from error
 
 
-def packed_index(shard: Path, size: int) -> IndexFile:
+def packed_index(shard: Path, size: int, target: Kind = "class") -> IndexFile:
     """The file beside a shard of `size` bytes that `pack` writes its index to; times would not survive a copy of both."""
-    return IndexFile(shard.with_name(f"{shard.name}.index"), json.dumps(["packed", _RULES, size]))
+    key = json.dumps(["packed", _RULES, size] + [target] * (target != "class"))
+    return IndexFile(shard.with_name(f"{shard.name}.index"), key)
 
 
-def index_of(shard: Path, label: str) -> Index:
+def index_of(shard: Path, label: str, target: Kind = "class") -> Index:
     """Read a shard once, and note where its images are.
 
     Raises:
@@ -305,70 +314,4 @@ def index_of(shard: Path, label: str) -> Index:
         OSError, tarfile.TarError: if it cannot be read.
     """
     with open_regular(shard) as file:
-        return index_of_file(file, str(shard), label)
-
-
-def index_of_file(file: BinaryIO, shard: str, label: str) -> Index:
-    """See `index_of`: any file that can seek; `shard` is its name in messages."""
-
-    def body(member: tarfile.TarInfo) -> bytes:
-        file.seek(member.offset_data)
-        return file.read(member.size)
-
-    rows, keys = [], set[str]()
-    with tarfile.open(fileobj=file, mode="r:") as tar:
-        for key, group in groupby(_files(shard, tar), key=lambda part: part[0]):
-            files = [(extension, member) for _, extension, member in group]
-            parts, images = dict(files), [extension for extension, _ in files if f".{extension}" in EXTENSIONS]
-            if key in keys or len(parts) < len(files) or len(images) > 1:
-                problem = f"{shard} has sample {key} twice, or two images of it, or other files between its own"
-                raise UserError(
-                    "data.root", problem, "one image of each name, with its files next to it: tar --sort=name"
-                )
-            keys.add(key)
-            if not images:
-                continue
-            contents = {
-                extension: body(member) for extension, member in files if extension in (images[0], "cls", "json")
-            }
-            image, content = parts[images[0]], contents[images[0]]
-            number = _class_number(shard, key, contents, label)
-            rows.append((image.offset_data, image.size, zlib.crc32(content), number))
-        # tarfile takes a file that was cut between two members for a whole one, and does not look behind the end
-        file.seek(tar.offset)
-        ending = file.read(tarfile.BLOCKSIZE)
-        if len(ending) < tarfile.BLOCKSIZE:
-            raise tarfile.ReadError("it is truncated")
-        while ending:
-            if any(ending):
-                raise tarfile.ReadError("something follows the end of its files, such as another tar file")
-            ending = file.read(2**16)
-    if not rows:
-        raise UserError("data.root", f"the shard {shard} has no images")
-    return {name: tensor.contiguous() for name, tensor in zip(_NAMES, torch.tensor(rows).T, strict=True)}
-
-
-def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Key, extension and place of each file of a sample; hidden ones, and those without an extension, belong to none."""
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # type: ignore[attr-defined]  # half a kilobyte each
-        folder, _, name = member.name.rpartition("/")
-        stem, _, extension = name.partition(".")
-        if member.isdir() or not stem or not extension:
-            continue
-        if not member.isreg() or member.issparse():
-            raise UserError(
-                "data.root", f"{member.name} in {shard} is a link or a sparse file", "tar files of whole files"
-            )
-        yield f"{folder}/{stem}" if folder else stem, extension.lower(), member
-
-
-def _class_number(shard: str, key: str, contents: Mapping[str, bytes], label: str) -> int:
-    number: Any = None
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
-        number = int(contents["cls"]) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
-    if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
-        problem = f"sample {key} of {shard} has no class number"
-        allowed = f"a number from 0 to {LARGEST_CLASS:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"
-        raise UserError("data.root", problem, allowed)
-    return number
+        return index_of_file(file, str(shard), label, target)

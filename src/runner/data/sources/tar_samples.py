@@ -1,0 +1,121 @@
+"""The samples of a tar file: the files of each, and the index of all."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
+from typing import Any, BinaryIO, Literal
+
+import torch
+from torch import Tensor
+
+from runner.base.errors import UserError
+from runner.data.sources.detection import objects_of
+from runner.data.sources.listing import EXTENSIONS
+
+LARGEST_CLASS = 2**31 - 1
+COLUMNS = ("offsets", "lengths", "checksums", "labels")
+
+Kind = Literal["class", "mask", "boxes"]
+"""What a sample has besides its image."""
+Index = dict[str, Tensor]
+"""Of the samples of a shard, int64 (N,) each: where they lie, their lengths in bytes, CRC-32, and class numbers.
+
+With a class number, that is the content of the image. With a mask or boxes, it is all from the header of the first file to the end
+of the last one, which is a tar file, too; the number is 0 with a mask, and with boxes the largest label, or 0.
+"""
+
+NO_IMAGES: Index = dict.fromkeys(COLUMNS, torch.zeros(0, dtype=torch.int64))
+
+
+def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class") -> Index:
+    """See `runner.data.sources.shards.index_of`: any file that can seek; `shard` is its name in messages."""
+
+    def read(start: int, length: int) -> bytes:
+        file.seek(start)
+        return file.read(length)
+
+    rows, keys = [], set[str]()
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for key, group in groupby(_files(shard, tar), key=lambda part: part[0]):
+            files = [(extension, member) for _, extension, member in group]
+            parts, (images, other) = dict(files), _chosen([extension for extension, _ in files], target)
+            if key in keys or len(parts) < len(files) or len(images) > 1:
+                problem = f"{shard} has sample {key} twice, or two images of it, or other files between its own"
+                allowed = "one image of each name, with its files next to it: tar --sort=name"
+                raise UserError("data.root", problem, allowed)
+            keys.add(key)
+            if not images:
+                continue
+            wanted = ("cls", "json", *(images if target == "class" else ()))
+            contents = {name: read(member.offset_data, member.size) for name, member in files if name in wanted}
+            if target == "class":
+                start, content = parts[images[0]].offset_data, contents[images[0]]
+                number = _class_number(shard, key, contents, label)
+            elif other in parts:
+                start, last = files[0][1].offset, files[-1][1]
+                content = read(start, last.offset_data + last.size + -last.size % tarfile.BLOCKSIZE - start)
+                objects = objects_of(contents["json"], f"sample {key} of {shard}")[0] if target == "boxes" else None
+                number = max(objects.labels, default=0) if objects is not None else 0
+            else:
+                problem = f"sample {key} of {shard} has no {target}"
+                raise UserError("data.root", problem, f"{key}.{other} next to the image")
+            rows.append((start, len(content), zlib.crc32(content), number))
+        # tarfile takes a file that was cut between two members for a whole one, and does not look behind the end
+        file.seek(tar.offset)
+        ending = file.read(tarfile.BLOCKSIZE)
+        if len(ending) < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError("it is truncated")
+        while ending:
+            if any(ending):
+                raise tarfile.ReadError("something follows the end of its files, such as another tar file")
+            ending = file.read(2**16)
+    if not rows:
+        raise UserError("data.root", f"the shard {shard} has no images")
+    return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
+
+
+def read_files(content: bytes, name: str, target: Kind) -> tuple[bytes, bytes]:
+    """The files of a sample with a mask or boxes: its image, and its mask or boxes; `content` is the bytes that are indexed."""
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+        parts = {extension: content[file.offset_data :][: file.size] for _, extension, file in _files(name, tar)}
+    (image,), other = _chosen(parts, target)
+    return parts[image], parts[other]
+
+
+def _chosen(extensions: Collection[str], target: Kind) -> tuple[list[str], str]:
+    """The extensions of images, of which a sample has one, and that of its mask or boxes."""
+    images, other = [each for each in extensions if f".{each}" in EXTENSIONS], "json"
+    if target == "mask":
+        other = "png" if len(images) == 2 and "png" in images and "mask.png" not in extensions else "mask.png"
+    return [each for each in images if each != other], other
+
+
+def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Key, extension and place of each file of a sample; hidden ones, and those without an extension, belong to none."""
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]  # half a kilobyte each
+        folder, _, name = member.name.rpartition("/")
+        stem, _, extension = name.partition(".")
+        if member.isdir() or not stem or not extension:
+            continue
+        if not member.isreg() or member.issparse():
+            problem = f"{member.name} in {shard} is a link or a sparse file"
+            raise UserError("data.root", problem, "tar files of whole files")
+        yield f"{folder}/{stem}" if folder else stem, extension.lower(), member
+
+
+def _class_number(shard: str, key: str, contents: Mapping[str, bytes], label: str) -> int:
+    number: Any = None
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
+        number = int(contents["cls"]) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
+    if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
+        problem = f"sample {key} of {shard} has no class number"
+        allowed = f"a number from 0 to {LARGEST_CLASS:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"
+        raise UserError("data.root", problem, allowed)
+    return number

@@ -1,0 +1,392 @@
+"""Masks and boxes in tar files: the samples of the packed files, what is refused, and that the bytes are those indexed."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shlex
+import signal
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drawn_masks
+import drawn_objects
+import fsspec
+import numpy as np
+import pytest
+import torch
+from extended import MARK
+from extras import needs
+from forked import ForkedProgram
+from PIL import Image
+from tar_files import Members, cls, encoded, samples, write_tar
+
+from runner.base.errors import DataFailed, UserError
+from runner.data.sources import shards as module
+from runner.data.sources.detection import coco, yolo
+from runner.data.sources.masks import segmentation_folder
+from runner.data.sources.shards import shards
+
+MASKS = ("experiment=segmentation", "data.root=shapes", "data.image_size=24")
+BOXES = ("experiment=detection", "data.root=drawn", *drawn_objects.COCO)
+FILES = {"train_images": "images/train", "train_annotations": "train.json"}
+FILES |= {"val_images": "images/val", "val_annotations": "val.json"}
+
+
+def picture(array: Any, kind: str = "PNG", **options: Any) -> bytes:
+    Image.fromarray(np.asarray(array)).save(file := io.BytesIO(), kind, **options)
+    return file.getvalue()
+
+
+@pytest.fixture
+def shapes(workdir: Path) -> Path:
+    """Images with masks, of which one is a JPEG that lies on its side, and one mask has 16 bits."""
+    root = drawn_masks.draw(workdir / "shapes", 7, 3, void=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (root / "train/images/000.png").unlink()
+    pixels = np.random.default_rng(0).integers(256, size=(20, 30, 3), dtype=np.uint8)
+    (root / "train/images/000.jpg").write_bytes(picture(pixels, "JPEG", exif=exif))
+    (root / "train/masks/000.png").write_bytes(picture(np.arange(600, dtype=np.uint8).reshape(30, 20) % 3))
+    (root / "train/masks/001.png").write_bytes(picture((np.arange(576) % 3).astype(np.uint16).reshape(24, 24)))
+    return root
+
+
+@pytest.fixture
+def drawn(workdir: Path) -> Path:
+    """Images with objects, one of which is a crowd with a run-length encoding."""
+    drawn_objects.draw(workdir / "drawn", "train", 7, 0)
+    drawn_objects.draw(workdir / "drawn", "val", 5, 1)
+    said = json.loads((workdir / "drawn/train.json").read_text())
+    crowd = {"counts": [64, 320, 896], "size": [32, 40]}
+    said["annotations"][1] |= {"iscrowd": 1, "segmentation": crowd, "bbox": [2.25, 0, 9.5, 32]}
+    (workdir / "drawn/train.json").write_text(json.dumps(said))
+    return workdir / "drawn"
+
+
+def members(path: Path) -> list[tuple[str, bytes]]:
+    with tarfile.open(path) as tar:
+        return [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
+
+
+def numbers(folder: Path) -> list[int]:
+    """The samples of a packed split, as they were numbered before."""
+    found = [int(name[:9]) for path in sorted(folder.glob("*.tar")) for name, _ in members(path)]
+    assert found[::2] == found[1::2]
+    return found[::2]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two samples, or parts of them, have the same types and values."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+def check_samples(packed: Any, source: Any, folder: Path) -> None:
+    assert packed.keys() == source.keys()
+    for split in source:
+        order = numbers(folder / split)
+        assert sorted(order) == list(range(len(source[split])))
+        assert packed[split].classes == source[split].classes
+        for place, index in enumerate(order):
+            assert same(packed[split][place], source[split][index]), (split, index)
+        with pytest.raises(IndexError):
+            packed[split][len(order)]
+
+
+def uploaded(folder: Path) -> str:
+    """The URL of a copy of a folder in a store."""
+    for path in folder.rglob("*.*"):
+        fsspec.filesystem("memory").pipe(f"{folder}/{path.relative_to(folder)}", path.read_bytes())
+    return f"memory:/{folder}"
+
+
+def test_masks_are_those_of_the_folder_also_in_a_store(shapes: Path, accepted: Any, workdir: Path) -> None:
+    accepted("pack", *MASKS, "output=out", "shard_samples=4")
+    check_samples(shards("out", 8, target="mask"), segmentation_folder("shapes"), Path("out"))
+    names = {name: file for path in Path("out/train").glob("*.tar") for name, file in members(path)}
+    assert names["000000000.jpg"] == (shapes / "train/images/000.jpg").read_bytes()
+    assert {"000000000.mask.png", "000000001.png", "000000001.mask.png"} < names.keys()
+    url = uploaded(workdir / "out")
+    store = shards(url, target="mask")
+    check_samples(store, segmentation_folder("shapes"), Path("out"))
+    local = shards("out", target="mask")["train"]
+    assert store["train"].fingerprint() == local.fingerprint()
+    path = next(Path("out/train").glob("*.tar"))
+    content = bytearray(path.read_bytes())
+    content[content.index(b".mask.png") + 600] ^= 1
+    fsspec.filesystem("memory").pipe(f"{workdir}/{path}", bytes(content))
+    with pytest.raises(DataFailed, match="has another CRC-32"):
+        [store["train"][index] for index in range(7)]
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="was changed or damaged after it was indexed"):
+        [local[index] for index in range(7)]
+
+
+def test_values_of_masks_become_class_numbers(shapes: Path, accepted: Any) -> None:
+    accepted("pack", *MASKS, "data.dataset.values=[0,2,1]", "output=out")
+    check_samples(shards("out", target="mask"), segmentation_folder("shapes", values=[0, 2, 1]), Path("out"))
+
+
+@needs("detection")
+@pytest.mark.parametrize("masks", [True, False])
+def test_boxes_and_instance_masks_are_those_of_the_annotations(
+    drawn: Path, accepted: Any, masks: bool, workdir: Path
+) -> None:
+    accepted("pack", *BOXES, f"data.dataset.masks={masks}", "output=out", "shard_samples=4")
+    source = coco("drawn", **FILES, masks=masks)  # type: ignore[arg-type]
+    for root in ("out", uploaded(workdir / "out")):
+        check_samples(shards(root, target="boxes"), source, Path("out"))
+    assert ("masks" in shards("out", target="boxes")["train"][0][1]) == masks
+
+
+@needs("detection")
+def test_yolo_is_packed_in_shares_of_the_sides(drawn: Path, accepted: Any) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    accepted("pack", "experiment=detection", "data=yolo", "data.root=drawn", "output=out", "max_side=20")
+    packed, source = shards("out", target="boxes")["val"], yolo("drawn")["val"]
+    for place, index in enumerate(numbers(Path("out/val"))):
+        (image, found), (_, expected) = packed[place], source[index]
+        assert image.shape == (3, 16, 20)
+        assert torch.allclose(found["boxes"] * 2, expected["boxes"], atol=1e-4)
+
+
+def test_larger_images_are_resized_with_their_masks(shapes: Path, accepted: Any) -> None:
+    accepted("pack", *MASKS, "max_side=24", "output=out")
+    packed, source = shards("out", target="mask")["train"], segmentation_folder("shapes")["train"]
+    for place, index in enumerate(numbers(Path("out/train"))):
+        (image, mask), (_, before) = packed[place], source[index]
+        if index == 0:  # 20 x 30 pixels, upright
+            assert image.shape == (3, 24, 16)
+            nearest = Image.fromarray(before.numpy()).resize((16, 24), Image.Resampling.NEAREST)
+            assert np.array_equal(mask, nearest)
+        else:
+            assert same(packed[place], source[index])
+
+
+@needs("detection")
+def test_larger_images_are_resized_with_their_polygons_and_run_lengths_are_refused(
+    drawn: Path, accepted: Any, rejected: Any
+) -> None:
+    words = ("pack", *BOXES, "data.dataset.masks=true", "max_side=20")
+    assert "max_side: drawn/images/train/001.png would be resized" in rejected(*words, "output=none").err
+    accepted(*words, "max_side=40", "output=whole")
+    said = json.loads((drawn / "train.json").read_text())
+    said["annotations"][1] |= {"segmentation": [[4, 2, 8, 2, 8, 10, 4, 10]], "bbox": [4, 2, 4, 8]}
+    (drawn / "train.json").write_text(json.dumps(said))
+    accepted(*words, "output=out")
+    packed, source = shards("out", target="boxes")["train"], coco("drawn", **FILES, masks=True)["train"]  # type: ignore[arg-type]
+    for place, index in enumerate(numbers(Path("out/train"))):
+        (image, found), (_, expected) = packed[place], source[index]
+        assert image.shape == (3, 16, 20)
+        assert torch.allclose(found["boxes"] * 2, expected["boxes"], atol=1e-4)
+        assert found["masks"].shape == (len(expected["boxes"]), 16, 20)
+        for small, box in zip(found["masks"], found["boxes"].round().int().tolist(), strict=True):
+            inside = small[box[1] : box[3], box[0] : box[2]]
+            assert inside.float().mean() > 0.7
+            assert int(small.sum()) - int(inside.sum()) <= 12, "only the border may be outside"
+        assert same(
+            {name: found[name] for name in ("labels", "iscrowd", "image_id")},
+            {name: expected[name] for name in ("labels", "iscrowd", "image_id")},
+        )
+
+
+def test_a_mask_of_another_size_is_refused_before_it_is_resized(shapes: Path, rejected: Any) -> None:
+    (shapes / "train/masks/002.png").write_bytes(picture(np.zeros((12, 12), np.uint8)))
+    said = rejected("pack", *MASKS, "max_side=20", "output=out").err
+    assert "002.png has 12 x 12 pixels, and its image" in said
+
+
+def boxes(**changes: Any) -> Members:
+    """A sample; a change to None removes a key."""
+    said = {"boxes": [[1, 2, 9, 9]], "labels": [2], "size": [16, 16], **changes}
+    yield "a.png", encoded(0)
+    yield "a.json", json.dumps({name: value for name, value in said.items() if value is not None}).encode()
+
+
+@pytest.mark.parametrize(
+    ("target", "files", "reason"),
+    [
+        ("mask", samples([1], cls), r"sample 000001 of .*0\.tar has no mask"),
+        ("mask", [("a.mask.png", encoded(0))], "has no images"),
+        ("mask", [("a.jpg", b""), ("a.png", b""), ("a.mask.png", b"")], "two images"),
+        ("boxes", samples([1], cls), "sample 000001 of .* has no boxes"),
+        ("boxes", [("a.png", b""), ("a.json", b"{")], "the objects of sample a of .*0.tar cannot be used: JSON"),
+        ("boxes", [("a.png", b""), ("a.json", b"[1]")], "cannot be used: TypeError"),
+        ("boxes", boxes(size=None), "cannot be used: KeyError: 'size'"),
+        ("boxes", boxes(labels=[1, 2]), "cannot be used: ValueError"),
+        ("boxes", boxes(labels=[0]), "has no label from 1 on"),
+        ("boxes", boxes(labels=[1.5]), "has no label from 1 on"),
+        ("boxes", boxes(labels=[3]), "a sample is of class 3, and .* has only 2 lines"),
+        ("boxes", boxes(boxes=[[1, 2, 3]]), "cannot be used: ValueError"),
+        ("boxes", boxes(boxes=[[1, 2, float("nan"), 4]]), "is empty, or outside"),
+        ("boxes", boxes(boxes=[[1, 2, 20, 4]]), "sample a of .* cannot be used: .*the box in object 0 is empty, or outside"),
+        ("boxes", boxes(outlines=[None]), "or no outline"),
+        ("boxes", boxes(outlines=[[[1e9, 0, 1, 1, 2, 2]]]), "the polygon of object 0 is more than"),
+        ("class", boxes(), "sample a of .* has no class number"),
+    ],
+)  # fmt: skip
+def test_samples_without_a_mask_or_with_other_objects_are_refused(
+    tmp_path: Path, target: Any, files: Members, reason: str
+) -> None:
+    write_tar(tmp_path / "0.tar", files)
+    (tmp_path / "classes.txt").write_text("tall\nwide\n")
+    with pytest.raises(UserError, match=reason) as raised:
+        shards(str(tmp_path), target=target)
+    assert raised.value.problems[0].key == "data.root"
+
+
+def test_masks_need_names_of_classes_and_the_sizes_of_their_images(tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [("a.jpg", encoded(0)), ("a.png", picture(np.zeros((9, 16), np.uint8)))])
+    with pytest.raises(UserError, match=r"there is no .*classes\.txt"):
+        shards(str(tmp_path), target="mask")
+    (tmp_path / "classes.txt").write_text("tall\nwide\n")
+    with pytest.raises(UserError, match=r"the mask .*0\.tar/byte 0 has 9 x 16 pixels, and its image"):
+        shards(str(tmp_path), target="mask")["train"][0]
+
+
+@pytest.mark.parametrize("layout", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_tar_files_of_others_are_read(tmp_path: Path, layout: int) -> None:
+    def files() -> Members:
+        for number in range(3):
+            name = "long" * 60 + f"/{number}"  # with a header before the header
+            yield f"{name}.txt", b"a caption"
+            yield f"{name}.png", picture(np.full((16, 16), number, np.uint8))
+            yield "._hidden.png", b"x"
+            yield f"{name}.jpg", picture(np.zeros((16, 16, 3), np.uint8), "JPEG")
+            yield f"{name}.json", json.dumps({"boxes": [[0, 0, 0.5, 1]], "labels": [1], "size": None}).encode()
+            yield f"{name}.cls", b"2"
+
+    path = write_tar(tmp_path / "0.tar", files(), layout)
+    (tmp_path / "classes.txt").write_text("a\nb\nc\n")
+    found = shards(str(tmp_path), target="mask", cache_folder=str(tmp_path / "cache"))["train"]
+    assert found.keep_indexes() == []
+    for number in range(3):
+        image, mask = found[number]
+        assert image.shape == (3, 16, 16)
+        assert mask.tolist() == [[number] * 16] * 16
+    with pytest.raises(UserError, match="two images"):
+        shards(str(tmp_path), cache_folder=str(tmp_path / "cache"))
+    write_tar(path, ((name, file) for name, file in files() if not name.endswith(".png")), layout)
+    found = shards(str(tmp_path), target="boxes", cache_folder=str(tmp_path / "cache"))["train"]
+    assert found.keep_indexes() == []
+    image, target = found[1]
+    assert target["boxes"].tolist() == [[0, 0, 8, 16]]
+    assert (target["labels"].tolist(), target["image_id"], target.keys() >= {"masks"}) == ([1], 1, False)
+    assert shards(str(tmp_path), cache_folder=str(tmp_path / "cache"))["train"].targets.tolist() == [2, 2, 2]
+
+
+def test_packed_indexes_are_of_their_target_alone(shapes: Path, accepted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted("pack", *MASKS, "output=out")
+    with pytest.raises(UserError, match="has no class number"):
+        shards("out")
+    monkeypatch.setattr(module, "index_of", None)
+    assert len(shards("out", target="mask")["train"]) == 7
+
+
+def changed_masks(shapes: Path) -> None:
+    path = shapes / "train/masks/003.png"
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def changed_boxes(drawn: Path) -> None:
+    said = json.loads((drawn / "train.json").read_text())
+    said["annotations"][-1]["bbox"][2] -= 1
+    (drawn / "train.json").write_text(json.dumps(said))
+
+
+def test_a_pack_goes_on_only_with_the_same_masks(shapes: Path, accepted: Any, rejected: Any) -> None:
+    accepted("pack", *MASKS, "output=out", "shard_samples=4")
+    assert "3 of 3 shards are finished already" in accepted("pack", *MASKS, "output=out", "shard_samples=4").out
+    changed_masks(shapes)
+    assert "out was begun with other data" in rejected("pack", *MASKS, "output=out", "shard_samples=4").err
+
+
+@needs("detection")
+def test_a_pack_goes_on_only_with_the_same_boxes(drawn: Path, accepted: Any, rejected: Any) -> None:
+    accepted("pack", *BOXES, "output=out")
+    changed_boxes(drawn)
+    assert "out was begun with other data" in rejected("pack", *BOXES, "output=out").err
+
+
+@pytest.fixture
+def trained(accepted: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Train with the words that `pack` printed, and others."""
+    (workdir / "drawn_nets.py").write_text("import torch\n" + drawn_masks.MODEL + drawn_objects.DETECTOR)
+    monkeypatch.syspath_prepend(workdir)
+    monkeypatch.setenv("RUNNER_TRUST", "drawn_nets")
+
+    def call(printed: str, *words: str) -> Any:
+        found = shlex.split(printed.splitlines()[-2].partition("; ")[2])
+        assert found[:4] == ["python", "-m", "runner", "train"]
+        tiny = ("model=small_cnn", "~model.width", "~model.dropout", "scheduler=constant", "logger=none")
+        return accepted("train", *found[4:], *tiny, "data.num_workers=0", "data.batch_size=2", *words)
+
+    return call
+
+
+def test_the_printed_command_trains_on_masks_and_a_stopped_run_goes_on_with_the_same_bits(
+    shapes: Path, accepted: Any, trained: Callable[..., Any]
+) -> None:
+    said = accepted("pack", *MASKS, "output=out", "shard_samples=4", "data.batch_size=3").out
+    assert "data.batch_size=3 " in said
+    words = ("task=segmentation", "transform=segmentation", "model._target_=drawn_nets.Tiny", "epochs=2")
+    words = (*words, "data.shuffle=blocks", "data.shuffle_window=1")
+    whole = trained(said, *words)
+    assert whole.summary["global_step"] == 8
+    assert "data.normalize.mean=[0.485, 0.456, 0.406]" in said
+    stopped = trained(said, *words, "max_steps=3")
+    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@needs("detection")
+def test_the_printed_command_trains_on_boxes_and_keeps_indexes(
+    drawn: Path, accepted: Any, trained: Callable[..., Any], workdir: Path
+) -> None:
+    said = accepted("pack", *BOXES, "output=out").out
+    for path in Path("out").rglob("*.index"):
+        path.unlink()
+    words = ("task=detection", "transform=detection", "loss=none", "model._target_=drawn_nets.TinyDetector", "epochs=1")
+    result = trained(said, *words, "evaluate.batch_size=3", f"data.cache_dir={workdir / 'kept'}")
+    assert "data.normalize.mean=null" in said
+    assert result.summary["best"]["metric"] == "val/map"
+    kept = list((workdir / "kept").glob("*.index"))
+    assert len(kept) == 2
+    kept[0].unlink()
+    accepted("eval", f"ckpt_path={result.directory}", "split=val")
+    assert len(list((workdir / "kept").glob("*.index"))) == 1, "an evaluation keeps none"
+
+
+@MARK
+def test_a_pack_of_masks_that_is_killed_and_goes_on_has_the_bytes_of_an_undisturbed_one(workdir: Path) -> None:
+    drawn_masks.draw(workdir / "shapes", 40, 3)
+
+    def begun(output: str) -> ForkedProgram:
+        return ForkedProgram(["pack", *MASKS, "shard_samples=1", f"output={output}", "workers=2"])
+
+    def content(folder: str) -> dict[str, bytes]:
+        paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".pack.json.lock"]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+    assert begun("whole").wait(120) == 0
+    struck = 0
+    for turn in range(3):
+        program = begun("out")
+        while program.poll() is None and len(list(Path("out").glob("train/*.tar"))) < 1 + 12 * turn:
+            time.sleep(0.001)
+        time.sleep(random.uniform(0, 0.02))
+        program.kill()
+        struck += program.wait(60) == -signal.SIGKILL
+    assert struck
+    assert begun("out").wait(120) == 0
+    assert content("out") == content("whole")
