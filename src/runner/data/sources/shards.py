@@ -100,7 +100,7 @@ class TargetShards(Shards):
 
     def __init__(self, *arguments: Any, target: Kind) -> None:
         super().__init__(*arguments)
-        # Numbers that change with the samples, and are no classes
+        # These change with the samples, and are not class numbers
         self._target, self.targets = target, self._checksums.double()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
