@@ -226,7 +226,11 @@ def test_shards_are_packed_again_with_other_options(pack: Any, accepted: Any) ->
         (["data=digits"], "output", "out was begun with other data"),
         (["output=photos"], "output", "photos has other files"),
         (["output=null"], "output", "is missing"),
-        (["data=digits", "data.images=['0']"], "data", "are more than an image and its class number"),
+        (
+            ["experiment=segmentation", "data=digits", "data.images=['0']"],
+            "data",
+            "are more than an image and its class number",
+        ),
         (["data=digits", "output=s3://bucket/new"], "output", "is s3://bucket/new"),
         (["data=synthetic", "data.dataset.kind=regression", "output=new"], "data.dataset", "is not a class number"),
     ],
