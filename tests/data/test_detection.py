@@ -15,7 +15,9 @@ from extras import needs
 from torchvision import tv_tensors
 
 from runner.base.errors import UserError
+from runner.data.samples import SeededDataset
 from runner.data.sources.detection import coco, yolo
+from runner.data.transforms.crops import RandomResizedCrop
 
 
 @pytest.fixture
@@ -214,6 +216,12 @@ def test_transforms_keep_what_belongs_to_an_object_together(drawn: Path) -> None
         assert known >= {*zip(target["labels"].tolist(), target["iscrowd"].tolist(), strict=True)}
         removed += len(sample[1]["labels"]) - len(target["labels"])
     assert removed > 0
+
+
+def test_a_transform_that_crops_files_is_refused_as_it_would_leave_the_boxes(drawn: Path) -> None:
+    reader = SeededDataset(read_coco(drawn)["train"], 0, [RandomResizedCrop(16)], pairs=False)
+    with pytest.raises(UserError, match=r"transform\.sample_train, transform\.sample_eval: cannot take sample 1"):
+        reader[0, 1]
 
 
 def test_boxes_without_an_area_are_left_out(drawn: Path) -> None:

@@ -68,7 +68,7 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
         self.changes_images = bool(transforms)
         self._replacements = replacements
-        self._cut: Any = self._transforms.pop(0) if crops_while_decoding(dataset, transforms) else None
+        self._cut: Any = self._transforms.pop(0) if pairs and crops_while_decoding(dataset, transforms) else None
 
     def __getitems__(self, places: list[tuple[int, int]]) -> Items:
         skipped: list[BadSample] = []
