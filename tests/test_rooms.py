@@ -186,7 +186,7 @@ BUDGET = {
     "distributed": 1_060,
     "engine": 3_210,
     "instrument": 690,
-    "lab": 9_090,
+    "lab": 9_150,
     "launch": 1_030,
     "models": 1_390,
     "optim": 1_250,
