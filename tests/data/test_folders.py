@@ -326,10 +326,9 @@ def test_a_fingerprint_follows_files_and_settings(root, monkeypatch):
     assert len(others | {first}) == 8
     monkeypatch.chdir(root.parent)
     assert image_folder(root.name, image_size=4)["train"].fingerprint() == print_of(image_size=4)
-    gone = image_folder(str(root))["train"]
+    gone, known = image_folder(str(root))["train"], print_of()
     (root / "train/cat/00.png").unlink()
-    with pytest.raises(UserError, match=r"cannot read the image .*00\.png: No such file"):
-        gone.fingerprint()
+    assert gone.fingerprint() != known
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ def test_larger_images_are_resized_with_their_polygons_and_run_lengths_are_refus
     drawn: Path, accepted: Any, rejected: Any
 ) -> None:
     words = ("pack", *BOXES, "data.dataset.masks=true", "max_side=20")
-    assert "max_side: drawn/images/train/001.png would be resized" in rejected(*words, "output=none").err
-    accepted(*words, "max_side=40", "output=whole")
+    assert "max_side: is set, and an outline is a run-length encoding" in rejected(*words, "output=none").err
+    assert not [*Path("none").glob("[!.]*")]
     said = json.loads((drawn / "train.json").read_text())
     said["annotations"][1] |= {"segmentation": [[4, 2, 8, 2, 8, 10, 4, 10]], "bbox": [4, 2, 4, 8]}
     (drawn / "train.json").write_text(json.dumps(said))
@@ -218,6 +218,7 @@ def boxes(**changes: Any) -> Members:
         ("mask", samples([1], cls), r"sample 000001 of .*0\.tar has no mask"),
         ("mask", [("a.mask.png", encoded(0))], "has no images"),
         ("mask", [("a.jpg", b""), ("a.png", b""), ("a.mask.png", b"")], "two images"),
+        ("mask", [("a.jpg", b""), ("a.png", picture(np.array([[0, 255]], np.uint8)))], "have only the values 0 and 255"),
         ("boxes", samples([1], cls), "sample 000001 of .* has no boxes"),
         ("boxes", [("a.png", b""), ("a.json", b"{")], "the objects of sample a of .*0.tar cannot be used: JSON"),
         ("boxes", [("a.png", b""), ("a.json", b"[1]")], "cannot be used: TypeError"),
@@ -229,7 +230,10 @@ def boxes(**changes: Any) -> Members:
         ("boxes", boxes(boxes=[[1, 2, 3]]), "cannot be used: ValueError"),
         ("boxes", boxes(boxes=[[1, 2, float("nan"), 4]]), "is empty, or outside"),
         ("boxes", boxes(boxes=[[1, 2, 20, 4]]), "sample a of .* cannot be used: .*the box in object 0 is empty, or outside"),
-        ("boxes", boxes(outlines=[None]), "or no outline"),
+        ("boxes", boxes(outlines=[None]), "no outline"),
+        ("boxes", boxes(crowd="0"), "a crowd that is not true or false"),
+        ("boxes", [*boxes(), ("b.png", b""), ("b.json", b'{"boxes": [], "labels": [], "size": null, "outlines": []}')],
+         "sample b of .* has outlines, or has none, as others"),
         ("boxes", boxes(outlines=[[[1e9, 0, 1, 1, 2, 2]]]), "the polygon of object 0 is more than"),
         ("class", boxes(), "sample a of .* has no class number"),
     ],
@@ -242,6 +246,19 @@ def test_samples_without_a_mask_or_with_other_objects_are_refused(
     with pytest.raises(UserError, match=reason) as raised:
         shards(str(tmp_path), target=target)
     assert raised.value.problems[0].key == "data.root"
+
+
+def test_classes_without_distinct_names_are_not_packed(shapes: Path, rejected: Any) -> None:
+    assert (
+        "data.dataset: has two classes of one name"
+        in rejected("pack", *MASKS, "data.dataset.classes=[a,b,b]", "output=out").err
+    )
+
+
+def test_a_forgotten_key_is_named(shapes: Path, accepted: Any, rejected: Any) -> None:
+    accepted("pack", *MASKS, "output=out")
+    said = rejected("train", "experiment=segmentation", "data=shards", "data.root=out", "data.dataset.target=mask").err
+    assert "data.images: is null, and data.dataset.target=mask" in said
 
 
 def test_masks_need_names_of_classes_and_the_sizes_of_their_images(tmp_path: Path) -> None:

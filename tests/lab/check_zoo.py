@@ -104,9 +104,6 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         return {"train": Listed([image[:, : 8 - index % 2] for index, image in enumerate(images)], targets, classes)}
     elif fault == "unreadable":
         return {"train": Listed([None if i % 50 == 7 else image for i, image in enumerate(images)], targets, classes)}
-    elif fault == "one class twice as large":
-        kept, held = ((each == 0) | (torch.arange(len(each)) % 2 == 0) for each in (targets, right))
-        images, targets, theirs, right = images[kept], targets[kept], theirs[held], right[held]
     elif fault == "large targets":
         targets, right = targets * 1e4, right * 1e4
     elif fault == "no targets":
@@ -323,7 +320,6 @@ CASES = [
     Case("a quarter of the image", ("transform.train=[{_target_: check_zoo.Quarter}]",),
          "input-size", "warn", "4x4 in training, 8x8 in evaluations"),
     Case("worst for best", ("checkpoint.mode=min",), "metric-direction", "fail", "checkpoint.mode=min for val/accuracy"),
-    _data("one class twice as large", "class-weights", "warn", "the correlation of weight", "loss.class_weights=[2,1,1,1]"),
     Case("frozen at random", ("freeze=all-but-head", "model={_target_: runner.models.small_cnn.SmallCNN, in_channels: null, "
          "num_classes: null}"), "frozen-start", "warn", "no weights are loaded"),
     Case("the cosine comes back", ("scheduler=torch", "scheduler.name=CosineAnnealingLR", "scheduler.interval=step",

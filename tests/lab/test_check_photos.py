@@ -103,7 +103,7 @@ def test_files_that_give_the_label_away_are_found(check: Callable[..., Any], tmp
 
 def test_there_are_many_faults_and_every_new_check_has_one() -> None:
     named = {case.check for case in check_photo_zoo.CASES + check_held_out.CASES}
-    named |= {"file-shortcut", "class-weights", "frozen-start"}  # of files, and the others in `check_zoo`
+    named |= {"file-shortcut", "frozen-start"}  # of files, and the others in `check_zoo`
     groups = ("batches", "splits", "shortcuts", "reach", "objective", "settings", "steps")
     assert named >= {each.name for each in CHECKS if each.group in groups}
     assert len(check_photo_zoo.CASES) >= 100

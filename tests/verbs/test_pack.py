@@ -15,6 +15,7 @@ import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -312,7 +313,9 @@ class TopRows(ImageFolder):
 def test_a_data_set_that_changes_what_it_reads_is_packed_as_it_reads(photos: Path) -> None:
     files = sorted(photos.glob("train/*/*.png"))
     parts: Any = {"train": (TopRows(files, [0] * len(files), ["a"]), AllSamples(len(files)))}
-    packer = Packer(parts, photos, 0, 10, None, 95, 10**6, False)
+    data = SimpleNamespace(max_pixels=10**6, on_error="raise")
+    config: Any = SimpleNamespace(seed=0, shard_samples=10, max_side=None, quality=95, data=data)
+    packer = Packer(parts, photos, config)
     assert Image.open(io.BytesIO(packer.sample("train", 0)["png"])).height == 6
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.base.files import replacing, write_atomically, writing
+from runner.config.schema.verbs import Pack
 from runner.data.cache import cache_key
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.sampler import EpochOrder
@@ -40,19 +41,12 @@ class Packer:
         parts: the splits. The order of the training samples is a permutation of `seed`: folders are sorted by class, and
             each shard is to have samples of all classes.
         folder: gets a folder of shards for each split.
-        shard_samples: samples of each shard; the last one has the rest.
-        max_side, quality, max_pixels: see `smaller_file`.
-        skips: whether images that cannot be read are skipped; otherwise the first one is an error.
+        config: the settings.
     """
 
     parts: Parts
     folder: Path
-    seed: int
-    shard_samples: int
-    max_side: int | None
-    quality: int
-    max_pixels: int
-    skips: bool
+    config: Pack
 
     @property
     def target(self) -> Kind:
@@ -62,7 +56,7 @@ class Packer:
 
     def shards(self) -> list[tuple[str, int]]:
         """Split and number of each shard."""
-        counts = {split: -(-len(indices) // self.shard_samples) for split, (_, indices) in self.parts.items()}
+        counts = {split: -(-len(indices) // self.config.shard_samples) for split, (_, indices) in self.parts.items()}
         return [(split, number) for split, count in counts.items() for number in range(count)]
 
     def path(self, split: str, number: int) -> Path:
@@ -82,8 +76,8 @@ class Packer:
         Raises:
             UserError: if a sample is not an image with a class number, or the files cannot be written.
         """
-        path, skipped, first = self.path(split, number), [], number * self.shard_samples
-        samples = self._orders[split].slice(first, first + self.shard_samples).tolist()
+        path, skipped, first = self.path(split, number), [], number * self.config.shard_samples
+        samples = self._orders[split].slice(first, first + self.config.shard_samples).tolist()
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
             for place in samples:
@@ -108,7 +102,7 @@ class Packer:
 
     def may_skip(self, error: UserError) -> bool:
         """Whether a sample with this error is skipped: as in training, if its file cannot be read; other errors name a key."""
-        return self.skips and not error.problems[0].key
+        return self.config.data.on_error == "skip" and not error.problems[0].key
 
     def sample(self, split: str, index: int) -> dict[str, bytes]:
         """The files of a sample, by their extensions.
@@ -122,19 +116,24 @@ class Packer:
         if isinstance(dataset, ImageList) and type(dataset).__getitem__ is ImageList.__getitem__:
             (path, content), target = dataset.encoded(index), dataset.targets[index]
         else:
-            image, target = SeededDataset(dataset, self.seed, split=split)[0, index]
+            image, target = SeededDataset(dataset, self.config.seed, split=split)[0, index]
             path, content = Path(name), _png(as_tensor(image), name)
         number = as_target(target)
         if number.ndim or number.is_floating_point() or not 0 <= int(number) <= LARGEST_CLASS:
             problem = f"the target of {name} is not a class number, and shards have one for each image"
             raise UserError("data.dataset", problem, f"data whose targets are numbers from 0 to {LARGEST_CLASS:,}")
-        extension, content = smaller_file(path, content, self.max_side, self.quality, max_pixels=self.max_pixels)
+        extension, content = self._smaller(path, content)
         return {extension: content, "cls": str(int(number)).encode()}
+
+    def _smaller(self, path: Path | str, content: bytes | None) -> tuple[str, bytes]:
+        config = self.config
+        return smaller_file(path, content, config.max_side, config.quality, max_pixels=config.data.max_pixels)
 
     def _with_target(self, dataset: Any, index: int) -> dict[str, bytes]:
         # Reading the sample compares sizes, which are then others
-        path, resized = dataset.path(index), self.max_side and max(dataset[index][0].shape[1:]) > self.max_side
-        extension, content = smaller_file(path, None, self.max_side, self.quality, max_pixels=self.max_pixels)
+        path, most = dataset.path(index), self.config.max_side
+        resized = most is not None and max(dataset[index][0].shape[1:]) > most
+        extension, content = self._smaller(path, None)
         if self.target == "boxes":
             return {extension: content, "json": dataset.json_of(index, resized)}
         mask = dataset.mask(index)
@@ -161,7 +160,7 @@ class Packer:
     @functools.cached_property
     def _orders(self) -> Mapping[str, EpochOrder]:
         return {
-            split: EpochOrder(len(indices), self.seed, 0, shuffle=split == "train")
+            split: EpochOrder(len(indices), self.config.seed, 0, shuffle=split == "train")
             for split, (_, indices) in self.parts.items()
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ _LOOKED_S = 0.5  # between two looks at a job that another process still runs
 
 def quoted(path: Path) -> str:
     """A path as a value of an override."""
+    if re.fullmatch(r"[\w./-]+", str(path)):
+        return str(path)
     text = str(path).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import re
 import shlex
 import signal
 from collections.abc import Iterator
@@ -57,25 +56,18 @@ def run(composition: Composition) -> float:
         raise UserError("output", f"is {config.output}", "a folder, which you can upload")
     # Splits that the data set does not have are made when training begins, from shards as from any data
     parts = make_splits(as_splits(read_dataset(data)), Split(val=0.0, test=0.0))
+    for text in (text for dataset, _ in parts.values() for text in getattr(dataset, "warnings", ())):
+        report.warn(text)
     folder = Path(config.output).expanduser()
-    packer = Packer(
-        parts=parts,
-        folder=folder,
-        seed=config.seed,
-        shard_samples=config.shard_samples,
-        max_side=config.max_side,
-        quality=config.quality,
-        max_pixels=data.max_pixels,
-        skips=data.on_error == "skip",
-    )
+    packer = Packer(parts, folder, config)
     if data.images is not None and packer.target == "class":
         problem = "are more than an image and its class number, and not those of the data sets of masks and boxes"
         allowed = "such as data=image_folder, segmentation_folder, coco or yolo"
         raise UserError("data", f"the samples {problem}", allowed)
     with reported_writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
-        manifest = _begin(packer, config, clean=locked)
+        manifest = _begin(packer, clean=locked)
         try:
-            skipped = _write(packer, config, report)
+            skipped = _write(packer, report)
         finally:
             if locked:
                 _remove_temporary(folder)
@@ -101,15 +93,26 @@ def run(composition: Composition) -> float:
     return float(shards)
 
 
-def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
+def _begin(packer: Packer, clean: bool) -> dict[str, Any]:
     """Prepare the folder, or compare it with what is to be packed; returns what the bytes of the shards depend on."""
-    folder, path = packer.folder, packer.folder / MANIFEST
+    config, folder, path = packer.config, packer.folder, packer.folder / MANIFEST
     for split in packer.parts:  # data that cannot be packed are refused before anything is written
         try:
             packer.sample(split, 0)
         except UserError as error:
             if not packer.may_skip(error):
                 raise
+    if config.max_side and any(getattr(dataset, "has_encodings", False) for dataset, _ in packer.parts.values()):
+        problem = "is set, and an outline is a run-length encoding, which cannot be resized"
+        raise UserError("max_side", problem, "null, or data.dataset.masks=false")
+    classes = [str(name).encode(errors="replace") for name in getattr(packer.parts["train"][0], "classes", ())]
+    # Names that a list of lines cannot hold are left to be numbers
+    named = (
+        bool(classes) and len(set(classes)) == len(classes) and not any(set(name) & set(b"\r\n") for name in classes)
+    )
+    if packer.target != "class" and not named:
+        problem = "has two classes of one name, or a name of several lines"
+        raise UserError("data.dataset", problem, "another name for each class, in one line")
     options = {key: getattr(config, key) for key in ("shard_samples", "max_side", "quality", "seed")}
     manifest = {"rules": _RULES, **options, "data": packer.fingerprint(recipe_of(config.data))}
     begun = read_json(path)
@@ -129,10 +132,7 @@ def _begin(packer: Packer, config: Pack, clean: bool) -> dict[str, Any]:
         _remove_temporary(folder)  # of a killed pack
     for split in packer.parts:
         (folder / split).mkdir(exist_ok=True)
-    names = getattr(packer.parts["train"][0], "classes", ())
-    classes = [str(name).encode(errors="replace") for name in names]
-    # Names that a list of lines cannot hold are left to be numbers
-    if classes and len(set(classes)) == len(classes) and not any(set(name) & set(b"\r\n") for name in classes):
+    if named:
         write_atomically(folder / "classes.txt", b"".join(name + b"\n" for name in classes))
     return manifest
 
@@ -142,13 +142,13 @@ def _remove_temporary(folder: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def _write(packer: Packer, config: Pack, report: Report) -> list[str]:
+def _write(packer: Packer, report: Report) -> list[str]:
     """Write the shards that are not finished; returns why images were skipped."""
     skipped, shards = [], packer.shards()
     todo = [shard for shard in shards if packer.samples(*shard) is None]
     if len(todo) < len(shards):
         report.line(f"{len(shards) - len(todo):,} of {amount(len(shards), 'shard')} are finished already")
-    done, count = len(shards) - len(todo), min(config.workers or cores(), max(1, len(todo)))
+    done, count = len(shards) - len(todo), min(packer.config.workers or cores(), max(1, len(todo)))
     try:
         with report.counting("pack", len(todo)) as begin, _workers(packer, count) as pool:
             begin()
@@ -203,8 +203,7 @@ def _training_words(packer: Packer, data: Data) -> list[str]:
     else:
         channels, height, width = as_tensor(dataset[0][0]).shape
         size = height if height == width else None
-    plain = re.fullmatch(r"[\w./-]+", str(packer.folder))
-    words = ["data=shards", f"data.root={packer.folder if plain else quoted(packer.folder)}"]
+    words = ["data=shards", f"data.root={quoted(packer.folder)}"]
     values: dict[str, Any] = {"image_size": size}
     if channels == 1:
         values |= {"dataset.channels": 1, "normalize.mean": None, "normalize.std": None}

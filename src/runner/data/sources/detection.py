@@ -89,6 +89,7 @@ class DetectionImages(ImageFolder):
         # Text instead of objects, as reading these in worker processes would copy their pages one after the other
         texts = [json.dumps({**vars(image), "path": ""}).encode() for image in images]
         self._texts, self._masks, self._bounds = b"".join(texts), masks, torch.tensor([0, *map(len, texts)]).cumsum(0)
+        self.has_encodings = b'"counts"' in self._texts  # run-length encodings, which cannot be resized
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
         super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
@@ -111,9 +112,6 @@ class DetectionImages(ImageFolder):
         said, names = self._said(index), ["image_id", "size", "boxes", "labels", "crowd", "outlines"]
         kept = {name: getattr(said, name) for name in names[: None if self._masks else -1]}
         if resized and (sides := said.size) is not None:
-            if any(isinstance(outline, dict) for outline in said.outlines):
-                problem = f"{said.path} would be resized, and an outline in it is a run-length encoding"
-                raise UserError("max_side", problem, "null, or data.dataset.masks=false")
             share = lambda points: [number / sides[axis % 2] for axis, number in enumerate(points)]  # noqa: E731
             kept |= {"size": None, "boxes": [*map(share, said.boxes)]}
             if self._masks:
@@ -133,8 +131,11 @@ def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, boo
         count, masks = len(said["boxes"]), "outlines" in said
         others = said.get("crowd", [False] * count), said.get("outlines", [[]] * count)
         for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
-            if type(label) is not int or not 1 <= label < 2**31 or not isinstance(outline, list | dict):
-                raise ValueError(f"object {row} has no label from 1 on, or no outline")
+            right = type(label) is int and 1 <= label < 2**31 and crowd in (0, 1)
+            if not right or not isinstance(outline, list | dict):
+                raise ValueError(
+                    f"object {row} has no label from 1 on, no outline, or a crowd that is not true or false"
+                )
             image.add(f"object {row}", box, label, bool(crowd), outline)
         if image.problem:
             raise ValueError(image.problem)

@@ -105,11 +105,10 @@ class ImageFolder(ImageList):
         # Without the common prefix, so that the folder that the program starts in does not matter.
         common = len(os.path.commonpath((min(names), max(names)))) if names else 0
         for name in names:
-            try:
+            digest.update(name[common:] + b"\0")
+            with contextlib.suppress(OSError):  # said, or skipped, when it is read
                 found = os.stat(name)  # noqa: PTH116  a Path for each of a million files would cost more than this call
-            except OSError as error:
-                raise UserError(f"cannot read the image {os.fsdecode(name)}: {error.strerror}") from error
-            digest.update(name[common:] + struct.pack("<cqq", b"\0", found.st_size, found.st_mtime_ns))
+                digest.update(struct.pack("<qq", found.st_size, found.st_mtime_ns))
         return digest.hexdigest()
 
     def file_names(self) -> list[bytes]:

@@ -17,7 +17,8 @@ from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import images_below
 
 _IGNORED = 255
-_LOOKED_AT = 8  # masks
+LOOKED_AT = 8  # masks
+WHITE = {0, _IGNORED}  # what black and white masks have
 
 
 class MaskFolder(Dataset[tuple[Any, Any]]):
@@ -63,9 +64,9 @@ def class_numbers(mask: Tensor, values: Sequence[int] | None) -> Tensor:
     """A mask with class i instead of `values[i]`, and 255 instead of others; as it is if `values` is None."""
     if values is None:
         return mask
-    table = torch.full((2**16,), _IGNORED, dtype=torch.uint8)
+    table = torch.full((2**16 + 1,), _IGNORED, dtype=torch.uint8)  # the last one is of numbers that do not fit
     table[list(values)] = torch.arange(len(values), dtype=torch.uint8)
-    return table[mask.long()]
+    return table[mask.long().clamp(-1, 2**16)]
 
 
 def check_values(values: Sequence[int] | None, classes: Sequence[str]) -> None:
@@ -130,12 +131,12 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 def _refuse_white(masks: Sequence[Path], max_pixels: int) -> None:
     """Refuse masks of 0 and 255 alone: 255 does not count, so nothing would be learned from the white pixels."""
     found = set[int]()
-    for path in masks[:: max(1, len(masks) // _LOOKED_AT)]:
+    for path in masks[:: max(1, len(masks) // LOOKED_AT)]:
         try:
             found |= {*read_mask(path, max_pixels=max_pixels).flatten().tolist()}
         except UserError:  # said, or skipped, when it is used
             continue
-    if found == {0, _IGNORED}:
+    if found == WHITE:
         problem = f"is null, and masks have only the values 0 and {_IGNORED}, which does not count"
         allowed = "[0, 255] if white is class 1, or [0, 1] if it does stand for no class"
         raise UserError("data.dataset.values", problem, allowed)

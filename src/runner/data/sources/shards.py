@@ -243,8 +243,9 @@ def _classes(path: str, largest: int, target: Kind) -> list[str]:
         names = re.split("\r?\n", (content or b"").decode("utf-8-sig").rstrip("\r\n"))
     except (OSError, ValueError) as error:
         raise UserError("data.root", f"cannot read {path}: {error}") from error
-    if content is None and target == "mask":
-        raise UserError("data.root", f"there is no {path}", "the name of a class in each line, for 0, 1, 2, ...")
+    if content is None and target != "class":
+        numbers = "0, 1, 2, ..." if target == "mask" else "1, 2, 3, ..."
+        raise UserError("data.root", f"there is no {path}", f"the name of a class in each line, for {numbers}")
     if content is None:
         return []
     if largest - (target == "boxes") >= len(names):  # labels begin with 1

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sources.detection import objects_of
+from runner.data.sources.image_io import read_mask
 from runner.data.sources.listing import EXTENSIONS
+from runner.data.sources.masks import LOOKED_AT, WHITE
 
 LARGEST_CLASS = 2**31 - 1
 COLUMNS = ("offsets", "lengths", "checksums", "labels")
@@ -40,7 +42,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
         file.seek(start)
         return file.read(length)
 
-    rows, keys = [], set[str]()
+    rows, keys, values, kinds = list[Any](), set[str](), set[int](), set[bool]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, group in groupby(_files(shard, tar), key=lambda part: part[0]):
             files = [(extension, member) for _, extension, member in group]
@@ -60,8 +62,18 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
             elif other in parts:
                 start, last = files[0][1].offset, files[-1][1]
                 content = read(start, last.offset_data + last.size + -last.size % tarfile.BLOCKSIZE - start)
-                objects = objects_of(contents["json"], f"sample {key} of {shard}")[0] if target == "boxes" else None
-                number = max(objects.labels, default=0) if objects is not None else 0
+                number = 0
+                if target == "boxes":
+                    objects, outlined = objects_of(contents["json"], f"sample {key} of {shard}")
+                    number = max(objects.labels, default=0)
+                    kinds.add(outlined)
+                elif len(rows) < LOOKED_AT:
+                    with contextlib.suppress(UserError):  # said, or skipped, when it is used
+                        mask = read_mask(shard, content=read(parts[other].offset_data, parts[other].size))
+                        values |= {*mask.flatten().tolist()}
+                if len(kinds) > 1:
+                    problem = f"sample {key} of {shard} has outlines, or has none, as others"
+                    raise UserError("data.root", problem, "the key 'outlines' in all samples, or in none")
             else:
                 problem = f"sample {key} of {shard} has no {target}"
                 raise UserError("data.root", problem, f"{key}.{other} next to the image")
@@ -77,6 +89,10 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
             ending = file.read(2**16)
     if not rows:
         raise UserError("data.root", f"the shard {shard} has no images")
+    if values == WHITE:
+        problem = f"the masks of {shard} have only the values 0 and 255, which does not count"
+        allowed = "class numbers, as `pack data=segmentation_folder data.dataset.values=[0,255]` writes them"
+        raise UserError("data.root", problem, allowed)
     return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
 
 

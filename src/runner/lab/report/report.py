@@ -20,6 +20,7 @@ from runner.lab.report.baseline import Comparison, baseline_text, compare, measu
 from runner.lab.report.page import page
 from runner.lab.report.reading import MEASURED, Run, damaged_lines, find_runs
 from runner.lab.report.table import Spread, Table, differing, differing_keys, make_table, selected, text_of
+from runner.sweeps.run import quoted
 from runner.sweeps.table import finished_of, print_failure
 from runner.tracking.console import Console
 from runner.tracking.formats import amount, clean, column_widths, csv_text, markdown_table, markdown_text
@@ -316,7 +317,7 @@ def _show_difference(found: Report, console: Console) -> None:
     for name, digest in zip(names, both.sha256, strict=True):
         console.line(f"SHA-256 {digest or 'unknown'}  {name}")
     if one != other:
-        sides = [f"{side}={run.path}" for side, run in zip("ab", found.runs, strict=True)]
+        sides = [f"{side}={quoted(run.path)}" for side, run in zip("ab", found.runs, strict=True)]
         console.line(f"tensor by tensor: python -m runner audit {shlex.join(sides)}")
 
 

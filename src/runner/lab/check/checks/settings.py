@@ -249,23 +249,6 @@ def metric_direction(context: CheckContext) -> Result:
     return graded(evidence, f"{right}, or null", fail=bool(wrong))
 
 
-@check("settings")
-def class_weights(context: CheckContext) -> Result:
-    """Class weights that favor the frequent classes."""
-    counts = context.training.data.class_counts
-    need(counts is not None and len(counts) > 1, "the classes are not counted")
-    sizes = counts.double().clamp_min(1).log()  # type: ignore[union-attr]
-    for name, buffer in context.training.loss.named_buffers():
-        if "weight" not in name or buffer.shape != sizes.shape or not bool((buffer > 0).all()):
-            continue
-        weights = buffer.double().cpu().log()
-        need(min(float(each.max() - each.min()) for each in (sizes, weights)) > 0.05, "classes or weights are equal")
-        agree = float(torch.corrcoef(torch.stack([sizes.cpu(), weights]))[0, 1])
-        evidence = f"the correlation of {name} of the loss with the sizes of the classes is {agree:.2f}"
-        return graded(evidence, "the inverse: class_weights=balanced", warn=agree > 0.5)
-    raise NotApplicable("the loss has no class weights")
-
-
 @check("settings", any_task=True)
 def frozen_start(context: CheckContext) -> Result:
     """Most parameters frozen at random initial values, without pretrained weights."""
