@@ -203,7 +203,8 @@ def _unpack(archive: Path, folder: Path, files: Iterable[str]) -> None:
         folder.mkdir(exist_ok=True)
         wanted = {f"{folder.name}/{name}" for name in files}
         with tarfile.open(archive) as packed:
-            packed.extractall(place, (member for member in packed if member.name in wanted), filter="data")
+            packed.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+            packed.extractall(place, (member for member in packed if member.name in wanted))
         for file in (Path(place) / folder.name).iterdir():
             file.replace(folder / file.name)
 
