@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,7 @@ from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import images_below
 
 _IGNORED = 255
-LOOKED_AT = 8  # masks
-WHITE = {0, _IGNORED}  # what black and white masks have
+_LOOKED_AT = 8  # masks
 
 
 class MaskFolder(Dataset[tuple[Any, Any]]):
@@ -111,7 +110,11 @@ def segmentation_folder(
     for split, folder in folders.items():
         pairs[split] = _pairs(folder / "images", folder / "masks")
     if values is None:
-        _refuse_white([mask for _, mask in pairs["train"]], max_pixels)
+        files = [mask for _, mask in pairs["train"]]
+        allowed = "[0, 255] if white is class 1, or [0, 1] if it does stand for no class"
+        refuse_white(
+            len(files), lambda index: read_mask(files[index], max_pixels=max_pixels), "dataset.values", allowed
+        )
     return {split: MaskFolder(files, names, decoding, values) for split, files in pairs.items()}
 
 
@@ -128,15 +131,14 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     return [(path, by_name[name]) for path, name in files.items()]
 
 
-def _refuse_white(masks: Sequence[Path], max_pixels: int) -> None:
+def refuse_white(count: int, mask: Callable[[int], Tensor], key: str, allowed: str) -> None:
     """Refuse masks of 0 and 255 alone: 255 does not count, so nothing would be learned from the white pixels."""
     found = set[int]()
-    for path in masks[:: max(1, len(masks) // LOOKED_AT)]:
+    for index in range(0, count, max(1, count // _LOOKED_AT)):
         try:
-            found |= {*read_mask(path, max_pixels=max_pixels).flatten().tolist()}
+            found |= {*mask(index).flatten().tolist()}
         except UserError:  # said, or skipped, when it is used
             continue
-    if found == WHITE:
-        problem = f"is null, and masks have only the values 0 and {_IGNORED}, which does not count"
-        allowed = "[0, 255] if white is class 1, or [0, 1] if it does stand for no class"
-        raise UserError("data.dataset.values", problem, allowed)
+    if found == {0, _IGNORED}:
+        problem = f"masks have only the values 0 and {_IGNORED}, and {_IGNORED} does not count"
+        raise UserError(f"data.{key}", problem, allowed)

@@ -31,7 +31,7 @@ from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding, read_image, read_mask
 from runner.data.sources.index_file import IndexFile
 from runner.data.sources.listing import times_of
-from runner.data.sources.masks import with_mask
+from runner.data.sources.masks import refuse_white, with_mask
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed, retried
 from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files
 
@@ -182,6 +182,9 @@ def shards(
         if (found := len(result.get(split, ()))) != count:
             problem = f"{base} has {found:,} of the {count:,} images of '{split}' that were packed"
             raise UserError("data.root", problem, "all tar files, or no pack.json beside them")
+    if target == "mask":
+        allowed = "class numbers, as `pack data=segmentation_folder data.dataset.values=[0,255]` writes them"
+        refuse_white(len(result["train"]), lambda index: result["train"][index][1], "root", allowed)
     result["train"].unsaved = [(file, index) for index, file in made if file is not None]
     return result
 

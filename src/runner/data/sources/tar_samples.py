@@ -16,9 +16,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sources.detection import objects_of
-from runner.data.sources.image_io import read_mask
 from runner.data.sources.listing import EXTENSIONS
-from runner.data.sources.masks import LOOKED_AT, WHITE
 
 LARGEST_CLASS = 2**31 - 1
 COLUMNS = ("offsets", "lengths", "checksums", "labels")
@@ -42,7 +40,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
         file.seek(start)
         return file.read(length)
 
-    rows, keys, values, kinds = list[Any](), set[str](), set[int](), set[bool]()
+    rows, keys, kinds = list[Any](), set[str](), set[bool]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, group in groupby(_files(shard, tar), key=lambda part: part[0]):
             files = [(extension, member) for _, extension, member in group]
@@ -67,10 +65,6 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
                     objects, outlined = objects_of(contents["json"], f"sample {key} of {shard}")
                     number = max(objects.labels, default=0)
                     kinds.add(outlined)
-                elif len(rows) < LOOKED_AT:
-                    with contextlib.suppress(UserError):  # said, or skipped, when it is used
-                        mask = read_mask(shard, content=read(parts[other].offset_data, parts[other].size))
-                        values |= {*mask.flatten().tolist()}
                 if len(kinds) > 1:
                     problem = f"sample {key} of {shard} has outlines, or has none, as others"
                     raise UserError("data.root", problem, "the key 'outlines' in all samples, or in none")
@@ -89,10 +83,6 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
             ending = file.read(2**16)
     if not rows:
         raise UserError("data.root", f"the shard {shard} has no images")
-    if values == WHITE:
-        problem = f"the masks of {shard} have only the values 0 and 255, which does not count"
-        allowed = "class numbers, as `pack data=segmentation_folder data.dataset.values=[0,255]` writes them"
-        raise UserError("data.root", problem, allowed)
     return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
 
 
