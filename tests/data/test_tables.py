@@ -100,6 +100,12 @@ def test_a_column_gives_the_splits_and_another_the_groups(write: Write) -> None:
     assert int(found["test"][0][0][0, 0, 0]) == 2
 
 
+def test_a_column_is_valid_is_true_for_validation(write: Write) -> None:
+    root = write(label=ANIMALS, is_valid=["False", "True", "False", "False", "True", "False"])
+    found = image_table(str(root), "labels.csv", split_column="is_valid")
+    assert {name: len(split) for name, split in found.items()} == {"train": 4, "val": 2}
+
+
 def test_paths_start_at_the_folder_of_the_table_or_at_the_root(write: Write, tmp_path: Path) -> None:
     root = write(label=ANIMALS)
     (root / "tables").mkdir()

@@ -85,7 +85,7 @@ def image_table(
             `multilabel` takes a 0 or 1 for each of several columns, which are the classes: targets float32 (N, K);
             `regression` takes numbers: targets float32 (N,) of one column, (N, K) of several. None: classification for one
             column; for several, multilabel if all entries are 0 or 1, otherwise regression.
-        split_column: train, val or test; None if all rows are 'train'.
+        split_column: train, val or test, or True and False if it is named is_valid; None if all rows are 'train'.
         group_column: becomes the attribute `groups`, for `data.split.group`.
         delimiter: between the entries of a line; None for that of the file's suffix.
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
@@ -239,10 +239,11 @@ def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple
 def _rows_of_splits(table: Table, column: str | None, count: int) -> dict[str, list[int]]:
     if column is None:
         return {"train": list(range(count))}
+    known = _SPLITS | ({"false": "train", "true": "val"} if column == "is_valid" else {})  # fastai's convention
     found: dict[str, list[int]] = {}
     for row in range(count):
         name = table.text(column, row)
-        if (split := _SPLITS.get(name.lower())) is None:
+        if (split := known.get(name.lower())) is None:
             raise table.wrong(row, column, f"is '{name}', which is not a split", "train, val or test")
         found.setdefault(split, []).append(row)
     return found
