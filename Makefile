@@ -28,7 +28,7 @@ format:  ## format, and mend what the linter can mend
 
 types:  ## static types
 	mypy
-	mypy --config-file tests/mypy.ini tests
+	mypy --config-file tests/mypy.ini tests scripts
 
 check: lint types test  ## what a change has to pass
 

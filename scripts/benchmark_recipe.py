@@ -181,7 +181,7 @@ def timm(given: argparse.Namespace) -> None:
     _, held = loaders(given)
     pictures = Pictures(given.root / "train", lambda image: image)
     loader = create_loader(
-        pictures, (3, 32, 32), BATCH, is_training=True, mean=MEAN, std=STD, num_workers=given.workers,
+        pictures, (3, 32, 32), BATCH, is_training=True, mean=MEAN, std=STD, num_workers=given.workers,  # type: ignore[arg-type]
         device=torch.device(given.device),
     )  # fmt: skip
     pictures.transform = transforms.Compose([*AUGMENTED, transforms.PILToTensor()])  # timm normalises whole batches

@@ -30,7 +30,7 @@ from torch.nn import functional as F  # noqa: E402
 from loops import parts  # noqa: E402
 
 BATCH = 2
-SGD = {"lr": 0.0001, "momentum": 0.9, "weight_decay": 0.0005}
+SGD: dict[str, Any] = {"lr": 0.0001, "momentum": 0.9, "weight_decay": 0.0005}
 SCALE = 1 / 255  # not a division, which rounds in another way
 LIMIT = 1e-10
 COMMON = (

@@ -88,6 +88,7 @@ def written() -> int:
 def config_of(words: Sequence[str]) -> Train:
     """The config of `python -m runner train` with these words."""
     with opened("train", words, Train) as command:
+        assert not isinstance(command, int)
         return resolve_config(command.composition, Train)
 
 

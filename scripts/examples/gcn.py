@@ -56,8 +56,8 @@ class GCN(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(in_features, hidden, False), nn.Linear(hidden, num_classes, False)])
         self.dropout = nn.Dropout(dropout)
-        for layer in self.layers:
-            nn.init.xavier_normal_(layer.weight)
+        for weight in self.layers.parameters():
+            nn.init.xavier_normal_(weight)
 
     def forward(self, features: Tensor, links: Tensor) -> Tensor:
         """Logits (B, nodes, num_classes)."""

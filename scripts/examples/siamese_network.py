@@ -42,8 +42,9 @@ class Siamese(nn.Module):
         self.backbone = resnet18()
         self.backbone.conv1 = nn.Conv2d(1, 64, 7, stride=2, padding=3, bias=False)
         self.backbone.fc = nn.Identity()
-        self.head = nn.Sequential(nn.Linear(2 * 512, 256), nn.ReLU(), nn.Linear(256, 1))
-        for layer in (self.head[0], self.head[2]):
+        layers = nn.Linear(2 * 512, 256), nn.Linear(256, 1)
+        self.head = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+        for layer in layers:
             nn.init.xavier_uniform_(layer.weight)
             nn.init.constant_(layer.bias, 0.01)
 

@@ -64,7 +64,7 @@ class PSNR(MeanMetric):
 
     higher_is_better = True
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:  # type: ignore[override]
         """Both are from 0 to 1."""
         super().update(-10 * F.mse_loss(outputs, targets).log10())
 

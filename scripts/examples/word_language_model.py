@@ -110,7 +110,7 @@ class Perplexity(MeanMetric):
 
     higher_is_better = False
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def update(self, outputs: Tensor, targets: Tensor) -> None:  # type: ignore[override]
         """Outputs are the losses of the words."""
         super().update(outputs)
 

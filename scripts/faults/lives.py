@@ -92,7 +92,7 @@ def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb:
         from runner.cli import main
 
         # Jobs of a sweep come from the fork server of the parent, if it has one: starting another takes seconds.
-        server = forkserver._forkserver
+        server: Any = forkserver._forkserver
         if server._forkserver_pid is not None:
             server.ensure_running = forkserver.ensure_running = lambda: None
         return main([verb, *words])

@@ -101,8 +101,9 @@ def section(bench: Bench) -> list[Row]:
         own, on_slurm = (*words, *_LAUNCHERS[launcher]), launcher.startswith("slurm")
         name = f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of the sweep, a job or both at random moments"
         row, hit = Row("sweeps", name), Counter[str]()
-        with cluster(bench.folder / "cluster") if on_slurm else contextlib.nullcontext({}) as variables:
-            os.environ.update(variables)
+        with contextlib.ExitStack() as stack:
+            if on_slurm:
+                os.environ.update(stack.enter_context(cluster(bench.folder / "cluster")))
             lasted = times.get(own) or _lasted(own, bench.folder / f"{launcher}_undisturbed")
             for number in range(bench.counts["sweeps"]):
                 root = bench.folder / f"{launcher}_{number}"

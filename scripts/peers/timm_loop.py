@@ -23,7 +23,7 @@ def train(work: Work, clock: Clock) -> nn.Module:
     dataset = pictures_of(work, lambda image: image)
     loader = create_loader(
         dataset,
-        input_size=tuple(work.train.images.shape[1:]),
+        input_size=tuple(work.train.images.shape[1:]),  # type: ignore[arg-type]
         batch_size=work.case.batch_size,
         is_training=True,
         mean=(work.case.mean,),

@@ -27,9 +27,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cluster import cluster
+from slurm_local.cluster import cluster
 
 RUNNER = (sys.executable, "-m", "runner", "train")
 TINY = (
