@@ -242,15 +242,31 @@ def test_the_middle_is_fitted_to_images_that_are_not_square() -> None:
     assert fitted(image, 5, 10).shape == (3, 5, 10)
 
 
-def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(train: Any, accepted: Any, workdir: Path) -> None:
+@pytest.fixture
+def of_files(train: Any, workdir: Path) -> Path:
+    """A run on image files in `set`, of which it takes the middle."""
     for split, name, seed in [(s, c, n) for s in ("train", "test") for c in "ab" for n in range(3)]:
         path = workdir / "set" / split / name / f"{seed}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(seed).integers(0, 256, (20, 30, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
     words = ("data=image_folder", "data.root=set", "data.image_size=8", "data.dataset.crop_share=0.5", "model=mlp")
-    directory = train(*words, "epochs=1", "data.num_workers=0", "transform=none", "data.split.val=0.4").directory
-    call = (*CALL, f"ckpt_path={directory}", "logits=true", "data.num_workers=0", "output=rows.jsonl")
+    directory: Path = train(*words, "epochs=1", "data.num_workers=0", "transform=none", "data.split.val=0.4").directory
+    return directory
+
+
+def test_files_are_named_in_predictions_of_a_split_and_in_wrong_ones(of_files: Path, accepted: Any) -> None:
+    accepted(*CALL, f"ckpt_path={of_files}", "input=test", "output=rows.csv")
+    files = [row["path"] for row in cells()]
+    assert files == sorted(str(path) for path in Path("set/test").glob("*/*"))
+    accepted("inspect", "threads=1", f"ckpt_path={of_files}", "what=errors", "split=test", "hydra.run.dir=looked")
+    wrong = json.loads(Path("looked/inspect.json").read_text())["errors"]["surest"]
+    assert {each["file"] for each in wrong} == {row["path"] for row in cells() if row["prediction"] != row["target"]}
+    assert wrong
+
+
+def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(of_files: Path, accepted: Any) -> None:
+    call = (*CALL, f"ckpt_path={of_files}", "logits=true", "data.num_workers=0", "output=rows.jsonl")
 
     def logits(word: str) -> torch.Tensor:
         accepted(*call, word)

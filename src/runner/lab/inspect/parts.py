@@ -271,6 +271,7 @@ def errors(found: Inspection) -> None:
         "confusion": matrix,
         "surest": [
             {"index": m.index, "true": classes[m.true], "predicted": classes[m.predicted], "probability": m.probability}
+            | {"file": path_of(training.data.parts[config.split][0], m.index)}
             for m in surest
         ],
     }

@@ -21,7 +21,7 @@ from runner.base.files import write_atomically, writing
 from runner.config.app import Composition
 from runner.config.schema.verbs import Predict
 from runner.config.validate import shown
-from runner.data.bad_samples import BadSample
+from runner.data.bad_samples import BadSample, path_of
 from runner.data.loaders import Batch, Loader
 from runner.data.module import DataModule, callables
 from runner.data.sources.image_files import files_loader
@@ -202,17 +202,21 @@ def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str)
     task = build_task(resolved.config, splits, fetch_weights=False)
     classes, activation = class_names(resolved, task), activation_of(task)
 
+    dataset, _ = splits.parts[name]
+
     def first_cells(index: int, target: Any) -> Row:
+        file = path_of(dataset, index)
+        cells: Row = {"sample": index} if file is None else {"sample": index, "path": file}
         if target is None:
-            return {"sample": index}
+            return cells
         if isinstance(target, list):
             if activation == "sigmoid":
-                return {"sample": index, "target": labels_of(classes, target, 0.5)}
+                return cells | {"target": labels_of(classes, target, 0.5)}
             if activation is None:
-                return {"sample": index} | numbered("target", target)
+                return cells | numbered("target", target)
             target = max(range(len(target)), key=target.__getitem__)
         is_class = isinstance(target, int) and 0 <= target < len(classes)
-        return {"sample": index, "target": classes[target] if is_class else target}
+        return cells | {"target": classes[target] if is_class else target}
 
     loader = split_of(splits, name, "input").loader
     return Source(loader, first_cells, lambda: splits.bad_samples.reasons(name))
