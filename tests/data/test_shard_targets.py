@@ -217,6 +217,8 @@ def boxes(**changes: Any) -> Members:
     [
         ("mask", samples([1], cls), r"sample 000001 of .*0\.tar has no mask"),
         ("mask", [("a.mask.png", encoded(0))], "has no images"),
+        ("mask", [("a.v2.png", b""), ("a.v2.mask.png", b"")], r"a\.v2\.png in .*first dot"),
+        ("boxes", [("a.v2.png", b""), ("a.v2.json", b"{}")], r"a\.v2\.png in .*first dot"),
         ("mask", [("a.jpg", b""), ("a.png", b""), ("a.mask.png", b"")], "two images"),
         ("mask", [("a.jpg", picture(np.zeros((1, 2, 3), np.uint8), "JPEG")), ("a.png", picture(np.array([[0, 255]], np.uint8)))],
          "have only the values 0 and 255"),

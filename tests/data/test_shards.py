@@ -171,13 +171,18 @@ def test_an_image_without_a_class_number_is_named(tmp_path: Path, label: tuple[s
         ([("0.png", encoded(0)), ("0.jpg", encoded(0)), ("0.cls", b"0")], "two images"),
         ([("0.json", b"[1]"), ("0.png", encoded(0))], "no class number"),
         ([("0.cls", b"99999999999999999999"), ("0.png", encoded(0))], "no class number"),
+        ([*samples([1], cls), ("0.v2.JPG", b""), ("0.v2.cls", b"0")], r"0\.v2\.JPG in .*first dot"),
+        ([*samples([1], cls), ("0.v2.png", b""), ("0.cls", b"0")], r"0\.v2\.png in .*first dot"),
+        ([("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.cls", b"0")], r"0\.v2\.png in .*first dot"),
+        ([("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.json", b"{}")], r"0\.v2\.png in .*first dot"),
     ],
-    ids=["twice", "label twice", "two images", "list", "large"],
+    ids=["twice", "label twice", "two images", "list", "large", "dot", "dot in one", "two with a dot", "dot in JSON"],
 )
 def test_samples_that_could_be_mistaken_are_refused(tmp_path: Path, members: Members, reason: str) -> None:
     write_tar(tmp_path / "0.tar", members)
-    with pytest.raises(UserError, match=reason):
+    with pytest.raises(UserError, match=reason) as raised:
         shards(str(tmp_path))
+    assert raised.value.problems[0].key == "data.root"
 
 
 def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_path: Path) -> None:

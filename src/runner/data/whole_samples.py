@@ -117,13 +117,9 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
         return batch(samples, indices)
 
     sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
-    choice = choose_num_workers(
-        data.num_workers,
-        loaders.reader("train", True),
-        parts["train"][1],
-        data.samples_a_batch,
-        bytes_ahead=data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes,
-    )
+    ahead = data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes
+    reader, indices = loaders.reader("train", True), parts["train"][1]
+    choice = choose_num_workers(data.num_workers, reader, indices, data.samples_a_batch, bytes_ahead=ahead)
     loaders.placement.workers = choice.workers
 
     def split(name: str, training: bool) -> SplitData:

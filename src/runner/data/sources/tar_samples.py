@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import tarfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from itertools import groupby
+from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sources.detection import objects_of
-from runner.data.sources.listing import EXTENSIONS
+from runner.data.sources.listing import EXTENSIONS, is_image
 
 LARGEST_CLASS = 2**31 - 1
 COLUMNS = ("offsets", "lengths", "checksums", "labels")
@@ -42,7 +43,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
 
     rows, keys, kinds = list[Any](), set[str](), set[bool]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
-        for key, group in groupby(_files(shard, tar), key=lambda part: part[0]):
+        for key, group in itertools.groupby(_files(shard, tar), key=lambda part: part[0]):
             files = [(extension, member) for _, extension, member in group]
             parts, (images, other) = dict(files), _chosen([extension for extension, _ in files], target)
             if key in keys or len(parts) < len(files) or len(images) > 1:
@@ -50,6 +51,12 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
                 allowed = "one image of each name, with its files next to it: tar --sort=name"
                 raise UserError("data.root", problem, allowed)
             keys.add(key)
+            # In photo.v2.jpg, v2.jpg is an extension: such as of a mask, or of an image that would be missing without a word
+            for each in (each for each in parts if is_image(each) and each != other):
+                if not images or {f"{Path(each).stem}.cls", f"{Path(each).stem}.{other}"} & parts.keys():
+                    problem = f"{parts[each].name} in {shard} is the image of no sample: names end at their first dot"
+                    allowed = f"no dot before the extension of an image, or {key}{Path(each).suffix} besides"
+                    raise UserError("data.root", problem, allowed)
             if not images:
                 continue
             wanted = ("cls", "json", *(images if target == "class" else ()))
@@ -74,13 +81,10 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
             rows.append((start, len(content), zlib.crc32(content), number))
         # tarfile takes a file that was cut between two members for a whole one, and does not look behind the end
         file.seek(tar.offset)
-        ending = file.read(tarfile.BLOCKSIZE)
-        if len(ending) < tarfile.BLOCKSIZE:
+        if len(ending := file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
             raise tarfile.ReadError("it is truncated")
-        while ending:
-            if any(ending):
-                raise tarfile.ReadError("something follows the end of its files, such as another tar file")
-            ending = file.read(2**16)
+        if any(map(any, itertools.chain([ending], iter(lambda: file.read(2**16), b"")))):
+            raise tarfile.ReadError("something follows the end of its files, such as another tar file")
     if not rows:
         raise UserError("data.root", f"the shard {shard} has no images")
     return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
