@@ -133,9 +133,13 @@ def test_what_happens_to_a_replacement_is_drawn_as_for_the_sample() -> None:
 
 def test_when_nothing_can_be_read_it_is_an_error_after_a_while() -> None:
     found: list[BadSample] = []
-    with pytest.raises(UserError, match=rf"sample \d+ cannot be read, nor can any of {DRAWS}.*the disk says no"):
+    with pytest.raises(
+        UserError, match=rf"sample \d+ cannot be read, nor can any of {DRAWS}.*the disk says no"
+    ) as raised:
         read(loader(set(range(40)), found))
     assert not found
+    assert raised.value.problems[0].key == "data.on_error"
+    assert "data.on_error=skip" not in str(raised.value), "which is set"
 
 
 def test_without_replacements_it_is_an_error_at_once() -> None:

@@ -288,6 +288,11 @@ def test_unreadable_images_stop_a_pack_or_are_skipped(pack: Any, rejected: Any, 
     assert "data.max_skipped: is 0.01, and 2 of 41 images cannot be read" in said
     with pytest.raises(UserError, match="is not finished"):
         shards("few")
+    for path in (photos / "val").rglob("*.*"):
+        path.write_text("no image")
+    refused = rejected("pack", *words[:3], "data.max_skipped=1", "output=none")
+    assert re.search(r"data\.max_skipped: is 1.*, and (\d+) of \1 images cannot be read in 'val'", refused.err)
+    assert "its content is not an image of a known type" in refused.out + refused.err
 
 
 def test_an_index_that_is_older_than_its_shard_is_not_used(pack: Any) -> None:

@@ -69,8 +69,8 @@ class ReplacementSampler:
                 skipped.append(BadSample(source, _reason(error)))
                 first = first or error
         assert first is not None
-        problem = f"sample {index} cannot be read, nor can any of {DRAWS} replacements; the first: {_reason(first)}"
-        raise UserError("data.on_error", problem) from first
+        problem = f"is skip, and sample {index} cannot be read, nor can any of {DRAWS} others: {_reason(first)}"
+        raise UserError("data.on_error", problem, "a data set of which most samples can be read") from first
 
     def sources(self, places: Tensor, epoch: int, unreadable: Tensor) -> Tensor:
         """The sample that is read for each of `places`, given those that are known to be unreadable.
@@ -99,8 +99,10 @@ def one_line(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):  # without its advice to skip the sample, which is done already
+        return " ".join(error.problems[0].lines()[0].split())
     kind, text = type(error).__name__, one_line(error)
-    return text if isinstance(error, UserError) or text == kind else f"{kind}: {text}"
+    return text if text == kind else f"{kind}: {text}"
 
 
 def path_of(dataset: Any, sample: int) -> str | None:
@@ -177,8 +179,9 @@ class BadSampleLog:
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
                 entry = json.loads(line)
-                self._entries[str(entry["split"]), int(entry["sample"])] = entry
-                self._waiting = [new for new in self._waiting if _key(new) != _key(entry)]
+                key = str(entry["split"]), int(entry["sample"])
+                self._entries[key] = entry
+                self._waiting = [new for new in self._waiting if (new["split"], new["sample"]) != key]
 
     def join(self, ranks: World) -> None:
         """Add what other ranks have found, without reporting it; all have to call this."""
@@ -221,7 +224,3 @@ class BadSampleLog:
         share = ", ".join(f"{count:,} of {split}" for split, count in counts.items())
         where = f"; they are listed in {self._path}" if self._path else ""
         return f"samples could not be read and were replaced by others: {share}{where}" if counts else ""
-
-
-def _key(entry: dict[str, Any]) -> tuple[Any, Any]:
-    return entry["split"], entry["sample"]

@@ -71,26 +71,26 @@ def run(composition: Composition) -> float:
         finally:
             if locked:
                 _remove_temporary(folder)
-        samples = dict.fromkeys(parts, 0)
-        for split, number in packer.shards():
+        shards, samples = packer.shards(), dict.fromkeys(parts, 0)
+        for split, number in shards:
             samples[split] += packer.samples(split, number) or 0
-        for split, (_, indices) in parts.items():
-            if (lost := len(indices) - samples[split]) > math.ceil(data.max_skipped * len(indices)):
-                problem = f"is {shown(data.max_skipped)}, and {lost:,} of {len(indices):,} images cannot be read"
-                raise UserError("data.max_skipped", problem, "more, or images that can be read and another output")
         packed, whole = sum(samples.values()), sum(len(indices) for _, indices in parts.values())
+        if missing := whole - packed:
+            report.warn(f"{amount(missing, 'image')} skipped, as they cannot be read")
+            report.lines(*(f"  {reason}" for reason in skipped[:_SHOWN]))
+        for split, (_, indices) in parts.items():
+            lost, count = len(indices) - samples[split], len(indices)
+            if lost > min(math.ceil(data.max_skipped * count), count - 1):
+                problem = f"is {shown(data.max_skipped)}, and {lost:,} of {count:,} images cannot be read in '{split}'"
+                raise UserError("data.max_skipped", problem, "more if some can be read, or others in another output")
         write_json(folder / MANIFEST, manifest | {"samples": samples})
-    size = sum(packer.path(*shard).stat().st_size for shard in packer.shards())
-    if missing := whole - packed:
-        report.warn(f"{amount(missing, 'image')} skipped, as they cannot be read")
-        report.lines(*(f"  {reason}" for reason in skipped[:_SHOWN]))
+    size = sum(packer.path(*shard).stat().st_size for shard in shards)
     command = shlex.join(["python", "-m", "runner", "train", *_training_words(packer, data)])
-    shards = len(packer.shards())
-    record = {"shards": shards, "samples": packed, "bytes": size, "skipped": missing, "command": command}
+    record = {"shards": len(shards), "samples": packed, "bytes": size, "skipped": missing, "command": command}
     if not report.json(record, output=str(folder)):
-        report.line(f"{amount(shards, 'shard')}, {packed:,} samples, {size / 2**20:,.2f} MiB; {command}")
+        report.line(f"{amount(len(shards), 'shard')}, {packed:,} samples, {size / 2**20:,.2f} MiB; {command}")
         report.folder(folder)
-    return float(shards)
+    return float(len(shards))
 
 
 def _begin(packer: Packer, clean: bool) -> dict[str, Any]:
