@@ -122,6 +122,26 @@ def test_deletions_delete(overlaid):
     assert "early_stopping" not in overlaid("callbacks=early_stopping", "~callbacks.early_stopping")[0]["callbacks"]
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("~callbacks.lr_monitr",), "callbacks.lr_monitor"),
+        (("~callbacks.early_stopping.patienc",), "callbacks.early_stopping.patience"),
+        (("~callbacks.gone",), ""),  # a run that was resumed before may have deleted it
+        (("optimizer=adam", "~optimizer.amsgrad"), ""),
+    ],
+)
+def test_a_deletion_of_what_is_not_there_is_refused_if_it_is_spelled_much_like_what_is(overlaid, words, meant):
+    if not meant:
+        overlaid(*words, "ckpt_path=last")
+        return
+    with pytest.raises(UserError) as raised:
+        overlaid(*words, "ckpt_path=last")
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.nearest) == (words[-1][1:], meant)
+    overlaid(*words, "ckpt_path=last", "resume=auto")  # the first of these jobs may have deleted it
+
+
 def test_a_component_can_be_added(overlaid):
     values, _ = overlaid("callbacks.mine._target_=a.B", "callbacks.mine.x=1")
     assert values["callbacks"]["mine"] == {"_target_": "a.B", "x": 1}

@@ -146,7 +146,10 @@ def compose(
     names, failure = list[str](), list[Problem]()
     try:
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
-        cfg: DictConfig = app.compose_config(primary, [*_of_checkpoint(words), *words], RunMode.RUN)
+        deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
+        # A checkpoint may have these keys, or may have had them
+        added = [f"++{key}={{}}" for key in deleted] if "ckpt_path" in map(key_of, words) else []
+        cfg: DictConfig = app.compose_config(primary, [*added, *words], RunMode.RUN)
         names = [key for key in flatten(OmegaConf.to_container(cfg, resolve=False)) if not key.startswith("hydra.")]
         composition = Composition(
             values={},
@@ -175,12 +178,6 @@ def compose(
     if problems:
         raise ConfigError([*problems, *also(composition, False)])
     return composition, cfg
-
-
-def _of_checkpoint(words: Sequence[str]) -> list[str]:
-    """Overrides that set what `~key` deletes: it may be of a checkpoint, or deleted there already."""
-    keys = list(map(key_of, words))
-    return [f"++{key}={{}}" for key in keys if "ckpt_path" in keys and "." in key and f"~{key}" in words]
 
 
 def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) -> Composition:

@@ -177,10 +177,9 @@ def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
         for _, node in keys.walk(dataset):
             if isinstance(node, dict) and node.get("download"):
                 node["download"] = node is dataset and own["download"]
-        if dataset.get("_target_") == _SHARDS and dataset.get("cache_gb") is not None:
-            dataset["cache_gb"] = own["dataset"].get("cache_gb")
-        if dataset.get("mirror") is not None:
-            dataset["mirror"] = own["dataset"].get("mirror")
+        for name in ("mirror", "cache_gb") if dataset.get("_target_") == _SHARDS else ("mirror",):
+            if dataset.get(name) is not None:
+                dataset[name] = own["dataset"].get(name)
 
 
 def _data_of(composed: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
     rules = (
         _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_samples, _of_evaluations, _of_ranks,
-        _of_sharding, _of_verbs, _of_trust,
+        _of_sharding, _of_verbs,
     )  # fmt: skip
     return [Problem(*broken) for rule in rules for broken in rule(config)]
 
@@ -299,13 +299,9 @@ def _of_sharding(config: Train) -> Broken:
         yield "optimizer", message, f"another optimizer, {another}"
 
 
-def _of_trust(config: Train) -> Broken:
-    """Names that no package can have."""
-    yield from not_packages(packages_in(config.trust))
-
-
 def _of_verbs(config: Train) -> Broken:
-    """The keys that verbs add."""
+    """Names that no package can have, and the keys that verbs add."""
+    yield from not_packages(packages_in(config.trust))
     if isinstance(config, Audit | Bench):
         for key, value in keys.flatten(config.vary).items() if config.vary else ():
             yield from _of_varied(config, key, value)

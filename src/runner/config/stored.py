@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from runner.base.errors import UserError, first_line
+from runner.base.errors import UserError, first_line, nearest
 from runner.base.secrets import mask_values, unmasked
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
-from runner.config.keys import at, flatten
+from runner.config.keys import at, flatten, within
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train
 from runner.config.sources import Sources, text_of
@@ -81,7 +81,8 @@ def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
     """A stored config with the command line laid on top.
 
     A selected group replaces the stored section as a whole; a preset sets the keys in its file; any other override sets
-    its key. Everything else stays as stored. Secrets are not stored, and come from the call.
+    its key. Everything else stays as stored. Secrets are not stored, and come from the call. Raises `UserError` for a
+    key to delete that is not in the file, and is spelled much like one.
 
     Args:
         stored: the config from the file.
@@ -99,6 +100,12 @@ def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
             given.append(key)
         elif not isinstance(value, dict):
             chosen += _keys_of_choice(key, choices.get(key), sources)
+    # What is deleted may be gone already, but a name much like another one is a mistake; a job that continues made none
+    for key in (word[1:] for word in composition.overrides if word.startswith("~") and not composition.resumes):
+        section, _, name = key.rpartition(".")
+        there = ... if within(key, chosen) else at(stored, section)
+        if isinstance(there, dict) and name not in there and (close := nearest(name, there)):
+            raise UserError(key, "cannot be deleted, because it does not exist", "", f"{section}.{close}")
     merged = copy.deepcopy(stored)
     for key in (*chosen, *given):
         _set(merged, key, copy.deepcopy(at(composed, key)))
