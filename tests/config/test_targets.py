@@ -196,6 +196,13 @@ def test_a_null_that_another_target_has_left_is_left_out(package):
     assert build("model", {"_target_": f"{package}.Box", "weights": None}).kwargs == {"weights": None}
 
 
+def test_facts_that_are_null_are_not_given_to_a_target_that_takes_any_name(package):
+    node = {"_target_": f"{package}.Box", "in_channels": None, "width": None}
+    assert build("model", node, facts={"in_channels": None, "num_classes": 2}).kwargs == {"width": None}
+    teacher = build("task", {"_target_": f"{package}.Box", "teacher": node}, facts={"num_classes": 2}).kwargs["teacher"]
+    assert teacher.kwargs == {"width": None}
+
+
 def test_building_calls_the_target_with_the_arguments(package):
     made = build("model", {"_target_": f"{package}.Typed", "width": 3, "sizes": [1, 2]})
     assert (made.width, made.sizes) == (3, [1, 2])

@@ -303,11 +303,11 @@ def build(
     for name, value in (facts or {}).items():
         if kwargs.get(name) is None and component.takes(name):
             kwargs[name] = value
-        elif kwargs.get(name, ...) is None:
-            del kwargs[name]  # of the option that another target was put into
-    parameters = (component.parameters or {}).values()
-    if parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters):  # as above, and validated before
-        kwargs = {name: value for name, value in kwargs.items() if value is not None or component.takes(name)}
+    # Other nulls are left over from the option that another target was put into, unless **kwargs takes what is no fact
+    parameters, known = (component.parameters or {}).values(), {*FACTS.get(key, ()), *(facts or ())}
+    takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
+    left_out = {name for name in kwargs if not component.takes(name) and not (takes_any and name not in known)}
+    kwargs = {name: value for name, value in kwargs.items() if value is not None or name not in left_out}
     positional = [*args, *(_built(f"{key}._args_", value, fetch) for value in component.positional)]
     if node.get("_partial_"):
         return functools.partial(component.target, *positional, **kwargs)
