@@ -6,6 +6,7 @@ import random
 import sys
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -41,6 +42,17 @@ def test_a_store_has_the_images_order_and_fingerprint_of_the_folder(
     again = opened(store, tmp_path)
     assert store.ranges() == [], "the index was kept"
     assert again["train"].fingerprint() == local["train"].fingerprint()
+
+
+def test_a_store_whose_lists_and_descriptions_have_other_forms_of_a_time_is_indexed(folder: Path) -> None:
+    for path in folder.rglob("*.tar"):
+        fsspec.filesystem("memory").pipe(f"{folder}/{path.relative_to(folder)}", path.read_bytes())
+    there, local = (shards(root)["train"] for root in (f"memory:/{folder}", str(folder)))
+    assert there.fingerprint() == local.fingerprint()
+    assert torch.equal(there[13][0], local[13][0])
+    fsspec.filesystem("memory").pipe(f"{folder}/train/012.tar", (folder / "train/000.tar").read_bytes())
+    with pytest.raises(DataFailed, match="was changed or damaged after it was indexed"):
+        there[13]
 
 
 def test_a_store_with_a_part_of_a_pack_is_refused(store: Store, tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import time
 import zlib
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, BinaryIO, TypeVar
 
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import heard
+from runner.data.bad_samples import one_line
 from runner.data.sources.copies import BLOCK, Copies
 
 ATTEMPTS = 6
@@ -93,9 +95,7 @@ def retried(url: str, call: Callable[[], T]) -> T:
             last = attempt == ATTEMPTS or time.monotonic() > began + PATIENCE_S
             if last or heard or not _may_pass(error):
                 late = isinstance(error, TimeoutError) and not str(error)
-                reason = (
-                    f"no answer in {TIMEOUT_S:g} s" if late else " ".join(str(error).split()) or type(error).__name__
-                )
+                reason = f"no answer in {TIMEOUT_S:g} s" if late else one_line(error)
                 tried = f" ({attempt} attempts)" if attempt > 1 else ""
                 allowed = "a store that answers, credentials that may read it and have not expired; then the same command again"
                 raise DataFailed("data.root", f"cannot read {url}: {reason}{tried}", allowed) from error
@@ -274,5 +274,7 @@ def _described(url: str, info: dict[str, Any], names: Container[str] = ()) -> Re
     if not isinstance(info.get("size"), int):
         problem = f"the server does not tell the size of {url}"
         raise UserError("data.root", problem, "a server that answers requests of ranges")
-    version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), "")
+    key, said = next(((key, info[key]) for key in _VERSIONS if info.get(key)), ("", ""))
+    # A list may have the number of a time that a description has, such as of fsspec's own store in memory
+    version = f"{key} {said.timestamp() if isinstance(said, datetime) else said}".strip()
     return RemoteShard(url, info["size"], version, f"{url.rpartition('/')[2]}.index" in names)
