@@ -255,6 +255,16 @@ def test_shards_of_a_run_come_whole_in_windows(root: Path, compose: Any) -> None
     assert len((held // 6).unique_consecutive()) == 8
 
 
+def test_a_window_without_blocks_is_reported(root: Path, compose: Any) -> None:
+    whole = ("data.images=['0']", "transform=none", "data.normalize={mean: [0.5], std: [1]}")
+    for words, reported in (((), False), (("data.shuffle=true",), True), ((*whole, "data.shuffle=false"), True)):
+        composition = compose(*SMALL, f"data.root={root}", "data.shuffle_window=2", *words)
+        config, found = problems_in(composition.values, composition, VERBS["train"])
+        assert not found
+        warnings = read_data(config, CPU, dtype=torch.float32).warnings
+        assert any("data.shuffle_window=2 has no effect" in text for text in warnings) == reported
+
+
 def test_a_killed_run_resumes_with_other_workers_to_the_same_bits(root: Path, train: Any, killed: Any) -> None:
     words = (*SMALL, f"data.root={root}", "data.shuffle_window=2", "epochs=2", "max_steps=null")
     whole_run = train(*words)

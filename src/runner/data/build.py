@@ -73,12 +73,8 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
     known, warnings = known_targets(parts, sources, examples)
-    warnings = [
-        *placement.warnings,
-        *unkept,
-        *warnings,
-        *(shared_groups(parts, data.split.group) if data.split.group else ()),
-    ]
+    warnings = [*placement.warnings, *unkept, *warnings]
+    warnings += shared_groups(parts, data.split.group) if data.split.group else []
     classes, (channels, height, width) = _classes(train_set), first.shape
     incompatibilities = _incompatibilities(parts, examples, classes)
     # Files are resized when they are read, and transforms may crop them again

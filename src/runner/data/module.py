@@ -197,6 +197,9 @@ def assembled(
     train.loader.draws = draws
     if loaders.ends is not None:
         train.loader.draws = functools.partial(BlockOrder, loaders.ends, config.data.shuffle_window, config.seed)
+    elif config.data.shuffle_window != Data.shuffle_window:
+        problem = f"has no effect: data.shuffle={str(config.data.shuffle).lower()} is not blocks"
+        facts["warnings"].append(f"data.shuffle_window={config.data.shuffle_window} {problem}")
     use_batch_sampler(config, train.loader, parts)
     sources = {name: loaders.placement.source(dataset) for name, (dataset, _) in parts.items()}
     fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full", ends=loaders.ends)
