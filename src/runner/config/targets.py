@@ -303,7 +303,7 @@ def build(
     for name, value in (facts or {}).items():
         if kwargs.get(name) is None and component.takes(name):
             kwargs[name] = value
-    # Other nulls are left over from the option that another target was put into, unless **kwargs takes what is no fact
+    # Other nulls are left over from the option that another target was put into, unless **kwargs takes them: it takes no facts
     parameters, known = (component.parameters or {}).values(), {*FACTS.get(key, ()), *(facts or ())}
     takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
     left_out = {name for name in kwargs if not component.takes(name) and not (takes_any and name not in known)}
