@@ -23,11 +23,13 @@ from agent import Agent
 from rank_pool import RankPool
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
+from runner.config.composition import Composition
 from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed import follow
 from runner.launch.ranks import run_ranks
-from runner.run.ranks import Job
+from runner.run.ranks import job_of, setup_of_rank
+from runner.run.setup import Setup
 from runner.runtime.signals import StopSignals
 
 WORDS = (*rank_faults.WORDS, "checkpoint.every_steps=1", "checkpoint.min_seconds=0", "max_steps=4")
@@ -174,9 +176,7 @@ def test_a_sweep_of_torchrun_is_refused_with_what_to_do(agent: Agent, here: Path
 
 def test_a_job_is_plain_data(compose: Callable[..., Any], tmp_path: Path) -> None:
     composition = compose("optimizer.betas=[0.8,0.99]", "+loss.label_smoothing=1e-17", "data.normalize.mean=[0.1]")
-    config = resolve_config(composition, Train)
-    job = Job(composition, config, tmp_path, tmp_path / "last", [("lr", "1", "2")], ["a warning"])
-    again = Job.from_plain(json.loads(json.dumps(job.to_plain())))
-    assert again.config == job.config
-    assert again.to_plain() == job.to_plain()
-    assert again.differences == job.differences
+    setup = Setup(resolve_config(composition, Train), None, [("lr", "1", "2")], warnings=["a warning"])
+    job = json.loads(json.dumps(job_of(composition, setup, tmp_path)))
+    assert setup_of_rank(job) == setup
+    assert job_of(Composition.from_plain(job["composition"]), setup, tmp_path) == job_of(composition, setup, tmp_path)

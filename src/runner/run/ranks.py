@@ -8,7 +8,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,56 +45,28 @@ _TRIED = 32  # targets
 _WEIGHTS = "different initial weights"
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every rank gets: nothing is composed or looked for again."""
+def job_of(composition: Composition, setup: Setup, directory: Path) -> dict[str, Any]:
+    """What every rank of a run gets, as what JSON can contain: nothing is composed or looked for again."""
+    return {
+        "composition": composition.to_plain(),
+        "config": to_plain(setup.config),
+        "directory": str(directory),
+        "checkpoint": str(setup.found.path) if setup.found else None,
+        "differences": setup.differences,
+        "warnings": setup.warnings,
+    }
 
-    composition: Composition
-    config: Train
-    directory: Path  # of the run
-    checkpoint: Path | None  # to resume from
-    differences: list[tuple[str, str, str]]
-    warnings: list[str]
 
-    @classmethod
-    def of(cls, composition: Composition, setup: Setup, directory: Path) -> Job:
-        """The job of a run whose directory is open."""
-        found = setup.found
-        warnings = [*(found.warnings if found else ()), *setup.warnings]
-        checkpoint = found.path if found else None
-        return cls(composition, setup.config, directory, checkpoint, differences=setup.differences, warnings=warnings)
-
-    def to_plain(self) -> dict[str, Any]:
-        """The job as what JSON can contain, for ranks that another program started."""
-        return {
-            "composition": self.composition.to_plain(),
-            "config": to_plain(self.config),
-            "directory": str(self.directory),
-            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
-            "differences": self.differences,
-            "warnings": self.warnings,
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Job:
-        """What `to_plain` was called on."""
-        return cls(
-            composition=Composition.from_plain(plain["composition"]),
-            config=config_from_plain(plain["config"], Train),
-            directory=Path(plain["directory"]),
-            checkpoint=Path(plain["checkpoint"]) if plain["checkpoint"] else None,
-            differences=[(key, before, after) for key, before, after in plain["differences"]],
-            warnings=plain["warnings"],
-        )
-
-    def setup(self) -> Setup:
-        """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
-        found = None
-        if restarted() and find.named(self.directory / "checkpoints", "last"):
-            found = find.load(str(self.directory), self.directory.parent, prefer="last", later=True)
-        elif self.checkpoint is not None:
-            found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint, later=True), [])
-        return Setup(self.config, found, self.differences, warnings=self.warnings)
+def setup_of_rank(job: Mapping[str, Any]) -> Setup:
+    """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
+    directory, found = Path(job["directory"]), None
+    if restarted() and find.named(directory / "checkpoints", "last"):
+        found = find.load(str(directory), directory.parent, prefer="last", later=True)
+    elif job["checkpoint"] is not None:
+        path = Path(job["checkpoint"])
+        found = find.LoadedCheckpoint(path, file.read(path, later=True), [])
+    differences = [(key, before, after) for key, before, after in job["differences"]]
+    return Setup(config_from_plain(job["config"], Train), found, differences, warnings=job["warnings"])
 
 
 def config_from_plain(values: dict[str, Any], schema: type[T]) -> T:

@@ -78,8 +78,9 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
     words = mask_words([verb.name, *argv])
     if rank():
         follow.compare(words)
-        module = verb.module if verb.keeps_runs else "runner.verbs._ranks"
-        return int(importlib.import_module(module).main_of_follower())
+        from runner.verbs import _ranks
+
+        return _ranks.follow_rank_0(importlib.import_module(verb.module).as_rank if verb.keeps_runs else _ranks.as_rank)
     try:
         follow.compare(words)
         return _launch(verb, argv, one_process=False)

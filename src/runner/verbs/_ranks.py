@@ -120,13 +120,13 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     from runner.launch.ranks import run_ranks
 
     with tempfile.TemporaryDirectory() as logs, StopSignals() as signals:
-        outcome = run_ranks(verb_as_rank, job, size, Path(logs), asked=lambda: signals.received)
+        outcome = run_ranks(as_rank, job, size, Path(logs), asked=lambda: signals.received)
     if outcome.status == PREEMPTED:
         raise SystemExit(INTERRUPTED)
     return outcome.value
 
 
-def verb_as_rank(job: dict[str, Any], store: Any = None) -> float | None:
+def as_rank(job: dict[str, Any], store: Any = None) -> float | None:
     """Run a job that `on_ranks` made as one of several ranks, of which only rank 0 prints."""
     config = config_from_plain(job["config"], SCHEMAS[job["verb"]])
     run = importlib.import_module(VERBS[job["verb"]].module).run
@@ -138,8 +138,3 @@ def verb_as_rank(job: dict[str, Any], store: Any = None) -> float | None:
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         value: float | None = run(Composition.from_plain(job["composition"]))
     return value
-
-
-def main_of_follower() -> int:
-    """A rank other than 0 that torchrun or SLURM started: do what rank 0 says, and return the exit status."""
-    return follow_rank_0(verb_as_rank)

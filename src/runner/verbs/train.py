@@ -18,13 +18,13 @@ from runner.config.composition import Composition
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
 from runner.run.dry_run import dry_run
-from runner.run.ranks import Job, check_one_process, count_ranks, device_of_rank
+from runner.run.ranks import check_one_process, count_ranks, device_of_rank, job_of, setup_of_rank
 from runner.run.run_record import RunRecord
 from runner.run.setup import Setup, resolve, why_occupied
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.train import build_run, train
-from runner.verbs._ranks import follow_rank_0, lead
+from runner.verbs._ranks import lead
 
 
 def run(composition: Composition) -> float | None:
@@ -76,20 +76,19 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     """Train here, or with other ranks."""
     size, directory = count_ranks(setup.config), record.directory.path
     # Ranks that torchrun or SLURM started wait for the job; otherwise this process starts them if there are several
+    job = job_of(record.composition, setup, directory)
     if started_by_launcher():
-        plain = Job.of(record.composition, setup, directory).to_plain()
-        return lead(plain, setup.config, lambda: train(record, signals, _pruning(directory, world().decide)))
+        return lead(job, setup.config, lambda: train(record, signals, _pruning(directory, world().decide)))
     if size == 1:
         return train(record, signals, _pruning(directory, world().decide))
     from runner.launch.ranks import run_ranks
 
     # The directory and its files are there before the ranks, which only continue them
     record.begin()
-    job = Job.of(record.composition, setup, directory)
     try:
         restarts = setup.config.max_restarts
         outcome = run_ranks(
-            train_as_rank, job, size, directory / "logs", max_restarts=restarts, asked=lambda: signals.received
+            as_rank, job, size, directory / "logs", max_restarts=restarts, asked=lambda: signals.received
         )
     # Rank 0 wrote the summary in its own process
     finally:
@@ -110,23 +109,19 @@ def _pruning(directory: Path, decide: Callable[[Callable[[], Any]], Any]) -> lis
     return pruning(directory, decide)
 
 
-def main_of_follower() -> int:
-    """A rank other than 0 that torchrun or SLURM started: train what rank 0 says, and return the exit status."""
-    return follow_rank_0(lambda plain, store: train_as_rank(Job.from_plain(plain), store))
-
-
-def train_as_rank(job: Job, store: Any = None) -> float | None:
+def as_rank(job: dict[str, Any], store: Any = None) -> float | None:
     """Train as one of several ranks, from what rank 0 or the launcher decided."""
-    signals = StopSignals(patient=True)
+    signals, setup, directory = StopSignals(patient=True), setup_of_rank(job), Path(job["directory"])
+    config = setup.config
     with contextlib.ExitStack() as ending:
-        world = ending.enter_context(joined(job.config.dist.timeout_s, device_of_rank(job.config), store))
+        world = ending.enter_context(joined(config.dist.timeout_s, device_of_rank(config), store))
         ending.enter_context(signals)  # before, there is nothing to save, and a signal ends the process
         scratch = ending.enter_context(tempfile.TemporaryDirectory())
-        setup = job.setup()
-        record = RunRecord.of_rank(job.composition, setup, job.directory, world.rank, Path(scratch))
+        composition = Composition.from_plain(job["composition"])
+        record = RunRecord.of_rank(composition, setup, directory, world.rank, Path(scratch))
         ending.callback(record.directory.write_summary, record.summary)
         ending.callback(record.console.stop)
         ending.enter_context(operations_named(lambda text: record.console.warn(text)))
-        if job.config.max_time is not None:
-            signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        return train(record, signals, _pruning(job.directory, world.decide))
+        if config.max_time is not None:
+            signals.limit(seconds(config.max_time), f"max_time={config.max_time}")
+        return train(record, signals, _pruning(directory, world.decide))
