@@ -37,7 +37,7 @@ from runner.run.length import plan_length
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
-from runner.run.probe import FirstSamples, check_batches_of_one, probe
+from runner.run.probe import FirstSamples, probe
 from runner.run.ranks import RankMemory, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, hardware_metrics_of
 from runner.run.run_record import RunRecord
@@ -88,7 +88,7 @@ def build_run(
     place(model, loss, device, config.channels_last, precision.weights)
     warnings = synchronize_norms(config, model)
     with shapes_on_failure(model, config.watch.shapes, aligned):
-        single_values = probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
+        probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
     monitor = choose_monitor(config, task)
 
@@ -96,7 +96,7 @@ def build_run(
     image, samples = example_input(data), FirstSamples(task, model, loss, data)
     initial = set_initial_weights(config, model, data, image, samples.feed) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
-    check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
+    samples.try_one(freezing, length.plan, 1 if config.sync_batchnorm else world().size)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.data.module import DataModule
+from runner.engine.freezing import Freezing
 from runner.engine.plan import EpochPlan
-from runner.instrument.nested import rows_of
 from runner.instrument.no_trace import evaluating, no_trace
-from runner.instrument.observer import Observer
 from runner.run.finetune import explaining, try_forward
 from runner.run.model import (
     TAKES_BATCHES,
@@ -29,22 +28,18 @@ from runner.run.step import TaskSteps, steps_of
 from runner.tasks.task import Task
 
 
-def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> list[str]:
+def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> None:
     """Send a few samples through the steps of the task, or one through model and loss.
 
     Weights, buffers, modes and random generators are left as they are. `evaluates` says whether the run evaluates at all.
-
-    Returns:
-        Names of the BatchNorm layers that get a single value per channel, which has no variance.
     """
     steps = steps_of(task, model, loss)
     if data.trial is not None or isinstance(steps, TaskSteps):
         if evaluates:
             _probe_evaluation(task, steps, model, loss, data)
-        return _probe_steps(steps, model, loss, data)
-    target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
-    with _noting_single(model, single):
-        logits = try_forward(model, example_input(data))
+        _probe_steps(steps, model, loss, data)
+        return
+    target, outputs, logits = data.example[1], task.outputs(data.classes), try_forward(model, example_input(data))
     # Layers of a fixed input size fail at the first evaluation otherwise, after an epoch of training
     _probe_other_sizes(model, data)
     with evaluating(model, loss):
@@ -59,8 +54,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evalu
             _loss_of(task, loss, torch.cat([logits, logits]), torch.cat([target, target]))
         _probe_augmentation(task, loss, data, logits)
     # Last, as it is the only step that runs in training mode
-    _probe_gradient(task, model, loss, data, bool(single))
-    return single
+    _probe_gradient(task, model, loss, data)
 
 
 def _probe_evaluation(task: Task, steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
@@ -76,21 +70,14 @@ def _probe_evaluation(task: Task, steps: TaskSteps | Any, model: nn.Module, loss
         raise UserError("task", f"its evaluation_step gives no {lacks[0]}, which {of} needs", f"{lacks[0]} in the dict")
 
 
-def _probe_steps(steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
-    """Compute the loss of a few samples as in training; returns BatchNorm layers as `probe` does."""
-    batch, indices = data.trial or example_batch(data, 2)
-    rows = len(indices)
+def _probe_steps(steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
+    """Compute the loss of a few samples as in training."""
+    batch = (data.trial or example_batch(data, 2)).data
     with _training(model, loss), explaining("task", "cannot train on a batch: "):
         value = steps(batch)
         if not value.requires_grad and any(parameter.requires_grad for parameter in model.parameters()):
             allowed = "a loss without detach(), no_grad() or item() between the weights and itself"
             raise UserError("task", "its loss has no gradient, so nothing can be trained", allowed)
-    # One sample by itself, as the last batch of an epoch may have: some steps take only larger ones
-    single: list[str] = []
-    too_small = contextlib.suppress(RuntimeError, ValueError, TypeError, IndexError)
-    with evaluating(model, loss), too_small, _noting_single(model, single):
-        steps.evaluated(rows_of(batch, rows, slice(1)))
-    return single
 
 
 class FirstSamples(NamedTuple):
@@ -112,40 +99,17 @@ class FirstSamples(NamedTuple):
             return model_of(self.model)(example_input(self.data, samples))
         return steps_of(self.task, self.model, self.loss)(example_batch(self.data, samples).data)
 
-
-@contextlib.contextmanager
-def _noting_single(model: nn.Module, single: list[str]) -> Iterator[None]:
-    """Note the names of BatchNorm layers that get one value per channel, which has no variance, so that training refuses it."""
-
-    def note(name: str, module: nn.Module, inputs: list[Any]) -> None:
-        if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1 and inputs[0].numel() == inputs[0].shape[1]:
-            single.append(name)
-
-    kind = nn.modules.batchnorm._BatchNorm
-    norms = [name for name, module in model.named_modules() if isinstance(module, kind)]
-    with Observer(model, before=note, names=norms):
-        yield
-
-
-def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan, ranks: int = 1) -> None:
-    """Refuse batches of one sample if BatchNorm layers, which `probe` found, would get a single value per channel.
-
-    `ranks` is how many processes share a batch, of which each computes statistics of its own.
-    """
-    # The last batch is the smallest, so it decides
-    if not single or plan.size(plan.batches - 1) // ranks > 1:
-        return
-    model.train()  # as training does; a custom model may keep some layers in evaluation mode
-    for name in single:
-        norm = model.get_submodule(name)
-        # A frozen layer uses its statistics; one without weights at all still computes those of the batch
-        trained = [parameter.requires_grad for parameter in norm.parameters()]
-        if norm.training and (any(trained) or not trained):
-            which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
-            which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
-            needs = f"{type(norm).__name__} '{name}' needs at least two values a channel in training"
-            allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
-            raise UserError("data.batch_size", f"{which}, and {needs}", allowed)
+    def try_one(self, freezing: Freezing, plan: EpochPlan, ranks: int = 1) -> None:
+        """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
+        # The last batch is the smallest, so it decides
+        if plan.size(plan.batches - 1) // ranks > 1:
+            return
+        which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
+        which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
+        allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
+        failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
+        with failed, _training(self.model, self.loss), freezing.as_at(None):  # training everything asks for the most
+            steps_of(self.task, self.model, self.loss)(example_batch(self.data, 1).data)
 
 
 def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor:
@@ -160,12 +124,9 @@ def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor
     return value
 
 
-def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, single: bool) -> None:
+def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
     """Compute the loss of two samples (one, if batches have one) as in training, which must have a gradient."""
-    # Two samples, as BatchNorm refuses one; a batch of one is tried only where no such layer is in the way
     copies = min(2, data.train.loader.batch_size, data.train.samples)
-    if copies == 1 and single:
-        return  # see `check_batches_of_one`
     images, target = example_input(data, copies), example_targets(data, copies)
     with _training(model, loss):
         try:
@@ -173,7 +134,7 @@ def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, data: DataMod
                 images, target = data.train.mix(images, target, indices_for(images), 0)
             logits = model(images)
         except (RuntimeError, ValueError, TypeError, IndexError):
-            return  # some models take only larger batches
+            return  # some models take only larger batches, see `try_one`
         # Some models return other shapes in training, such as auxiliary outputs or a mean over the batch
         if isinstance(logits, Tensor) and (logits.ndim == 0 or len(logits) != copies):
             problem = f"gives {tuple(logits.shape)} in training for a batch of {copies}"
