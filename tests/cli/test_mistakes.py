@@ -235,14 +235,14 @@ train hydra.run.dir=run | hydra.run.dir: run already holds a run | allowed: anot
 """,
     an_odd_package: """
 train scheduler._target_=odd_package.Odd | scheduler._target_: odd_package.Odd gives a Odd without factor, observe
-    | shape(step)
+    | an object with factor(step)
 train task._target_=odd_package.Odd | task._target_: odd_package.Odd gives a Odd without outputs, targets
     | an object with outputs(classes)
 train +metrics.odd._target_=odd_package.Odd checkpoint.monitor=val/loss | metrics.odd._target_: | without update, compute
     | allowed: an object with update(predictions, targets)
 train +callbacks.odd._target_=odd_package.Wrong | callbacks.odd._target_: | whose on_step() does not take loop
     | allowed: on_step(self, loop)
-train +callbacks.odd._target_=odd_package.Misspelt | callbacks.odd._target_: | without any method of a callback
+train +callbacks.odd._target_=odd_package.Misspelt | callbacks.odd._target_: | is never called
     | did you mean 'on_step'? | on_evaluation(
 train +callbacks.odd._target_=odd_package.HalfMisspelt | callbacks.odd._target_: | whose on_stepp is never called
     | did you mean 'on_step'?

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from runner.base.errors import UserError, nearest
+from runner.base.errors import UserError
 
 Calls = Mapping[str, tuple[str, ...]]
 """Names of methods, each with the names of the arguments that it is called with."""
@@ -19,15 +19,7 @@ def calls_of(protocol: type) -> Calls:
     return {name: tuple(inspect.signature(each).parameters)[1:] for name, each in methods.items()}
 
 
-def require_methods(
-    key: str,
-    target: str,
-    found: Any,
-    calls: Calls,
-    *,
-    optional: Collection[str] = (),
-    some: str = "",
-) -> None:
+def require_methods(key: str, target: str, found: Any, calls: Calls, optional: Collection[str] = ()) -> None:
     """Refuse an object that lacks methods or attributes, or whose methods take other arguments.
 
     Args:
@@ -35,8 +27,7 @@ def require_methods(
         target: its `_target_`.
         found: what it built.
         calls: the methods.
-        optional: those of the methods that it may lack.
-        some: if not empty, one of the methods that begin so is enough.
+        optional: those of the methods that it may lack; one of all there has to be.
 
     Raises:
         UserError: with what is wrong and what is needed.
@@ -45,21 +36,14 @@ def require_methods(
     missing = [name for name in calls if name not in given and name not in optional]
     listed = ", ".join(f"{name}({', '.join(names)})" for name, names in calls.items())
     what = f"{target} gives a {type(found).__name__}"
-    # A callback needs only some of the methods, but one that has none is a mistake
-    if some and not any(name.startswith(some) for name in given):
-        own = [name for name in dir(found) if not name.startswith("_")]
-        close = next((match for name in own if (match := nearest(name, calls, 0.8))), "")
-        raise UserError(f"{key}._target_", f"{what} without any method of a callback", f"some of {listed}", close)
     # A method with a slip in its name would never be called
-    for name in dir(found) if some else ():
-        if name.startswith(some) and name not in calls and (close := nearest(name, calls, 0.8)):
-            raise UserError(f"{key}._target_", f"{what} whose {name} is never called", f"some of {listed}", close)
     for name in dir(found) if optional else ():
         method = name[0] != "_" and name not in calls and callable(getattr(type(found), name, None))
         if method and (spelt := get_close_matches(name, set(optional) - set(given), 1, 0.8)):
             raise UserError(f"{key}._target_", f"{what} whose {name} is never called", listed, spelt[0])
-    if missing and not some:
-        raise UserError(f"{key}._target_", f"{what} without {', '.join(missing)}", f"an object with {listed}")
+    if missing or not given:
+        problem = f"{what} without {', '.join(missing) or 'any of the methods that are called'}"
+        raise UserError(f"{key}._target_", problem, f"an object with {listed}")
     # Arguments are checked here, as a call with wrong ones would fail hours later
     for name in given:
         try:

@@ -117,7 +117,7 @@ def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, An
             if node.get("mode") is None and watched != monitor.metric:
                 facts["mode"] = better(f"callbacks.{name}.mode", watched, config, task)
         built[name] = build(f"callbacks.{name}", node, facts=facts)
-        require_methods(f"callbacks.{name}", node["_target_"], built[name], CALLBACK, some="on_")
+        require_methods(f"callbacks.{name}", node["_target_"], built[name], CALLBACK, optional=CALLBACK)
     return built
 
 

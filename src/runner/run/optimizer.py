@@ -23,6 +23,7 @@ from runner.optim.groups import parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
 from runner.optim.schedules import Annealed, Clock
 from runner.run.hardware import Hardware
+from runner.run.interfaces import calls_of, require_methods
 from runner.run.length import RunLength
 from runner.run.metrics import Monitor
 from runner.run.model import modules_of, optimizers_of
@@ -230,11 +231,7 @@ def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLen
     facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": monitor.mode, "clock": clock}
     schedule: Schedule = build(key, node, facts=facts | {"lr": float(optimizer.get("lr") or 1.0)})
     # A class of the user may lack a method that is called only at the end of the first epoch
-    wanted = [name for name in vars(Schedule) if not name.startswith("_")]
-    if missing := [name for name in wanted if not callable(getattr(schedule, name, None))]:
-        problem = f"{node['_target_']} gives a {type(schedule).__name__} without {', '.join(missing)}"
-        allowed = f"a subclass of runner.optim.schedules.Schedule with shape(step), or a class with {', '.join(wanted)}"
-        raise UserError(f"{key}._target_", problem, allowed)
+    require_methods(key, node["_target_"], schedule, calls_of(Schedule))
     if config.swa is None or config.averaging.lr_factor is None:
         return schedule
     start, steps = length.swa_start(config.swa), config.averaging.anneal_epochs * timeline.steps
