@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import socket
@@ -18,7 +17,7 @@ import yaml
 
 from runner.base.errors import UserError
 from runner.base.files import write_atomically, write_json, writing
-from runner.base.reading import modified, open_regular, read_regular, read_summary, start_time
+from runner.base.reading import modified, open_regular, read_json, read_summary, start_time
 from runner.base.secrets import mask_text, mask_words
 from runner.tracking import progress_file
 from runner.tracking.jsonl import copy_until
@@ -92,11 +91,8 @@ def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[RunDirectory |
 
 def slurm_job(folder: Path) -> str:
     """The number of the SLURM job that a run began in; an empty string if there was none."""
-    try:
-        environment = json.loads(read_regular(folder / "environment.json"))
-        return str(environment["variables"].get("SLURM_JOB_ID", ""))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return ""
+    variables = read_json(folder / "environment.json").get("variables")
+    return str(variables.get("SLURM_JOB_ID", "")) if isinstance(variables, dict) else ""
 
 
 def _recency(folder: Path) -> tuple[datetime, list[int]]:

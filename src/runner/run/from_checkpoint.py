@@ -27,6 +27,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim, timestamp
+from runner.run.finetune import explaining
 from runner.run.hardware import choose_hardware
 from runner.run.model import KnownData, build_model, build_modules, build_task, num_classes_of, prepared
 from runner.runtime.precision import Precision
@@ -248,11 +249,9 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
         raise UserError("tta_mean", "this task has no classes, and so no probabilities", "logits")
     views = views_named(as_list(names))
     # A view such as a transpose needs square images, so each is tried before the long evaluation
-    try:
+    with explaining("tta", "", "other views"):
         for view in views:
             view(image)
-    except ValueError as error:
-        raise UserError("tta", str(error), "other views") from error
     return TTAModel(model, views, activation)
 
 

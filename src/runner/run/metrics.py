@@ -13,6 +13,7 @@ from runner.config.targets import build, names_argument, resolve
 from runner.engine.callbacks import METHODS as CALLBACK
 from runner.engine.protocols import Metric
 from runner.engine.weight_average import Kind, prefix
+from runner.run.finetune import explaining
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.task import Task, converting
 
@@ -161,19 +162,14 @@ def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor)
         return
     with torch.random.fork_rng(devices=[]):  # the run's own generators go on as without this
         metrics = build_metrics(config, task, torch.device("cpu"))
-    for name, metric in metrics.items():
-        if name not in config.metrics or not type(metric).__module__.startswith("torchmetrics.classification"):
-            continue  # others may need more samples, or be expensive
-        targets = task.targets(torch.cat([target.cpu(), target.cpu()]))
-        try:
-            metric.update(torch.zeros(2, outputs), targets)
-        except (ValueError, RuntimeError) as error:
-            problem = (
-                f"cannot take outputs of shape (2, {outputs}) and targets of shape {tuple(targets.shape)}: {error}"
-            )
-            raise UserError(
-                f"metrics.{name}", problem, "arguments that fit the task; null for those it knows"
-            ) from error
+    targets = task.targets(torch.cat([target.cpu(), target.cpu()]))
+    for name in config.metrics:
+        # Others may need more samples, or be expensive
+        if type(metrics[name]).__module__.startswith("torchmetrics.classification"):
+            problem = f"cannot take outputs of shape (2, {outputs}) and targets of shape {tuple(targets.shape)}: "
+            allowed = "arguments that fit the task; null for those it knows"
+            with explaining(f"metrics.{name}", problem, allowed):
+                metrics[name].update(torch.zeros(2, outputs), targets)
 
 
 def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[], dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
 from runner.base.files import write_atomically, write_json
-from runner.base.reading import read_summary
+from runner.base.reading import number_or_none, read_summary
 from runner.base.secrets import mask_text, mask_words
 from runner.checkpoint.find import named
 from runner.checkpoint.weights import weights_sha256
@@ -143,9 +143,7 @@ class RunRecord:
         if self._directory is not None:
             self._directory.unlock()
             self._directory = None
-        best = (read_summary(finished.path) or {}).get("best")
-        value = best.get("value") if isinstance(best, dict) else None
-        return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
+        return number_or_none(at(read_summary(finished.path), "best.value"))
 
     def begin(self) -> None:
         """Write overrides, environment, and a summary that says when the run started and from what."""
