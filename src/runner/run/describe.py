@@ -13,7 +13,6 @@ from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
 from runner.distributed.world import world
 from runner.engine.weight_average import AveragedModel
-from runner.run.metrics import Monitor
 from runner.run.optimizer import table_of_groups
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
@@ -70,7 +69,7 @@ def start_progress(run: Run, record: RunRecord) -> None:
 def describe(config: Train, run: Run) -> list[Row]:
     """What runs, and every choice that was made for the user, with its reason."""
     # Each row has a value and the reason for it, as many settings are chosen automatically
-    data, plan, device, optimizer = run.data, run.plan, run.device, run.state.optimizer
+    data, plan, device = run.data, run.plan, run.device
     counts = [f"{split.samples:,} {name}" for name in ("train", "val", "test") if (split := getattr(data, name))]
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     trainable = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
@@ -93,7 +92,6 @@ def describe(config: Train, run: Run) -> list[Row]:
         *[("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts],
         *run.toggled.rows(plan.batch_size),
         *_optimizers(config),
-        *_groups(optimizer),
         *([("update", run.kernels.name, run.kernels.reason)] if run.kernels.name else []),
         *_averaging(run.state.averaged),
         (
@@ -101,7 +99,6 @@ def describe(config: Train, run: Run) -> list[Row]:
             f"{run.total_steps:,}",
             f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
         ),
-        *_monitored(config.checkpoint.monitor, run.monitor),
         *(_repeating(config, device) if config.deterministic else []),
     ]
 
@@ -148,13 +145,6 @@ def _preferred(config: Train, channels: int) -> list[Row]:
     return [("images", ", ".join(parts), f"{reason}, except {' and '.join(own)}" if own else reason)]
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[Row]:
-    """How many parameter groups there are, and their rates; the table has each."""
-    rows = table_of_groups(optimizer)
-    rates = [float(row[3]) for row in rows]
-    return [("groups", str(len(rows)), f"lr {min(rates):.4g} to {max(rates):.4g}")] if rows else []
-
-
 def _averaging(averaged: AveragedModel | None) -> list[Row]:
     """What is averaged, from when."""
     if averaged is None:
@@ -162,13 +152,6 @@ def _averaging(averaged: AveragedModel | None) -> list[Row]:
     if averaged.kind == "ema":
         return [("averaging", f"EMA, decay {averaged.decay}", "after every step" + ", rising" * averaged.warmup)]
     return [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
-
-
-def _monitored(given: str | None, monitor: Monitor) -> list[Row]:
-    """What decides which evaluation is best, where the config gives a part of its name."""
-    if given in (None, monitor.metric):
-        return []
-    return [("best by", f"{monitor.metric}, {monitor.mode}", f"checkpoint.monitor={given} means that of val")]
 
 
 def _repeating(config: Train, device: torch.device) -> list[Row]:
