@@ -17,7 +17,6 @@ from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
 from runner.engine.freezing import Freezing, Frozen
 from runner.instrument.no_trace import evaluating
-from runner.instrument.observer import Observer
 from runner.models import heads
 from runner.models.heads import Head, HeadNotFound, replace_head
 from runner.models.initial import draw_weights, set_prior, whiten, zero_last_norms
@@ -54,13 +53,6 @@ def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: T
     head = head_of(model, image, "model.head")
     hidden = None if setting == "none" else [] if isinstance(setting, str) else setting
     replace_head(model, head, hidden, outputs)
-    # A head that forward does not call would never be trained
-    ran: list[str] = []
-    with Observer(model, after=lambda name, *_: ran.append(name), names=[head.path]):
-        try_forward(model, image)
-    if not ran:
-        problem = f"{type(model).__name__} does not use the layer that replaces {head.path}"
-        raise UserError("model.head", problem, "null, or a model that calls its last layer by its name")
 
 
 def find_head(model: nn.Module, image: Tensor) -> Head | None:
