@@ -183,7 +183,6 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"  # status and final metrics
         self.progress_file = path / progress_file.NAME  # while it trains
-        self.text_file = path / "summary.txt"  # the same for a person, with the commands that continue from it
         self._lock: int | None = None
         # Before anything is written, as a link would lead the first write elsewhere
         self._refuse_special_files()

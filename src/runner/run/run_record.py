@@ -8,24 +8,22 @@ import io
 import multiprocessing
 import os
 import pdb
-import shlex
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
-from runner.base.files import write_atomically, write_json
+from runner.base.files import write_json
 from runner.base.reading import number_or_none, read_summary
-from runner.base.secrets import mask_text, mask_words
 from runner.checkpoint.find import named
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
-from runner.config.keys import OF_THE_SWEEP, at, key_of, within
+from runner.config.keys import at
 from runner.config.output_folders import holds_sweep
 from runner.engine.errors import BadMetric
 from runner.engine.loop import Loop
@@ -35,7 +33,6 @@ from runner.run.setup import Setup, is_inside
 from runner.runtime.stopwatch import waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
-from runner.tracking.formats import duration, metric
 from runner.tracking.plots import learning_curves
 
 
@@ -246,9 +243,6 @@ class RunRecord:
         # A full disk must not hide the first error: the exit code stays, and the failure to write is reported
         try:
             self._directory.write_summary(self.summary)
-            saved = bool(named(self._directory.checkpoints, "last"))
-            text = summary_text(self._directory.path, self.summary, self.composition.overrides, saved)
-            write_atomically(self._directory.text_file, text.encode())
         except UserError as error:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
@@ -272,48 +266,6 @@ class RunRecord:
             print(self._directory.path, flush=True)
         if self.exit_code != OK:
             raise SystemExit(self.exit_code)
-
-
-def summary_text(folder: Path, summary: Mapping[str, Any], overrides: Sequence[str], saved: bool) -> str:
-    """The text for a run that has ended.
-
-    Args:
-        folder: the run directory.
-        summary: the content of `summary.json`.
-        overrides: of the command line.
-        saved: whether there is a checkpoint.
-    """
-    words = [word for word in mask_words(list(overrides)) if not within(key_of(word), OF_THE_SWEEP)]
-    again = shlex.join(["python", "-m", "runner", "train", *words])
-    lines = [f"{summary.get('status')}, {summary.get('global_step', 0)} steps, {duration(summary.get('wall_s'))}"]
-    if summary.get("error"):
-        lines += ["", *str(summary["error"]).splitlines()]
-    lines += [
-        "",
-        f"started    {str(summary.get('started', '-')).partition('.')[0].replace('T', ' ')} UTC",
-        f"command    {again}",
-    ]
-    for name in ("resumed_from", "tags", "notes"):
-        if summary.get(name):
-            lines.append(f"{name.replace('_', ' '):<11}{summary[name]}")
-    if best := summary.get("best"):
-        lines.append(f"best       {metric(best['metric'], best['value'])} at step {best['global_step']}")
-    for name in ("last", "test"):
-        if values := summary.get(name):
-            lines.append(f"{name:<11}" + ", ".join(metric(each, value) for each, value in values.items()))
-    if saved:
-        given = shlex.quote(f"ckpt_path={folder}")
-        lines += ["", "from here on"]
-        commands = {
-            "resume": f"train {given}" + (" epochs=MORE" if summary.get("status") == "finished" else ""),
-            "evaluate": f"eval {given} split=test",
-            "predict": f"predict {given} input=FOLDER",
-            "export": f"export {given} format=torch_export",
-        }
-        lines += [f"  {name:<9}python -m runner {command}" for name, command in commands.items()]
-    lines += ["", "run.log has what the terminal showed, config.yaml all settings, metrics.jsonl the curves,"]
-    lines += ["environment.json the versions and the hardware, checkpoints/ the weights."]
-    return mask_text("\n".join(lines) + "\n")
 
 
 def post_mortem(error: BaseException) -> None:
