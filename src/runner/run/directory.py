@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import socket
@@ -43,21 +44,17 @@ def claim(parent: Path, stamp: str) -> Path:
     Raises:
         UserError: the directory cannot be created.
     """
-    path, count = parent / stamp, 0
     try:
         with writing(parent):
             parent.mkdir(parents=True, exist_ok=True)
             # mkdir decides who gets the name: runs that start in the same second get different directories
-            while True:
-                try:
+            for path in (parent / (f"{stamp}_{count}" if count else stamp) for count in itertools.count()):
+                with contextlib.suppress(FileExistsError):
                     path.mkdir()
-                except FileExistsError:
-                    count += 1
-                    path = parent / f"{stamp}_{count}"
-                else:
-                    return path
+                    break
     except UserError as error:
         raise UserError("output_root", str(error)) from error
+    return path
 
 
 def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[RunDirectory | None, list[str]]:

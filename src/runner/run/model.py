@@ -176,7 +176,7 @@ def build_model(
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
     """
-    facts = _model_facts(task, data)
+    facts = _model_facts(task.outputs(data.classes), data)
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
@@ -275,7 +275,7 @@ def with_facts(config: Train, task: Task, data: DataModule) -> Train:
             if data.mean
             else config.data.normalize,
             "task": _filled_task(config, data),
-            "model": _filled(config.model, _model_facts(task, data)),
+            "model": _filled(config.model, _model_facts(task.outputs(data.classes), data)),
         },
     )
 
@@ -309,9 +309,9 @@ def _task_facts(data: KnownData) -> dict[str, Any]:
     return {"num_classes": len(data.classes) or vector, "num_outputs": values}
 
 
-def _model_facts(task: Task, data: KnownData) -> dict[str, Any]:
+def _model_facts(outputs: int, data: KnownData) -> dict[str, Any]:
     size = data.image_size if data.channels else None
-    return {"in_channels": data.channels or None, "image_size": size, "num_classes": task.outputs(data.classes) or None}
+    return {"in_channels": data.channels or None, "image_size": size, "num_classes": outputs or None}
 
 
 def _filled_task(config: Train, data: KnownData) -> dict[str, Any]:
@@ -319,9 +319,7 @@ def _filled_task(config: Train, data: KnownData) -> dict[str, Any]:
     node = _filled(config.task, _task_facts(data))
     if not isinstance(teacher := node.get("teacher"), dict):
         return node
-    size, classes = data.image_size if data.channels else None, len(data.classes) or None
-    facts = {"in_channels": data.channels or None, "image_size": size, "num_classes": classes}
-    return node | {"teacher": _filled(teacher, facts)}
+    return node | {"teacher": _filled(teacher, _model_facts(len(data.classes), data))}
 
 
 def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

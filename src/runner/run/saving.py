@@ -339,16 +339,10 @@ def source_digests(config: Train) -> dict[str, str]:
     packages = {target.partition(".")[0] for _, target in targets_in(to_plain(config))} - _KNOWN
     found = {}
     for name in sorted(name for name in sys.modules if name.partition(".")[0] in packages):
-        file = getattr(sys.modules[name], "__file__", None)
-        if not file or not file.endswith(".py"):
-            continue
-        path = Path(file)
-        if any(part in _INSTALLED for part in path.parts) or path.is_relative_to(sysconfig.get_path("stdlib")):
-            continue
-        try:
+        path = Path(getattr(sys.modules[name], "__file__", None) or "")
+        installed = any(part in _INSTALLED for part in path.parts) or path.is_relative_to(sysconfig.get_path("stdlib"))
+        if path.suffix == ".py" and path.is_file() and not installed:
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError:  # it was imported from there, and is gone
-            continue
     return found
 
 
