@@ -236,10 +236,10 @@ def test_watch_takes_a_run_a_sweep_and_a_folder_of_runs(run, sweep, workdir):
     assert alone[0] == "1 of 1 jobs finished"
     assert alone[-1].split() == ["2026-11-20_10-00-00", "seed=0", "finished", "10", "1:01"]
     (sweep / "2" / ".lock").unlink()
-    followed = run("sweep", str(sweep), "--follow")
+    followed = run("watch", str(sweep))
     assert followed.status == 0
     assert "1 of 4 jobs finished" in followed.out
-    assert run("watch", str(sweep)).out == followed.out == run("sweep", str(sweep)).out
+    assert followed.out == run("sweep", str(sweep)).out
 
 
 @pytest.fixture
@@ -249,9 +249,9 @@ def owner(sweep) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def start_watch(folder: Path, *words: str) -> tuple[subprocess.Popen[str], str]:
+def start_watch(folder: Path) -> tuple[subprocess.Popen[str], str]:
     """A process that follows a folder, and the first line that it prints."""
-    command = [sys.executable, "-m", "runner", *(words or ["watch"]), str(folder)]
+    command = [sys.executable, "-m", "runner", "watch", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline()
@@ -301,7 +301,7 @@ def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, mo
 
 
 def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
-    process, first = start_watch(sweep, "sweep", "--follow")
+    process, first = start_watch(sweep)
     assert first == "job 2 running: optimizer.lr=0.3\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
@@ -322,8 +322,8 @@ def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, o
         (["watch", "file"], "file is a file"),
         (["watch", "empty", "--live"], "unknown flag '--live'"),
         (["sweep"], "python -m runner sweep"),
-        (["sweep", "nowhere", "--follow"], "there is no nowhere"),
-        (["sweep", "empty", "--folow"], "did you mean '--follow'?"),
+        (["sweep", "nowhere"], "there is no nowhere"),
+        (["sweep", "empty", "--folow"], "unknown flag '--folow'"),
         (["sweep", "empty"], "python -m runner report empty"),
         (["sweep", "mine/0"], "mine"),
         (["sync"], "python -m runner sync"),

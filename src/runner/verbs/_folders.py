@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runner.base.errors import UserError, nearest, nearest_path
+from runner.base.errors import UserError, nearest_path
 from runner.config.sources import Sources
 
 _VALUES = {"DIR": "folder", "NAME": "name"}
@@ -34,17 +34,6 @@ def split_words(
             allowed = ", ".join(f"{name} {value}" for name, value in flags.items() if name.startswith("--"))
             raise UserError(verb, f"unknown flag '{flag}'", allowed)
     return words, given
-
-
-def the_folder(verb: str, argv: Sequence[str], meant: str, flags: Sequence[str] = ()) -> Path:
-    """The one folder among the words after a verb."""
-    for word in argv:
-        if word.startswith("-") and word not in flags:
-            raise UserError(verb, f"unknown flag '{word}'", " ".join(flags) or "DIR alone", nearest(word, flags))
-    words = [word for word in argv if word not in flags]
-    if len(words) != 1:
-        raise UserError(verb, f"needs {meant}, got {' '.join(words) or 'nothing'}", f"python -m runner {verb} DIR")
-    return checked_folder(verb, words[0], meant)
 
 
 def checked_folder(verb: str, word: str, meant: str) -> Path:

@@ -156,7 +156,7 @@ _ENTRIES = (
     ),
     Verb(
         "sweep",
-        "Show the table of a sweep from the files in its folder, also while it runs: `sweep DIR [--follow]`.",
+        "Show the table of a sweep from the files in its folder, also while it runs: `sweep DIR`.",
         "runner.verbs.sweep",
     ),
     Verb(

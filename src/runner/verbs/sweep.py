@@ -10,7 +10,6 @@ from runner.verbs.watch import show
 def main(argv: Sequence[str]) -> int:
     """Print the table of the sweep in a folder, `sweep DIR`, also while it runs; nothing is written.
 
-    DIR may be a folder above it that holds nothing else. With `--follow`, the table is live until nothing runs any more, as
-    with `watch DIR`.
+    DIR may be a folder above it that holds nothing else. `watch DIR` follows the sweep.
     """
-    return show("sweep", argv, live="--follow" in argv)
+    return show("sweep", argv, live=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from runner.base.errors import OK, UserError
 from runner.config.output_folders import holds_sweep
-from runner.verbs._folders import the_folder
+from runner.verbs._folders import checked_folder, split_words
 
 _MEANT = "the folder of a run, of a sweep, or of several"
 _MOST_ROWS = 20
@@ -24,7 +24,10 @@ def main(argv: Sequence[str]) -> int:
 
 def show(verb: str, argv: Sequence[str], live: bool) -> int:
     """Show the table of a folder, of `sweep` only that of one sweep; if it is `live`, follow first what runs there."""
-    folder = the_folder(verb, argv, _MEANT, ["--follow"] if verb == "sweep" else [])
+    words, _ = split_words(verb, argv, {})
+    if len(words) != 1:
+        raise UserError(verb, f"needs {_MEANT}, got {' '.join(words) or 'nothing'}", f"python -m runner {verb} DIR")
+    folder = checked_folder(verb, words[0], _MEANT)
     from runner.sweeps.table import print_best, print_table
     from runner.sweeps.view import follow, look, progress_line
     from runner.tracking.console import Console
