@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.base.errors import UserError, nearest
+from runner.base.errors import UserError
 from runner.base.files import write_atomically
 from runner.config.sources import Sources, text_of
 from runner.verbs._folders import split_words
@@ -23,10 +23,6 @@ def main(argv: Sequence[str]) -> int:
     if len(words) != 2 or "=" not in words[0]:
         raise UserError("copy", "needs an option and a folder", "copy model=vit_tiny my_conf")
     group, _, name = words[0].partition("=")
-    if group not in sources.groups():
-        raise UserError(
-            "copy", f"there is no group '{group}'", ", ".join(sources.groups()), nearest(group, sources.groups())
-        )
     option, new = option_named("copy", group, name, sources), given.get("--name", f"my_{name}")
     # Two options of one name would hide each other
     if sources.option(group, new) is not None:

@@ -63,18 +63,15 @@ def _files(word: str, sources: Sources) -> list[Path]:
     if primary is not None:
         return [primary]
     group, _, name = word.replace("=", "/").rpartition("/")
-    groups = sources.groups()
-    if not group and name in groups:
-        return [option.path for option in sources.options(name)]
-    if group not in groups:
-        if not group:
-            return []
-        raise UserError("show", f"there is no group '{group}'", ", ".join(groups), nearest(group, groups))
+    if not group:
+        return [option.path for option in sources.options(name)] if name in sources.groups() else []
     return files_of(option_named("show", group, name, sources))
 
 
 def option_named(verb: str, group: str, name: str, sources: Sources) -> Option:
     """The option `name` of a group; raises `UserError` if there is none."""
+    if group not in (groups := sources.groups()):
+        raise UserError(verb, f"there is no group '{group}'", ", ".join(groups), nearest(group, groups))
     option = sources.option(group, name)
     if option is None:
         names = [known.name for known in sources.options(group)]
