@@ -29,7 +29,7 @@ from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim, timestamp
 from runner.run.finetune import explaining
 from runner.run.hardware import choose_hardware
-from runner.run.model import KnownData, build_model, build_modules, build_task, num_classes_of, prepared
+from runner.run.model import DataFacts, KnownData, build_model, build_modules, build_task, num_classes_of, prepared
 from runner.runtime.precision import Precision
 from runner.tasks.task import Task
 from runner.tracking.verb_report import Report
@@ -47,16 +47,6 @@ _TRAINING_ONLY = {
     "activation_checkpointing": "which computes no gradients",
     "compile": "which runs the model without compiling it",
 }
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """The properties of its data that a checkpoint stores."""
-
-    classes: tuple[str, ...]  # their names; empty for regression
-    channels: int  # colour channels of an image
-    image_size: tuple[int, int]  # height, width
-    target_shape: tuple[int, ...] | None = None  # is not stored; the config has what follows from it
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import psutil
 import torch
@@ -40,24 +41,18 @@ TAKES_BATCHES = (
 )
 
 
-class KnownData(Protocol):
-    """What a model has to know about the data."""
+@dataclass(frozen=True)
+class DataFacts:
+    """The properties of its data that a checkpoint stores."""
 
-    @property
-    def classes(self) -> Sequence[str]:
-        """Names of the classes."""
+    classes: tuple[str, ...]  # their names; empty for regression
+    channels: int  # colour channels of an image
+    image_size: tuple[int, int]  # height, width
+    target_shape: tuple[int, ...] | None = None  # is not stored; the config has what follows from it
 
-    @property
-    def channels(self) -> int:
-        """Colour channels."""
 
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width."""
-
-    @property
-    def target_shape(self) -> tuple[int, ...] | None:
-        """Shape of the target of a sample; None if it is not known."""
+KnownData: TypeAlias = DataModule | DataFacts
+"""What a model has to know about the data."""
 
 
 def build_task_model_loss(

@@ -27,7 +27,6 @@ from runner.lab.export import formats
 from runner.lab.export.formats import FORMATS, INPUT, OUTPUT, Normalizing
 from runner.run.from_checkpoint import (
     MODEL,
-    DataFacts,
     ResolvedCheckpoint,
     activation_of,
     as_list,
@@ -36,7 +35,7 @@ from runner.run.from_checkpoint import (
     run_directory_of,
     unique_names,
 )
-from runner.run.model import evaluated_batch, model_of
+from runner.run.model import DataFacts, evaluated_batch, model_of
 from runner.runtime.device import configure_torch
 from runner.tasks.task import Task
 from runner.tracking.environment import versions
