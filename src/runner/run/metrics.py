@@ -44,19 +44,17 @@ def expected_monitor(config: Train) -> Monitor:
     Raises:
         UserError: if that does not tell it.
     """
-    task = resolve(config.task["_target_"])
+    task, start = resolve(config.task["_target_"]), f"val/{prefix(averaging(config))}"
+    own = getattr(task, "monitor", None)
     # The task names a metric of the weights; with an average, that of the average is the one to watch
-    named, start = config.checkpoint.monitor, f"val/{prefix(averaging(config))}"
-    if named is None and (named := getattr(task, "monitor", None)) is not None:
-        named = str(named).replace("val/", start, 1)
-    if named is None:
+    name = config.checkpoint.monitor or (own and str(own).replace("val/", start, 1))
+    if name is None:
         raise UserError("checkpoint.monitor", "is null, and the task's class names no metric", "such as val/loss")
-    name = named if "/" in named else f"val/{named}"
+    name = name if "/" in name else f"val/{name}"
     plain = name.replace(start, "val/", 1)
     # A direction belongs to a metric: the task's is used only for the metric that the task names
-    mode = config.checkpoint.mode or (getattr(task, "mode", None) if plain == getattr(task, "monitor", None) else None)
-    if mode is None and plain.removeprefix("val/") in _SMALLER_IS_BETTER:
-        mode = "min"
+    mode = config.checkpoint.mode or (getattr(task, "mode", None) if plain == own else None)
+    mode = mode or ("min" if plain.removeprefix("val/") in _SMALLER_IS_BETTER else None)
     if mode is None:
         raise UserError("checkpoint.mode", f"is null, and a search has to know it of {name}", "min or max")
     return Monitor(name, mode)
