@@ -140,10 +140,10 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     """The weights and modules that a pattern matches, with everything inside matched modules."""
     own = [name for name, _ in model.named_modules() if name]
     own += [name for name, _ in model.named_parameters()]
-    if entry.pattern == ALL_BUT_HEAD and isinstance(model, nn.ModuleDict):
-        problem = "is all-but-head, and the task adds modules to the model"
-        raise UserError("freeze", problem, "name patterns, such as [model.features]")
     if entry.pattern == ALL_BUT_HEAD:
+        if isinstance(model, nn.ModuleDict):
+            problem = "is all-but-head, and the task adds modules to the model"
+            raise UserError("freeze", problem, "name patterns, such as [model.features]")
         head = head_of(model, image, "freeze")
         # Not what is around the head, and only modules with weights: a dropout beside the head goes on.
         apart = [name for name in own if not head.covers(name) and not head.path.startswith(f"{name}.")]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
-from runner.base.files import write_atomically, writing
+from runner.base.files import write_atomically
 from runner.config.app import Composition
 from runner.config.schema.verbs import Predict
 from runner.config.validate import shown
@@ -96,7 +96,9 @@ def run(composition: Composition) -> float:
         predictor, layers, rows = _predictor(resolved, data, device)
         # Only rank 0 writes; the others compute batches for it.
         first = world().first
-        path = _output_file(config) if first else Path(os.devnull)
+        path = Path(config.output or "predictions.csv") if first else Path(os.devnull)
+        if first and config.output is None:
+            path = claim(Path(config.output_root) / "predictions", timestamp()) / path
         if isinstance(rows, FieldRows):
             rows.path = path
         features_file = path.with_name(f"{path.stem}_features.npz") if layers and first else None
@@ -272,15 +274,6 @@ def _computed(
     cells = [source.first_cells(indices[place], targets[place]) for place in readable]
     kept = [outputs[place] for place in readable] if own else outputs[readable]
     return kept, cells, {name: tensor[readable].cpu() for name, tensor in features.items()}, unreadable
-
-
-def _output_file(config: Predict) -> Path:
-    if config.output is None:
-        return claim(Path(config.output_root) / "predictions", timestamp()) / "predictions.csv"
-    path = Path(config.output)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
