@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from runner import __version__
 from runner.base.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
 from runner.base.signals import interruptible
-from runner.verbs._job import print_error
+from runner.verbs._errors import print_error
 from runner.verbs._launch import launch_verb
 from runner.verbs._table import VERBS
 

@@ -1,4 +1,4 @@
-"""One job of a verb in this process, and how its errors are reported. Imports nothing heavy before a job runs."""
+"""One job of a verb in this process, and how its errors are reported."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from runner.base.errors import OK, UserError, called_exit, explain
-from runner.base.secrets import mask_text
-from runner.tracking.formats import clean
+from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS
 
 if TYPE_CHECKING:
     from runner.config.composition import Composition
-
-
-def print_error(text: str) -> None:
-    """Print an error to standard error, without secrets and control characters."""
-    print(f"error: {mask_text(clean(text))}", file=sys.stderr)
 
 
 def status_of(run: Callable[[], object]) -> int:

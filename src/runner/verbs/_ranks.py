@@ -29,7 +29,7 @@ from runner.distributed.world import joined, started_by_launcher
 from runner.run.from_checkpoint import resolve_checkpoint
 from runner.run.ranks import config_from_plain, count_ranks, device_of_rank
 from runner.runtime.signals import StopSignals
-from runner.verbs._job import print_error
+from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS, Verb
 
 _REPORT_S = 5.0

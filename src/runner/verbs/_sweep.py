@@ -26,7 +26,8 @@ from runner.sweeps.run import Listed, Sweep
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.sweeps.view import Display
 from runner.tracking.console import Console
-from runner.verbs._job import print_error, run_job
+from runner.verbs._errors import print_error
+from runner.verbs._job import run_job
 from runner.verbs._table import Verb
 
 _PRELOADED = "runner.verbs._preloaded"

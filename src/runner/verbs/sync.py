@@ -11,8 +11,8 @@ from runner.base.errors import FAILED, OK, UserError
 from runner.base.secrets import is_masked
 from runner.run.directory import RunDirectory
 from runner.tracking.trackers.loggers import TRACKERS, sentence_of, stored_settings
+from runner.verbs._errors import print_error
 from runner.verbs._folders import checked_folder, split_words
-from runner.verbs._job import print_error
 
 
 def main(argv: Sequence[str]) -> int:
