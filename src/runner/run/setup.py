@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from runner.config.output_folders import holds_run
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.distributed.world import restarted
-from runner.run.directory import RunDirectory, slurm_job, unfinished
+from runner.run.directory import RunDirectory, slurm_job, unfinished, works
 
 
 @dataclass
@@ -54,7 +55,11 @@ def resolve(composition: Composition) -> Setup:
         if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
     if ckpt_path is None:
-        return Setup(resolve_config(composition, Train), again=again, warnings=warnings)
+        config = resolve_config(composition, Train)
+        # The user may have meant to continue a run that ended early, so a warning names it
+        if not (composition.resumes or restarted() or composition.job_dir):
+            warnings = _left_behind(composition)
+        return Setup(config, again=again, warnings=warnings)
     found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
     # From here on, a checkpoint is used: its config comes first, and the command line changes it
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
@@ -85,6 +90,17 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
     return unfinished(composition.runs, lambda run: of_job in (None, slurm_job(run)) and not _unlike(run, composition))
+
+
+def _left_behind(composition: Composition) -> list[str]:
+    """A warning if a run with the settings of one that starts ended early and has a checkpoint."""
+
+    def same(run: Path) -> bool:
+        return find.named(run / "checkpoints", "last") is not None and not (works(run) or _unlike(run, composition))
+
+    found, _ = unfinished(composition.runs, same, most=20)
+    command = f"python -m runner train {shlex.quote(f'ckpt_path={found.path}')}" if found else ""
+    return [f"a run with the same settings has not finished; to continue it: {command}"] if found else []
 
 
 def _unlike(folder: Path, composition: Composition) -> list[str]:
