@@ -238,6 +238,9 @@ def shard_model(
     if hardware.precision.scaler is not None:
         problem = "chose fp16 on this device, whose scaled loss strategy=fsdp does not support"
         raise UserError("amp", problem, "bf16 or false, or strategy=ddp")
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        problem = f"has weights without dimensions, which strategy=fsdp cannot shard: {', '.join(scalars[:3])}"
+        raise UserError("model", problem, "weights of shape (1,), or strategy=ddp")
     # Blocks are gathered apart, so that a rank holds the whole weights of one block at a time
     blocks, shared = gathered_apart(model, settings.blocks)
     if shared:
