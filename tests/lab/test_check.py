@@ -43,6 +43,18 @@ def test_checks_are_chosen_by_name_and_by_group(run: Callable[..., Any]) -> None
     assert "check of digits" in result.err, "what is not JSON goes to standard error"
 
 
+def test_overfit_ends_once_the_loss_is_as_low_as_label_smoothing_lets_it_be(run: Callable[..., Any]) -> None:
+    (found,) = (
+        each
+        for each in json.loads(run(*QUICK, "only=[overfit]", "loss.label_smoothing=0.3", "--json").out)["checks"]
+        if each["name"] == "overfit"
+    )
+    steps = re.search(r"in (\d+) steps on 16 samples, 100% right", found["evidence"])
+    assert found["status"] == "pass"
+    assert steps, found
+    assert int(steps[1]) < 100, "of at most 150"
+
+
 UNKNOWN = "there is no check or group 'overfitt'; did you mean 'overfit'?"
 
 

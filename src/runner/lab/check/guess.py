@@ -70,14 +70,19 @@ def optimize_outputs(context: CheckContext, targets: Tensor, equal: bool = False
     return outputs.detach(), losses
 
 
+def lowest_loss(context: CheckContext) -> float:
+    """The lowest loss of `overfit_samples`, above 0 with label smoothing or soft targets."""
+    return min(optimize_outputs(context, overfit_samples(context).targets)[1])
+
+
 def loss_range(context: CheckContext) -> tuple[float, float]:
     """Of `overfit_samples`: the loss of a guess, which is the lowest with equal outputs for all, and the lowest loss."""
     if not context.supervised:  # neither is known, so the range is the size of the first loss
         first = float(context.loss().detach())
         need(math.isfinite(first), f"the first loss is {first:.4g}")
         return first, first - max(abs(first), 1e-6)
-    targets = overfit_samples(context).targets
-    guess, lowest = (min(optimize_outputs(context, targets, equal)[1]) for equal in (True, False))
+    guess = min(optimize_outputs(context, overfit_samples(context).targets, equal=True)[1])
+    lowest = context.cached(lowest_loss)
     need(math.isfinite(guess) and lowest < guess, f"the loss of a guess is {guess:.4g}, and the lowest {lowest:.4g}")
     return guess, lowest
 

@@ -18,14 +18,14 @@ from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.step import StepConfig, StepFunction
 from runner.lab.check.context import BATCH_NORM, CheckContext
-from runner.lab.check.guess import loss_range, overfit_samples
+from runner.lab.check.guess import loss_range, lowest_loss, overfit_samples
 from runner.lab.check.result import Result, check, failed, need, none_of, passed, warned
 from runner.run.evaluation import evaluate_both
 from runner.run.metrics import build_callbacks, fresh_metrics
 
 _MOST_STEPS = 150
 _RATES = (1e-3, 1e-4, 1e-2)  # of AdamW; deep models without norms need the small one
-_LEARNED = 0.1  # share of the first loss that is left
+_LEARNED = 0.1  # share that is left of what the first loss is above the lowest
 _RIGHT = 0.9  # share of correct classes
 _FEW_STEPS, _MEAN, _FALLEN = 24, 4, 0.01  # of own steps: steps, averaged losses, share by which these fall at least
 
@@ -36,11 +36,12 @@ class LearningCurve(NamedTuple):
     losses: list[float]  # before each step
     right: float | None  # share of correct classes at the end; None for regression
     rate: float
+    lowest: float  # loss of any outputs
 
     @property
     def learned(self) -> bool:
-        """True if almost nothing is left of the first loss, and the classes, if any, are correct."""
-        low = math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
+        """True if the loss is almost the lowest one, and the classes, if any, are correct."""
+        low = self.losses[-1] - self.lowest < _LEARNED * (self.losses[0] - self.lowest)
         return low and (self.right is None or self.right >= _RIGHT)
 
 
@@ -56,12 +57,12 @@ def train_on_batch(
     without_noise(context)
     parameters = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    curve = LearningCurve([], None, rate)
+    curve = LearningCurve([], None, rate, lowest := max(0.0, context.cached(lowest_loss)))
     for _ in range(most):
         outputs = context.model(images)
         loss = loss_of(outputs, targets)
         right = None if targets.is_floating_point() else float((outputs.argmax(1) == targets).float().mean())
-        curve = LearningCurve([*curve.losses, float(loss.detach())], right, rate)
+        curve = LearningCurve([*curve.losses, float(loss.detach())], right, rate, lowest)
         if not math.isfinite(curve.losses[-1]) or (until_learned and curve.learned) or not loss.requires_grad:
             break
         optimizer.zero_grad()
