@@ -308,7 +308,7 @@ def test_rows_of_pairs_come_from_the_modules_that_the_task_adds(
 def test_a_task_with_rows_alone_trains_as_a_supervised_one(train: Callable[..., Any], ok: Callable[..., Any]) -> None:
     words = (*MASKS, "task._target_=own_predictions.Rows", "loss._target_=own_predictions.Gap")
     ok("predict", f"ckpt_path={train(*words).directory}", "input=test", "output=rows.jsonl")
-    assert set(json.loads(Path("rows.jsonl").read_text().splitlines()[0])) == {"sample", "mean"}
+    assert set(json.loads(Path("rows.jsonl").read_text().splitlines()[0])) == {"sample", "path", "mean"}
 
 
 @pytest.mark.extended

@@ -13,6 +13,7 @@ from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
 from runner.distributed.world import world
 from runner.engine.weight_average import AveragedModel
+from runner.run.metrics import Monitor
 from runner.run.optimizer import table_of_groups
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
@@ -99,6 +100,7 @@ def describe(config: Train, run: Run) -> list[Row]:
             f"{run.total_steps:,}",
             f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
         ),
+        *_monitored(config.checkpoint.monitor, run.monitor),
         *(_repeating(config, device) if config.deterministic else []),
     ]
 
@@ -152,6 +154,13 @@ def _averaging(averaged: AveragedModel | None) -> list[Row]:
     if averaged.kind == "ema":
         return [("averaging", f"EMA, decay {averaged.decay}", "after every step" + ", rising" * averaged.warmup)]
     return [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
+
+
+def _monitored(given: str | None, monitor: Monitor) -> list[Row]:
+    """What decides which evaluation is best, where the config gives a part of its name."""
+    if given in (None, monitor.metric):
+        return []
+    return [("best by", f"{monitor.metric}, {monitor.mode}", f"checkpoint.monitor={given} means that of val")]
 
 
 def _repeating(config: Train, device: torch.device) -> list[Row]:

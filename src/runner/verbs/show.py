@@ -70,10 +70,10 @@ def _files(word: str, sources: Sources) -> list[Path]:
 
 def option_named(verb: str, group: str, name: str, sources: Sources) -> Option:
     """The option `name` of a group; raises `UserError` if there is none."""
-    if group not in (groups := sources.groups()):
-        raise UserError(verb, f"there is no group '{group}'", ", ".join(groups), nearest(group, groups))
     option = sources.option(group, name)
     if option is None:
+        if group not in (groups := sources.groups()):
+            raise UserError(verb, f"there is no group '{group}'", ", ".join(groups), nearest(group, groups))
         names = [known.name for known in sources.options(group)]
         raise UserError(verb, f"{group} has no option '{name}'", ", ".join(names), nearest(name, names))
     return option
