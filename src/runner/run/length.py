@@ -39,6 +39,11 @@ def plan_length(config: Train, data: DataModule, start: Position | None) -> RunL
         drop_last=config.data.drop_last,
         limit=config.limit.train_batches,
     )
+    # An epoch of other data may be shorter than the position, which would be outside it
+    if start is not None and start.batch >= max(1, plan.batches):
+        problem = f"the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}"
+        allowed = "the data that the run was trained on, or a checkpoint from the end of an epoch"
+        raise UserError("ckpt_path", problem, allowed)
     if plan.batches == 0:
         problem = f"{size} is more than the {plan.samples} training samples, and data.drop_last=true leaves no batch"
         raise UserError("data.batch_size", problem, "a smaller data.batch_size, or data.drop_last=false")
