@@ -279,7 +279,7 @@ def check(workdir):
     spec = importlib.util.spec_from_file_location("slurm_check", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    cluster = sys.modules["cluster"]
+    cluster = sys.modules["slurm_local.cluster"]
     if why := cluster.missing():
         pytest.skip(why)
     folder = workdir / "cluster"

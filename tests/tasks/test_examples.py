@@ -63,14 +63,14 @@ def test_predict_writes_what_the_task_of_an_example_computes(
     task: Any
     task, modules = resolved.restore_model(data, cpu)
     modules.to(getattr(torch, resolved.config.dtype))
-    loader, first = split.loader, 0
+    loader, first, named = split.loader, 0, {"path"} if hasattr(data.parts[name][0], "path") else set[str]()
     for number, batch in enumerate(loader.batches(0, 0, -(-loader.samples // loader.batch_size))):
         torch.manual_seed(number)
         with torch.inference_mode():
             expected = tensors_moved(task.predict_step(modules_of(modules, torch.nn.Identity()), batch.data), "cpu")
         for place in range(len(batch.indices)):
             row = rows[first + place]
-            assert row.keys() == {"sample", *expected}
+            assert row.keys() == {"sample", *named, *expected}
             for key, values in expected.items():
                 agrees(row[key], values[place])
         first += len(batch.indices)

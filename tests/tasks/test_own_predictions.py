@@ -242,7 +242,7 @@ def test_masks_are_written_as_index_pictures_with_a_palette(
     found = ok("predict", *words, "output=rows.csv")
     with Path("rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [list(row) for row in rows] == [["sample", "mask", "share", "drawn", "picture"]] * found["predicted"]
+    assert [list(row) for row in rows] == [["sample", "path", "mask", "share", "drawn", "picture"]] * found["predicted"]
     assert len({row["drawn"] for row in rows}) == len(rows) > 3
     for row in rows:
         image = _opened(row["mask"])
