@@ -38,7 +38,7 @@ RECIPES = {
     "cifar10_resnet18": Recipe(0.93, (0.93, 0.94, 0.95)),
     "fashion_mnist_airbench": Recipe(0.945, (0.92, 0.94, 0.945)),
     "imagenette_128": Recipe(0.87, (0.8, 0.85, 0.8743)),  # the last is that of the leaderboard
-    "imagenette_noisy": Recipe(0.85, (0.8, 0.8344)),  # as above
+    "imagenette_noisy": Recipe(0.85, (0.8, 0.8344)),  # the same
 }
 
 

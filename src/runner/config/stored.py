@@ -103,7 +103,7 @@ def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
     # What is deleted may be gone already, but a name much like another one is a mistake; a job that continues made none
     for key in (word[1:] for word in composition.overrides if word.startswith("~") and not composition.resumes):
         section, _, name = key.rpartition(".")
-        there = ... if within(key, chosen) else at(stored, section)
+        there = None if within(key, chosen) else at(stored, section)
         if isinstance(there, dict) and name not in there and (close := nearest(name, there)):
             raise UserError(key, "cannot be deleted, because it does not exist", "", f"{section}.{close}")
     merged = copy.deepcopy(stored)

@@ -306,8 +306,8 @@ def build(
     # Other nulls are left over from the option that another target was put into, unless **kwargs takes them: it takes no facts
     parameters, known = (component.parameters or {}).values(), {*FACTS.get(key, ()), *(facts or ())}
     takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
-    left_out = {name for name in kwargs if not component.takes(name) and not (takes_any and name not in known)}
-    kwargs = {name: value for name, value in kwargs.items() if value is not None or name not in left_out}
+    taken = [name for name in kwargs if component.takes(name) or (takes_any and name not in known)]
+    kwargs = {name: value for name, value in kwargs.items() if value is not None or name in taken}
     positional = [*args, *(_built(f"{key}._args_", value, fetch) for value in component.positional)]
     if node.get("_partial_"):
         return functools.partial(component.target, *positional, **kwargs)

@@ -107,7 +107,7 @@ def _reason(error: Exception) -> str:
 
 def path_of(dataset: Any, sample: int) -> str | None:
     """The file of a sample, if the data set has a method `path` that tells it."""
-    with contextlib.suppress(Exception):  # user code, called while another error is handled
+    with contextlib.suppress(Exception):  # user code: it must not hide the error that is being handled
         return str(dataset.path(sample))
     return None
 

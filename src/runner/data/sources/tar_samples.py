@@ -51,11 +51,11 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
                 allowed = "one image of each name, with its files next to it: tar --sort=name"
                 raise UserError("data.root", problem, allowed)
             keys.add(key)
-            # In photo.v2.jpg, v2.jpg is an extension: such as of a mask, or of an image that would be missing without a word
+            # In photo.v2.jpg, v2.jpg is an extension: such as of a mask, or of an image that would be skipped silently
             for each in (each for each in parts if is_image(each) and each != other):
                 if not images or {f"{Path(each).stem}.cls", f"{Path(each).stem}.{other}"} & parts.keys():
                     problem = f"{parts[each].name} in {shard} is the image of no sample: names end at their first dot"
-                    allowed = f"no dot before the extension of an image, or {key}{Path(each).suffix} besides"
+                    allowed = f"no dot before the extension of an image, or {key}{Path(each).suffix} beside it"
                     raise UserError("data.root", problem, allowed)
             if not images:
                 continue
