@@ -86,7 +86,7 @@ def test_ranks_of_torchrun_evaluate_together(call: Any, workdir: Path, monkeypat
 
 OTHERS = [
     ("audit", "steps=2", "epochs=2"),
-    ("bench", "toggles=[threads]", "steps=2", "repeats=2", "budget_s=1"),
+    ("bench", "toggles=[]", "steps=2", "repeats=2"),
     ("check", "only=data"),
     ("export", "format=safetensors", "output=exported"),
     ("find-lr", "num_steps=60", "output=found"),

@@ -6,11 +6,23 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import forked
 import pytest
 import yaml
+
+
+@pytest.fixture
+def short_runs_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainings that `audit` and `bench` start are forked from a process with torch loaded, which saves its import."""
+
+    def start(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return forked.run(command[3:])
+
+    monkeypatch.setattr("runner.lab.short_runs.subprocess.run", start)
 
 
 @pytest.fixture

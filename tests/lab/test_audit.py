@@ -1,9 +1,9 @@
-"""`audit` finds what does not repeat, names it, and says why; and it finds nothing where there is nothing."""
+"""`audit` trains twice and finds the first step and the first tensor that differ, and nothing where there is nothing."""
 
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,27 @@ import pytest
 import torch
 from extended import some
 
-from runner.checkpoint import file
-from runner.lab.audit.side import Side
+from runner.lab.audit.compare import amount_of, same
 from runner.verbs._table import VERBS
 
-QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2", "json=true")
+QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2")
 OWN = (*QUICK, "model={_target_: audit_faults.Net}")
 
 
 @pytest.fixture
-def audit(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.delitem(sys.modules, "audit_faults", raising=False)
+def audit(
+    run: Callable[..., Any], short_runs_forked: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
     def call(*words: str) -> dict[str, Any]:
-        result = run(*words)
+        result = run(*words, "json=true")
         assert result.status in (0, 1), result.err
-        found = json.loads(result.out)
+        found: dict[str, Any] = json.loads(result.out)
         assert result.status == (0 if found["same"] else 1)
-        return found  # type: ignore[no-any-return]
+        assert not [*Path("outputs").glob(".audit-*")], "checkpoints of the two runs are deleted"
+        return found
 
     return call
 
@@ -40,166 +42,68 @@ def audit(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[
     some(
         [
             (),
-            ("vary=data.placement:ram,disk",),
             ("data.placement=disk", "vary=data.num_workers:0,2"),
-            ("data.placement=disk", "data.num_workers=1", "vary=data.prefetch:1,8"),
-            ("accumulate=2", "amp=bf16", "vary=log.every_steps:1"),
-            ("amp=fp16", "activation_checkpointing=false", "vary.activation_checkpointing=true"),
+            ("accumulate=2", "amp=bf16", "vary=data.placement:ram,disk"),
+            ("amp=fp16", "vary.activation_checkpointing=true"),
         ],
-        *(0, 2, 4),
+        *(1, 2),
     ),
     ids=lambda words: " ".join(words) or "twice the same",
 )
-def test_what_promises_the_same_bits_has_them(audit: Callable[..., Any], words: tuple[str, ...]) -> None:
+def test_settings_that_keep_the_bits_give_no_difference(audit: Callable[..., Any], words: tuple[str, ...]) -> None:
     found = audit(*QUICK, *words)
     assert found["same"]
-    assert found["steps"] == 2
-    assert found["values"] > 200
-    assert found["difference"] is None
+    assert (found["step"], found["log_lines"], found["difference"]) == (2, 2, None)
+    assert sum(part["of"] for part in found["parts"].values()) > 80
 
 
-def test_a_module_that_draws_from_what_is_seeded_repeats_dropout_too(audit: Callable[..., Any]) -> None:
-    assert audit(*OWN, "model.middle=seeded", "data.placement=disk", "vary=data.num_workers:0,1")["same"]
-
-
-def test_a_module_with_a_generator_of_its_own_is_named_and_nothing_before_it_differs(audit: Callable[..., Any]) -> None:
-    found = audit(*OWN, "model.middle=forward")
+@pytest.mark.parametrize(
+    "word",
+    some(
+        [
+            "model.middle=forward",
+            "optimizer={_target_: audit_faults.Perturbed, lr: 0.1}",
+            "transform.sample_train=[{_target_: audit_faults.OwnGenerator}]",
+        ],
+        0,
+    ),
+)
+def test_parts_of_a_run_that_do_not_repeat_are_found(audit: Callable[..., Any], word: str) -> None:
+    found = audit(*OWN, word)
     first = found["difference"]
-    assert (first["step"], first["phase"], first["name"]) == (1, "activation", "middle.1")
-    assert first["a"] == first["b"] == "(32, 16) float32"
-    assert 0 < first["amount"]["differing"] <= first["amount"]["elements"] == 32 * 16
-    assert 0 < first["amount"]["relative"] < 0.01 < 1
+    assert (found["step"], first["phase"], first["name"]) == (1, "model", "stem.1.weight")
+    assert first["a"] == first["b"] == "(16, 64) float32"
+    assert 0 < first["amount"]["differing"] <= first["amount"]["elements"] == 16 * 64
     assert first["amount"]["largest"] > 0
-    assert "middle.1 (Restless) returns another output" in found["cause"]["text"]
-    assert "its own generator" in found["cause"]["text"]
-    assert "deterministic=true" in found["cause"]["remedy"]
-    assert found["differing"]["batch"]["differ"] == found["differing"]["generator before forward"]["differ"] == 0
-    assert found["differing"]["loss"] == {"differ": 1, "of": 1}
-
-
-@pytest.mark.parametrize(
-    ("fault", "phase", "name", "who"),
-    [
-        ("model.middle=backward", "gradient of activation", "middle.0", "the backward of middle.1 (RestlessBackward)"),
-        ("model.fault=hook", "gradient", "stem.1.weight", "a hook on stem.1.weight"),
-        ("model.fault=weights", "start", "head.bias", "head (Linear) draws them from its own generator"),
-        ("optimizer={_target_: audit_faults.Perturbed, lr: 0.1}", "weight", "stem.1.weight", "the optimizer's step"),
-    ],
-)
-def test_what_does_not_repeat_after_forward_or_before_it_is_named(
-    audit: Callable[..., Any], fault: str, phase: str, name: str, who: str
-) -> None:
-    found = audit(*OWN, fault)
-    assert (found["difference"]["phase"], found["difference"]["name"]) == (phase, name)
-    assert who in found["cause"]["text"]
-    earlier = list(found["differing"])
-    assert all(found["differing"][part]["differ"] == 0 for part in earlier[: earlier.index(phase)])
-
-
-FLIP = "{_target_: runner.data.transforms.augment.RandomFlip}"
-
-
-@pytest.mark.parametrize(
-    ("word", "who"),
-    [
-        ("sample_train=[{_target_: audit_faults.OwnGenerator}]", "OwnGenerator (transform.sample_train.0)"),
-        (
-            f"train=[{FLIP}, {{_target_: audit_faults.OwnGeneratorOfBatches}}]",
-            "OwnGeneratorOfBatches (transform.train.1)",
-        ),
-    ],
-    ids=["of samples", "of batches"],
-)
-def test_a_transform_with_a_generator_of_its_own_is_named(audit: Callable[..., Any], word: str, who: str) -> None:
-    found = audit(*QUICK, f"transform.{word}")
-    assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    said = f"{who} returns another result each time it is called with the same sample"
-    assert found["cause"]["text"].startswith(said)
-
-
-@pytest.mark.parametrize("workers", some(["0,2", "1,2"], 1))
-def test_an_augmentation_seeded_by_the_worker_is_found(audit: Callable[..., Any], workers: str) -> None:
-    words = ("transform.sample_train=[{_target_: audit_faults.ByWorker}]", "data.placement=disk")
-    found = audit(*QUICK, *words, f"vary=data.num_workers:{workers}")
-    assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    assert "depends on the worker process" in found["cause"]["text"]
-    assert "get_worker_info" in found["cause"]["remedy"]
-    assert audit(*QUICK, *words, "vary=data.num_workers:0,0")["same"], "it repeats in one process"
-
-
-def test_a_key_that_may_change_bits_is_said_to_be_expected(audit: Callable[..., Any]) -> None:
-    rounded = audit(*QUICK, "vary=amp:bf16")
-    assert rounded["vary"] == {"amp": [False, "bf16"]}
-    assert rounded["difference"]["phase"] == "activation"
-    assert rounded["cause"]["text"] == "amp changes how numbers are rounded, so this is expected"
-    learned = audit(*QUICK, "vary=seed:0,1")
-    assert learned["difference"]["phase"] == "start"
-    assert learned["cause"]["text"] == "seed changes what is learned, so this is expected"
+    assert found["config"] == []
 
 
 @pytest.mark.extended
-def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
-    audit: Callable[..., Any], train: Callable[..., Any]
-) -> None:
-    directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
+def test_a_setting_that_changes_a_later_step_is_found_there_with_its_values(audit: Callable[..., Any]) -> None:
+    found = audit(*QUICK, "optimizer=sgd", "steps=4", "vary=freeze:stages@2,stages@3")
+    assert found["vary"] == {"freeze": ["stages@2", "stages@3"]}
+    assert found["config"] == [["freeze", "stages@2", "stages@3"]]
+    assert found["step"] == 3
+
+
+def test_steps_continue_from_a_checkpoint(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
+    directory = train("epochs=1", "checkpoint.every_steps=5", "max_steps=7", "data.batch_size=32").directory
     checkpoint = directory / "checkpoints" / "step_0000000005.safetensors"
-    found = audit("audit", "json=true", f"ckpt_path={checkpoint}", "steps=9")
-    assert found["same"]
-    assert found["steps"] == 2
-    assert found["notes"] == ["2 steps instead of 9: the run ends there"]
+    found = audit("audit", f"ckpt_path={checkpoint}", "steps=9", "vary=log.progress:false,true")
+    assert (found["same"], found["step"]) == (True, 7), "the run ends after step 7"
 
 
 @pytest.mark.extended
-def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
-    directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
-    whole = directory / "checkpoints" / "step_0000000005.safetensors"
-    contents = file.read(whole)
-    contents["position"]["skipped_steps"] = [6]
-    lacking = whole.with_name("lacking.pt")
-    file.write(lacking, contents)
-    counts = [audit("audit", "json=true", f"ckpt_path={path}", "steps=1")["values"] for path in (whole, lacking)]
-    assert counts[0] - counts[1] == 15 + 1 + 15 + 11, "no activations, no loss, no gradients of these and of parameters"
-
-
-def test_modules_of_a_compiled_model_are_not_looked_into(
-    audit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = audit(*QUICK)
-    monkeypatch.setattr(Side, "compiled", True)
-    found = audit(*QUICK)
-    assert found["same"]
-    assert found["notes"] == ["activations are skipped: a compiled model cannot be observed"]
-    assert whole["values"] - found["values"] == 2 * (15 + 15)
-
-
-def test_two_sides_that_do_not_fit_into_the_memory_are_a_sentence(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(side: Side) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Side, "step", no_room)
-    result = run(*QUICK)
-    assert result.status == 2
-    assert "data.batch_size: there is not enough memory for batches of 32" in result.err
-
-
-def test_what_people_are_shown(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.delitem(sys.modules, "audit_faults", raising=False)
-    words = [word for word in OWN if word != "json=true"]
-    quiet = run(*words)
-    assert quiet.status == 0
-    assert "no difference in 2 steps: " in quiet.out
-    told = run(*words, "model.middle=forward")
+def test_the_report_for_people_of_two_processes(run: Callable[..., Any]) -> None:
+    told = run(*QUICK, "vary=seed:0,1")
     assert told.status == 1
     for text in (
-        "first difference: step 1, activation middle.1",
+        "a: seed=0  b: seed=1",
+        "first difference: model stages.0.0.weight at step 1",
         "elements that differ",
-        "likely cause: middle.1 (Restless)",
+        "logs differ first at",
     ):
-        assert text in told.out
-    assert "what helps: draw from random, numpy.random" in told.out
+        assert text in told.out, told.out
 
 
 @pytest.mark.parametrize(
@@ -212,6 +116,7 @@ def test_what_people_are_shown(run: Callable[..., Any], monkeypatch: pytest.Monk
         (("a=one.pt", "b=two.pt", "vary=seed:1"), ("vary: has no effect on checkpoints",)),
         (("a=one.pt", "b=two.pt"), ("there is no one.pt",)),
         (("steps=0",), ("steps: cannot be 0",)),
+        (("threads=1", "steps=1", "data.batch_size=32", "data.root=nowhere", "data=image_folder"), ("data.root",)),
     ],
 )
 def test_a_mistake_is_a_sentence(run: Callable[..., Any], words: tuple[str, ...], told: tuple[str, ...]) -> None:
@@ -231,8 +136,43 @@ def test_the_short_form_of_vary_is_spelled_out_before_hydra_sees_a_sweep() -> No
     ]
 
 
-def test_a_sweep_of_audits_goes_on_after_a_difference(run: Callable[..., Any]) -> None:
+@pytest.mark.extended
+def test_a_sweep_of_audits_continues_after_a_difference(run: Callable[..., Any]) -> None:
     result = run("audit", "--multirun", "threads=1", "steps=1", "data.batch_size=32", "vary.seed=0,1")
     assert result.status == 0, result.err
-    assert "no difference in 1 step:" in result.out
-    assert "first difference: before the first step, start" in result.out
+    assert "no difference: both checkpoints of step 1" in result.out
+    assert "first difference: " in result.out
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "equal"),
+    [
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, -NAN]), True),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
+        (torch.tensor([1, 2]), torch.tensor([[1, 2]]), False),
+        (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), False),
+        (torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64), True),
+        (torch.tensor([True]), torch.tensor([False]), False),
+        (1, 1.0, False),
+        (NAN, NAN, True),
+        ([1, "a"], [1, "a"], True),
+    ],
+    ids=str,
+)
+def test_values_are_the_same_if_their_bits_are_and_any_nan_is(a: Any, b: Any, equal: bool) -> None:
+    assert same(a, b) is equal
+
+
+def test_the_amount_of_a_difference_names_the_first_element_and_the_largest() -> None:
+    a, b = torch.zeros(2, 3), torch.zeros(2, 3)
+    b[1, 0], b[1, 2] = 0.5, -2.0
+    found = amount_of(a, b)
+    assert found == {
+        "elements": 6, "differing": 2, "largest": 2.0, "relative": 1.0, "place": [1, 0], "values": [0.0, 0.5],
+    }  # fmt: skip
+    assert amount_of(a, torch.full((2, 3), float("inf")))["largest"] is None  # type: ignore[index]
+    assert amount_of(a, torch.zeros(3, 2)) is None

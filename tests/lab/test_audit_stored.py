@@ -40,7 +40,7 @@ def test_runs_that_only_differ_in_what_changes_no_bit_are_the_same(
     assert found["parts"]["model"] == {"differ": 0, "of": 20}
     shown = run("audit", f"a={a}", f"b={b}")
     assert shown.status == 0
-    assert "no difference: both checkpoints are the same bits, and so are 5 lines of the logs" in shown.out
+    assert "no difference: both checkpoints of step 4 are the same bits, and so are 5 lines of the logs" in shown.out
 
 
 @pytest.mark.extended
@@ -57,7 +57,7 @@ def test_the_first_step_whose_loss_differs_and_the_first_tensor_are_named(
         next(iter(file.read(a / "checkpoints" / "last.safetensors")["model"])),
     )
     assert first["amount"]["differing"] > 0
-    assert found["cause"] == "the configs differ in optimizer.lr"
+    assert found["step"] == 3, "the first step that both have saved"
     assert found["parts"]["rng"]["differ"] == 0
     log = found["log"]
     assert (log["global_step"], log["split"], log["name"]) == (2, "train", "loss"), (
@@ -88,7 +88,6 @@ def test_one_bit_of_one_tensor_is_found_and_told_by_how_much(
     assert (first["name"], first["amount"]["differing"]) == (name, 1)
     assert first["amount"]["values"][0] == float(before)
     assert first["amount"]["largest"] == pytest.approx(abs(float(before - weights.view(-1)[1])))
-    assert "python -m runner audit" in found["cause"]
     assert found["log"] is None
     assert found["log_lines"] == 0, "a file stands for itself"
 
@@ -99,7 +98,6 @@ def test_checkpoints_of_different_steps_are_told_as_such(
     folder = train_once(*SHORT).directory / "checkpoints"
     found = compared(folder / "step_0000000003.safetensors", folder / "last.safetensors")
     assert found["difference"]["phase"] == "position"
-    assert found["cause"] == "the two were saved at different steps; compare checkpoints of the same step"
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_told(train_once: Callable[..., Any], run: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from runner.config.command import opened
 from runner.config.composition import Composition
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Bench
-from runner.lab.bench.candidates import Candidate, RunTraits, candidates, setting
+from runner.lab.bench.candidates import Candidate, RunTraits, candidates
 
 CPU = RunTraits(
     device="cpu",
@@ -113,9 +113,6 @@ def test_fused_and_foreach_take_each_others_place(tried: Tried) -> None:
         "optimizer.foreach": True,
         "optimizer.fused": False,
     }
-    off, _ = tried(CPU, toggles=["amp", "optimizer.fused", "optimizer.foreach"])
-    assert off[FUSED].clashes(off["optimizer.foreach=true optimizer.fused=false"])
-    assert not off[FUSED].clashes(off["amp=bf16"])
 
 
 def test_workers_are_tried_where_samples_are_read_one_by_one(tried: Tried, composed: Callable[..., Any]) -> None:
@@ -148,10 +145,3 @@ def test_an_own_preset_is_tried(composed: Callable[..., Any], workdir: Path) -> 
     [own] = [candidate for candidate in found if candidate.words == ("performance=lean",)]
     assert dict(own.settings) == {"amp": "bf16", "optimizer.fused": True}
     assert own.same_training
-
-
-def test_a_combination_is_both_sets_of_overrides() -> None:
-    both = setting("toggle", {"amp": "bf16"}).combined(setting("toggle", {"optimizer.fused": True}))
-    assert both.name == "amp=bf16 optimizer.fused=true"
-    assert dict(both.settings) == {"amp": "bf16", "optimizer.fused": True}
-    assert both.clashes(setting("toggle", {"optimizer.fused": False}))

@@ -186,9 +186,8 @@ def record(run: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.extended
 @pytest.mark.parametrize("words", some([VECTORS, BOXES], 0), ids=["vectors", "boxes"])
 def test_bench_and_profile_measure_steps_of_a_task(record: Callable[..., Any], words: tuple[str, ...]) -> None:
-    found = record("bench", *words, "toggles=[activation_checkpointing,data.num_workers]", "repeats=3", "combine=false")
+    found = record("bench", *words, "toggles=[activation_checkpointing,data.num_workers]", "repeats=2")
     assert found["baseline"]["samples_per_s"]["median"] > 0
-    assert found["baseline"]["saved_bytes"] > 0
     profiled = record("profile", *words, "steps=4", "trace_steps=0")
     assert profiled["samples_per_s"] > 0
     model = 2 * 64 * 8 + (2 * 4 * 64 if words is VECTORS else 0)
@@ -200,17 +199,10 @@ def test_bench_and_profile_measure_steps_of_a_task(record: Callable[..., Any], w
 
 
 @pytest.mark.parametrize("words", [VECTORS, BOXES], ids=["vectors", "boxes"])
-def test_audit_compares_every_field_of_a_batch(record: Callable[..., Any], words: tuple[str, ...]) -> None:
+def test_audit_compares_steps_of_a_task(record: Callable[..., Any], words: tuple[str, ...]) -> None:
     found = record("audit", *words, "steps=2", "vary={data.num_workers: [0, 1]}")
     assert found["same"], found["difference"]
-    assert found["values"] > 20
-
-
-def test_audit_names_the_data_set_that_does_not_repeat(record: Callable[..., Any]) -> None:
-    words = ("data.dataset._target_=own_steps.Restless", "task._target_=own_steps.OfFields")
-    found = record("audit", *VECTORS, *words, "steps=2", status=1)
-    assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "vector")
-    assert "Restless (data.dataset)" in found["cause"]["text"]
+    assert found["step"] == 2
 
 
 def test_a_dry_run_predicts_the_memory_of_a_step(run: Callable[..., Any]) -> None:

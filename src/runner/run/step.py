@@ -12,7 +12,7 @@ from runner.base.errors import UserError
 from runner.config import keys
 from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
-from runner.config.schema.verbs import Audit, Bench, Profile
+from runner.config.schema.verbs import Profile
 from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
@@ -156,8 +156,10 @@ def _check_window(config: Train, state: TrainState) -> None:
     """Raise `UserError` if a setting does not go with `WindowStep`."""
     several = isinstance(state.optimizer, Optimizers)
     why = "there are several optimizers" if several else f"{type(state.optimizer).__name__} computes the loss itself"
-    if isinstance(config, Audit | Bench | Profile):
-        raise UserError("optimizer", f"{why}, and this verb measures updates of one kind", "train, eval or check")
+    if isinstance(config, Profile):
+        raise UserError(
+            "optimizer", f"{why}, and this verb measures updates of one kind", "train, bench, eval or check"
+        )
     for name, each in state.optimizer.named.items() if isinstance(state.optimizer, Optimizers) else ():
         if needs_window(each):
             problem = f"is {type(each).__name__}, which computes the loss itself"

@@ -63,7 +63,7 @@ def _expand_vary(word: str) -> str:
 _ENTRIES = (
     Verb(
         "audit",
-        "Run the same steps twice, or with two settings, and name the first tensor that differs; or compare checkpoints.",
+        "Train twice, or with two settings, and name the first step and tensor that differ; or compare two runs or checkpoints.",
         "runner.lab.audit.run",
         sweeps="audits",
         rewrite=_expand_vary,

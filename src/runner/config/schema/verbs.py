@@ -49,10 +49,9 @@ class Bench(Train):
 
     toggles: list[Toggle] | None = None
     vary: dict[str, Any] = field(default_factory=dict)
-    combine: bool = True
-    steps: Annotated[int, Ge(2)] = 10
-    repeats: Annotated[int, Ge(2)] = 7
-    budget_s: Annotated[float, Gt(0)] = 60.0
+    steps: Count = 10
+    repeats: Annotated[int, Ge(2)] = 5
+    budget_s: Annotated[float, Gt(0)] = 300.0
     json: bool = False
 
 

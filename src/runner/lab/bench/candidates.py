@@ -1,4 +1,4 @@
-"""The settings that `bench` tries: the user's own config with one toggle switched, with a preset, or with several toggles."""
+"""The settings that `bench` tries: the user's own config with one toggle switched, or with a preset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.config.schema.verbs import Bench, Toggle
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 
-Kind = Literal["baseline", "toggle", "varied", "preset", "combination"]
+Kind = Literal["baseline", "toggle", "varied", "preset"]
 
 # Keys that say how the same training is computed. Others may be varied, but a faster value is not the same training.
 SPEED_ALONE = frozenset(get_args(Toggle)) | {
@@ -41,14 +41,6 @@ class Candidate:
     def same_training(self) -> bool:
         """True if it changes nothing but how the training is computed."""
         return self.kind == "preset" or self.settings.keys() <= SPEED_ALONE
-
-    def clashes(self, other: Candidate) -> bool:
-        """True if both switch the same thing, so that they cannot be combined."""
-        return bool(self.settings.keys() & other.settings.keys())
-
-    def combined(self, other: Candidate) -> Candidate:
-        """Both at once."""
-        return Candidate("combination", self.words + other.words, {**self.settings, **other.settings})
 
 
 BASELINE = Candidate("baseline")
@@ -90,7 +82,7 @@ def candidates(config: Bench, traits: RunTraits, sources: Sources) -> tuple[list
             found += [setting("toggle", values) for values in made]
     found += varied(config)
     # The presets combine several toggles, and are tried because these may help or hinder each other
-    if "performance" in config.toggles if config.toggles is not None else config.combine:
+    if config.toggles is None or "performance" in config.toggles:
         for preset in _presets(config, sources):
             if preset.settings.get("compile") and not config.compile and (why := _why_not_compiled(config, traits)):
                 skipped.append((preset.name, why))

@@ -1,33 +1,96 @@
-"""`bench`: the toggles, compared on this machine."""
+"""`bench`: the toggles, each compared with the config as it is by short trainings in turn."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import functools
+import json
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.base.cores import cores
-from runner.base.errors import first_line
+from runner.base.errors import UserError, first_line
 from runner.base.files import write_json
 from runner.base.secrets import mask_words
 from runner.config.app import Composition
+from runner.config.resolve import resolve_changes
 from runner.config.schema.verbs import Bench
-from runner.config.sources import Sources
+from runner.config.space import text_of
 from runner.config.targets import called
 from runner.data.workers import WorkerLoader
-from runner.lab.bench.candidate_runner import CANNOT, CandidateRunner, Workbench, room_for, timed
 from runner.lab.bench.candidates import BASELINE, Candidate, RunTraits, candidates
-from runner.lab.bench.stats import Result, paying, recommended
+from runner.lab.short_runs import Stopwatch, callback, run_short, words_from, words_of
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
+from runner.run.run import Run
 from runner.tracking.environment import environment
 from runner.tracking.formats import amount, number
 from runner.tracking.plots import bars
 from runner.tracking.verb_report import Report, mib
+from runner.train import build_run
+
+_FEWEST_ROUNDS = 3  # however long they take: fewer show no spread
+_LEAST_S = 0.5  # of a measurement: less measures the scheduler of the system more than the steps
+_TOO_SLOW = 5  # times as long as the baseline: a measurement ends then, with fewer steps
+_WARMUP = 3  # steps that load kernels, compile and choose algorithms
+# A gain that nobody would notice is no reason to change a config, however surely it was measured
+_SMALLEST_GAIN = 1.02
+
+
+class Result:
+    """The measurements of a candidate."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.speeds: list[float] = []  # samples a second, of each round
+        self.ratios: list[float] = []  # speed relative to the baseline's in the same round
+        self.step_ms: list[float] = []
+        self.peak_bytes = 0
+        self.wall_s = 0.0  # of the fastest run, from its start to its end
+
+    @property
+    def ratio(self) -> float:
+        """Median speed relative to the baseline, above 1 for faster."""
+        return statistics.median(self.ratios)
+
+    @property
+    def verdict(self) -> str:
+        """The reason why it is not recommended; empty if it pays, and for the baseline.
+
+        A gain pays if it is at least 2 % in the median, and no round is slower: with five rounds, chance alone makes all of
+        them faster for 1 in 32 candidates.
+        """
+        if self.candidate is BASELINE:
+            return ""
+        if not self.candidate.same_training:
+            return "another training"
+        if self.ratio >= _SMALLEST_GAIN and min(self.ratios) > 1:
+            return ""
+        return "slower" if max(self.ratios) < 1 else "no clear gain"
+
+    def record(self) -> dict[str, Any]:
+        """All figures, for programs."""
+        return {
+            "kind": self.candidate.kind,
+            "overrides": list(self.candidate.words),
+            "settings": self.candidate.settings,
+            "samples_per_s": _spread(self.speeds),
+            "step_ms": _spread(self.step_ms),
+            "ratio": _spread(self.ratios),
+            "ratios": self.ratios,
+            "verdict": self.verdict,
+            "peak_memory_bytes": self.peak_bytes,
+            "wall_s": self.wall_s,
+        }
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def run(composition: Composition) -> float:
@@ -36,198 +99,160 @@ def run(composition: Composition) -> float:
     Returns:
         Samples a second of what is recommended, for sweepers.
     """
-    config, _ = config_and_checkpoint(composition, Bench)
+    config, start = config_and_checkpoint(composition, Bench)
     report = Report(config.json)
-    bench = Workbench(config, composition)
-    # Toggles change switches of the whole process, so they are put back whatever happens
-    try:
-        results, best, found = Comparison(config, bench, report, composition.sources).run()
-    finally:
-        bench.close()
-        # torch's switches are set again, for the next job of a sweep or of this process
-        CandidateRunner(bench).configure()
+    # One run in this process shows what is measured, and which toggles apply to it
+    built = build_run(config, make_cache=start is None, fresh=start is None)
+    report.header(f"{config.name}  as configured", describe(config, built))
+    report.warnings(built.warnings)
+    traits, device = traits_of(built), built.device
+    built.data.close()
+    del built
+    tried, skipped = _valid(*candidates(config, traits, composition.sources), config, composition)
+    measure = functools.partial(_measure, config, composition, start is None, traits.workers)
+    report.line(f"measuring {amount(len(tried), 'candidate')} in turn with it, each run in a separate process")
+    results, notes = _compare(config, tried, skipped, measure, report)
+    reference, *others = results
+    # The fastest first, as that is what a reader looks for
+    results = [reference, *sorted(others, key=lambda result: -result.ratio)]
+    best = next((result for result in results[1:] if not result.verdict), reference)
+    _show(report, results, skipped, notes, device)
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     picture, path = folder / "bench.png", folder / "bench.json"
-    names, speeds = [result.candidate.name for result in results], [result.samples_per_s for result in results]
-    spreads = [(speed.median, speed.low, speed.high) for speed in speeds]
-    title = f"{config.name}, {called(config.model['_target_'], config.model.get('name'))} on {found['device']}"
-    bars(names, spreads, spreads[0][0], "samples/s, median and quartiles", target=picture, title=title)
-    record: dict[str, Any] = {"overrides": mask_words(composition.overrides), **found}
-    record |= {"environment": environment(), "written": [str(path), str(picture)]}
+    spreads = [(statistics.median(each.speeds), min(each.speeds), max(each.speeds)) for each in results]
+    title = f"{config.name}, {called(config.model['_target_'], config.model.get('name'))} on {device}"
+    names = [result.candidate.name for result in results]
+    bars(names, spreads, spreads[0][0], "samples/s, median and range", target=picture, title=title)
+    record: dict[str, Any] = {
+        "overrides": mask_words(composition.overrides),
+        "device": str(device),
+        "recommended": list(best.candidate.words),
+        "left_out": [{"what": what, "why": why} for what, why in skipped],
+        "notes": notes,
+        "steps": config.steps,
+        "baseline": reference.record(),
+        "candidates": [result.record() for result in results[1:]],
+        "environment": environment(),
+        "written": [str(path), str(picture)],
+    }
     write_json(path, record)
     if not report.json(record):
         report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
         report.folder(folder)
-    return best.samples_per_s.median
+    return statistics.median(best.speeds)
 
 
-_FEWEST_ROUNDS = 3  # however long they take: fewer say nothing
-_LEAST_S, _MOST_STEPS = 0.2, 200  # of a measurement
+def _valid(
+    listed: list[Candidate], skipped: list[tuple[str, str]], config: Bench, composition: Composition
+) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    """The candidates whose settings are allowed; the others are added to what is skipped."""
+    tried = []
+    for candidate in listed:
+        _, problems = resolve_changes(config, candidate.settings, composition)
+        if problems:
+            skipped.append((candidate.name, "; ".join(f"{problem.key}: {problem.message}" for problem in problems)))
+        else:
+            tried.append(candidate)
+    return tried, skipped
 
 
-class Comparison:
-    """Measures candidates in turns with the baseline, until the time is over."""
+def _measure(
+    config: Bench, composition: Composition, own: bool, workers: int | None, result: Result, most_s: float | None
+) -> float:
+    """Measure a candidate once more, for at most so many seconds; returns how many the steps took.
 
-    def __init__(self, config: Bench, bench: Workbench, report: Report, sources: Sources) -> None:
-        self._config, self._bench, self._report = config, bench, report
-        self._deadline = time.perf_counter() + config.budget_s
-        self._results: dict[str, Result] = {}  # the baseline first
-        self._notes: list[str] = []
-        first = CandidateRunner(bench)
-        # Two steps load kernels and libraries, which would count against whoever comes first.
-        timed(first.training, first.loader, 2)
-        report.header(f"{config.name}  as configured", describe(config, first.training))
-        report.warnings(first.training.warnings)
-        bench.keep_statistics(first.training.data)
-        self._baseline = CandidateRunner(bench)
-        self._candidates, self._skipped = candidates(config, traits_of(self._baseline), sources)
-        self._keep = True  # whether a candidate stays in memory after its turn
+    `own` is whether the words of the command line give the config, and not a checkpoint; `workers` those that read samples.
+    """
+    with tempfile.TemporaryDirectory(prefix="runner-bench-") as scratch:
+        target, began = Path(scratch) / "measured.json", time.perf_counter()
+        # Batches that workers have read ahead must not make many of them look faster
+        ahead = 0 if workers is None else -(-max(workers, cores()) * config.data.prefetch // config.accumulate)
+        times = {"warmup": _WARMUP + ahead, "steps": config.steps, "least_s": _LEAST_S, "most_s": most_s}
+        quiet = ("log.every_steps=1000000", callback(Stopwatch, target=str(target), **times))
+        # The config of a checkpoint is measured with new weights
+        words = words_of(composition, Bench, *quiet) if own else words_from(config, Path(scratch) / "conf", *quiet)
+        settings = [f"{key}={text_of(value)}" for key, value in result.candidate.settings.items()]
+        run_short([*words, *settings], Path(scratch) / "run")
+        if not target.is_file():
+            raise UserError("the run ended during the warm-up; set more epochs, or fewer workers")
+        found: dict[str, float] = json.loads(target.read_text(encoding="utf-8"))
+    wall_s = time.perf_counter() - began
+    result.speeds.append(found["samples"] / found["seconds"])
+    result.step_ms.append(1000 * found["seconds"] / found["steps"])
+    result.peak_bytes = max(result.peak_bytes, int(found["peak_bytes"]))
+    result.wall_s = min(result.wall_s or wall_s, wall_s)
+    return found["seconds"]
 
-    def run(self) -> tuple[list[Result], Result, dict[str, Any]]:
-        """Measure everything that there is time for, and show it.
 
-        Returns:
-            The results, the baseline first, then the fastest; which of them is recommended; and a record of it all.
-        """
-        self._report.line(f"measuring {amount(len(self._candidates), 'candidate')} in turns with it")
-        # The baseline comes first: every ratio is one to it
-        first = self._results[BASELINE.name] = self._baseline.first_steps(self._config.steps)
-        # What takes a few milliseconds measures the scheduler of the system more than the steps.
-        self._steps = max(self._config.steps, min(_MOST_STEPS, math.ceil(_LEAST_S / (first.first_s * first.samples))))
-        # Candidates that fit into memory stay built, so that a round does not build them again
-        self._keep = room_for(self._baseline, len(self._candidates) + 1)
-        # Toggles alone first: which of them to combine follows from what they gain.
-        self._compare(self._candidates)
-        if self._config.combine:
-            self._compare(self._combinations())
-        reference, *others = self._results.values()
-        # The best first, as that is what a reader looks for
-        results = [reference, *sorted(others, key=lambda result: -result.ratio.median)]
-        best = recommended(others) or reference
-        self._show(results)
-        baseline, *records = map(_record, results)
-        record = {
-            "device": str(self._baseline.device),
-            "recommended": list(best.candidate.words),
-            "left_out": [{"what": what, "why": why} for what, why in self._skipped],
-            "notes": self._notes,
-            "steps": self._steps,
-            "baseline": baseline,
-            "candidates": records,
-        }
-        return results, best, record
-
-    def _compare(self, tried: Sequence[Candidate]) -> None:
-        runners = [runner for candidate in tried if (runner := self._try(candidate)) is not None]
-        # Nothing to compare, and the baseline has been measured
-        if not runners and self._results[BASELINE.name].seconds:
-            return
-        # Each once a round, so that a change of the machine's speed affects all alike.
-        with self._report.counting("bench", self._config.repeats * (1 + len(runners))) as begin:
-            for done in range(self._config.repeats):
-                # A few rounds are made in any case, or there would be no spread
-                if done >= _FEWEST_ROUNDS and time.perf_counter() > self._deadline:
-                    self._notes.append(f"{done} measurements instead of {self._config.repeats}, because time ran out")
-                    break
-                usual = self._turn(self._baseline, None, begin)
-                # One that fails late, for example out of memory, is dropped, and the others go on
-                for runner in list(runners):
+def _compare(
+    config: Bench,
+    tried: list[Candidate],
+    skipped: list[tuple[str, str]],
+    measure: Callable[[Result, float | None], float],
+    report: Report,
+) -> tuple[list[Result], list[str]]:
+    """Measure the baseline and the candidates round by round, until the time is over; returns results and notes."""
+    deadline = time.perf_counter() + config.budget_s
+    baseline, results, notes = Result(BASELINE), [Result(candidate) for candidate in tried], list[str]()
+    with report.counting("bench", config.repeats * (1 + len(results))) as begin:
+        for done in range(config.repeats):
+            if done >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
+                notes.append(
+                    f"{done} rounds instead of {config.repeats}, because time ran out; a larger budget_s allows more"
+                )
+                break
+            begin(BASELINE.name)
+            usual = measure(baseline, None)
+            baseline.ratios.append(1.0)
+            # One that fails, in whichever round, is dropped, and the others continue
+            for result in list(results):
+                begin(result.candidate.name)
+                why = "no time was left; set a larger budget_s, or fewer toggles"
+                if result.speeds or time.perf_counter() <= deadline:
                     try:
-                        self._turn(runner, usual, begin)
-                    except CANNOT as error:
-                        self._results.pop(runner.name)
-                        self._skipped.append((runner.name, first_line(error)))
-                        runner.release()
-                        runners.remove(runner)
-        for runner in runners:
-            runner.release()
-
-    def _try(self, candidate: Candidate) -> CandidateRunner | None:
-        """A candidate after its first steps; None if it cannot be run, or there is no time."""
-        why = "no time was left; set a larger budget_s, or fewer steps"
-        if time.perf_counter() <= self._deadline:
-            try:
-                runner = CandidateRunner(self._bench, candidate)
-                usual = self._results[BASELINE.name].first_s
-                self._results[runner.name] = runner.first_steps(self._config.steps, usual)
-                if not self._keep:
-                    runner.release()
-                return runner
-            except CANNOT as error:
-                why = first_line(error)
-        self._skipped.append((candidate.name, why))
-        return None
-
-    def _turn(self, runner: CandidateRunner, usual: float | None, begin: Callable[[str], None]) -> float:
-        """Measure a candidate, beside a baseline that took `usual` seconds a sample, or the baseline itself."""
-        begin(runner.name)
-        seconds, result = runner.measure(self._steps), self._results[runner.name]
-        result.seconds.append(seconds)
-        result.ratios.append((usual or seconds) / seconds)
-        if not self._keep:
-            runner.release()
-        return seconds
-
-    def _combinations(self) -> list[Candidate]:
-        """The two toggles that pay most, together, then with the third, and so on."""
-        found: list[Candidate] = []
-        for result in paying(self._results.values()):
-            if not found:
-                found.append(result.candidate)
-            elif not found[-1].clashes(result.candidate):
-                found.append(found[-1].combined(result.candidate))
-        return found[1:]
-
-    def _show(self, results: list[Result]) -> None:
-        reference, report = results[0], self._report
-        memory = "peak MiB" if self._baseline.device.type == "cuda" else "peak RSS MiB"
-        columns: dict[str, Callable[[Result], str]] = {
-            "overrides": lambda result: result.candidate.name,
-            "samples/s": lambda result: number(result.samples_per_s.median),
-            "step ms": lambda result: number(result.step_ms.median),
-            "quartiles": lambda result: f"{number(result.step_ms.low)} to {number(result.step_ms.high)}",
-            "ratio": lambda result: f"{result.ratio.median:.2f}",
-            memory: lambda result: mib(result.peak_bytes, 1),
-            "saved MiB": lambda result: "" if result.saved_bytes is None else mib(result.saved_bytes),
-            "loss": lambda result: number(result.loss),
-            "start s": lambda result: f"{result.start_s:.2f}",
-            "verdict": lambda result: "" if result is reference else result.verdict or "pays",
-        }
-        rows = [[cell(result) for cell in columns.values()] for result in results]
-        report.table(f"medians of alternating measurements of {self._steps} steps each", [*columns], rows)
-        report.line(f"losses are means over the first {self._config.steps} steps")
-        report.skipped(self._skipped)
-        report.lines(*(f"note: {note}" for note in self._notes))
+                        measure(result, _TOO_SLOW * usual)
+                        result.ratios.append(result.speeds[-1] / baseline.speeds[-1])
+                        continue
+                    except UserError as error:
+                        why = first_line(error)
+                skipped.append((result.candidate.name, why))
+                results.remove(result)
+    return [baseline, *results], notes
 
 
-def _record(result: Result) -> dict[str, Any]:
-    return {
-        "kind": result.candidate.kind,
-        "overrides": list(result.candidate.words),
-        "settings": result.candidate.settings,
-        "samples_per_s": dataclasses.asdict(result.samples_per_s),
-        "step_ms": dataclasses.asdict(result.step_ms),
-        "ratio": dataclasses.asdict(result.ratio),
-        "ratios": result.ratios,
-        "verdict": result.verdict,
-        "seconds_per_sample": result.seconds,
-        "peak_memory_bytes": result.peak_bytes,
-        "saved_bytes": result.saved_bytes,
-        "loss": result.loss,
-        "start_s": result.start_s,
-    }
+def _show(
+    report: Report, results: list[Result], skipped: list[tuple[str, str]], notes: list[str], device: torch.device
+) -> None:
+    memory = "peak MiB" if device.type == "cuda" else "peak RSS MiB"
+    rows = [
+        [
+            result.candidate.name,
+            number(statistics.median(result.speeds)),
+            number(statistics.median(result.step_ms)),
+            f"{result.ratio:.2f}",
+            f"{min(result.ratios):.2f} to {max(result.ratios):.2f}",
+            mib(result.peak_bytes, 1),
+            f"{result.wall_s:.1f}",
+            "" if result is results[0] else result.verdict or "pays",
+        ]
+        for result in results
+    ]
+    columns = ["overrides", "samples/s", "step ms", "ratio", "range", memory, "run s", "verdict"]
+    report.table("medians of runs in turn", columns, rows)
+    report.skipped(skipped)
+    report.lines(*(f"note: {note}" for note in notes))
 
 
-def traits_of(baseline: CandidateRunner) -> RunTraits:
+def traits_of(built: Run) -> RunTraits:
     """The properties of a built baseline that decide which toggles apply."""
-    training, loader = baseline.training, baseline.loader
     precisions: dict[torch.dtype | None, bool | str] = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}
+    loader = built.data.train.loader
     return RunTraits(
-        device=training.device.type,
+        device=built.device.type,
         cores=cores(),
         threads=torch.get_num_threads(),
-        precision=precisions[training.precision.dtype],
+        precision=precisions[built.precision.dtype],
         workers=loader.workers if isinstance(loader, WorkerLoader) else None,
-        kernels=training.kernels.arguments,
-        convolutions=any(parameter.ndim == 4 for parameter in training.model.parameters()),
+        kernels=built.kernels.arguments,
+        convolutions=any(parameter.ndim == 4 for parameter in built.model.parameters()),
     )

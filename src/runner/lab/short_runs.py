@@ -1,0 +1,153 @@
+"""Short trainings, each by `train` in a separate process: what `audit` compares and `bench` measures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from runner.base.errors import UserError
+from runner.config import keys
+from runner.config.composition import Composition
+from runner.config.frozen import to_plain
+from runner.config.schema.train import Train
+from runner.config.space import text_of
+from runner.engine.loop import Loop
+from runner.runtime.memory import peak_memory, reset_peak_memory
+
+# Only the steps matter: the run is not evaluated, followed or resumed.
+_QUIET = (
+    *("evaluate.every_epochs=null", "evaluate.every_steps=null", "evaluate.test=false", "limit.eval_batches=1"),
+    *("checkpoint.every_epochs=null", "logger=none", "log.progress=false", "log.curves=false"),
+    *("resume=null", "max_time=null", "post_mortem=false", "devices=1"),
+)
+
+
+def words_of(composition: Composition, schema: type[Train], *others: str) -> list[str]:
+    """The words that `train` needs for the same config, without the keys that a verb adds; `others` come last."""
+    kind: type = schema
+    added = keys.hints(kind).keys() - keys.hints(Train).keys()
+    replaced = {keys.key_of(word) for word in (*_QUIET, *others)}
+    dropped = ("sweep", "search", *added, *replaced)
+    flags = [f"--config-dir={folder}" for folder in composition.sources.extra]
+    if composition.primary != schema.__name__.lower():
+        flags.append(f"--config-name={composition.primary}")
+    kept = [word for word in composition.overrides if not keys.within(keys.key_of(word), dropped)]
+    return [*flags, *kept, *_QUIET, *others]
+
+
+def words_from(config: Train, folder: Path, *others: str) -> list[str]:
+    """The words that `train` needs for a validated config, which is written into a folder; weights are new."""
+    plain = to_plain(config)
+    values = {name: plain[name] for name in keys.hints(Train)} | {"ckpt_path": None, "init_from": None, "logger": {}}
+    # The weights are new, and a file is no reason to download others
+    values["model"] |= {"weights": None} if "weights" in values["model"] else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "short_run.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    quiet = [word for word in _QUIET if word != "logger=none"]  # the file has no groups
+    return [f"--config-dir={folder}", "--config-name=short_run", *quiet, *others]
+
+
+def run_short(words: Sequence[str], folder: Path) -> Path:
+    """Train with these words into a new folder, the run directory, which is returned.
+
+    Raises:
+        UserError: with the reason if the run failed.
+    """
+    command = [sys.executable, "-m", "runner", "train", *words, f"hydra.run.dir={text_of(str(folder))}"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError(reason_of(done.stderr) or f"train ended with status {done.returncode}")
+    return folder
+
+
+def reason_of(stderr: str) -> str:
+    """What a failed run printed: all lines of its error, or the last line of a traceback."""
+    before, found, after = stderr.rpartition("error: ")
+    return after.strip() if found else (before or after).strip().rpartition("\n")[2]
+
+
+class StopAfter:
+    """A callback that ends a run after some steps of this process, so that schedules are those of the whole run.
+
+    Args:
+        steps: optimizer steps.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def on_step(self, loop: Loop) -> None:
+        """Count the step."""
+        self._left -= 1
+        if self._left <= 0:
+            loop.request_stop("the steps to compare are done")
+
+
+class Stopwatch:
+    """A callback that measures steps after a warm-up, writes the result to a file, and ends the run.
+
+    The file has `seconds`, `samples`, `steps` and `peak_bytes`, see `runner.runtime.memory.peak_memory`.
+
+    Args:
+        target: the file, JSON.
+        warmup: steps that are not measured.
+        steps: steps to measure, more if they take less than `least_s` seconds, fewer if they take more than `most_s`.
+    """
+
+    def __init__(self, target: str, warmup: int, steps: int, least_s: float, most_s: float | None = None) -> None:
+        self._target, self._warmup, self._steps = Path(target), warmup, steps
+        self._least_s, self._most_s = least_s, most_s
+        self._done = 0
+        self._began, self._samples = 0.0, 0
+
+    def on_start(self, loop: Loop) -> None:
+        """Begin to follow the memory."""
+        reset_peak_memory(loop.state.meter.device)
+
+    def on_step(self, loop: Loop) -> None:
+        """Count the step, take the time after the warm-up, and end the run after the steps to measure."""
+        self._done += 1
+        measured = self._done - self._warmup
+        if measured < 0:
+            return
+        if measured == 0:
+            _wait(loop)
+            self._began, self._samples = time.perf_counter(), loop.samples_seen
+            return
+        passed = time.perf_counter() - self._began
+        enough = measured >= self._steps and passed >= self._least_s
+        if enough or (self._most_s is not None and passed > self._most_s):
+            loop.request_stop("the measurement is done")
+
+    def on_end(self, loop: Loop) -> None:
+        """Write the result; a run that ends early was measured as far as it went."""
+        if (measured := self._done - self._warmup) <= 0:
+            return
+        _wait(loop)
+        result = {
+            "seconds": time.perf_counter() - self._began,
+            "samples": loop.samples_seen - self._samples,
+            "steps": measured,
+            "peak_bytes": peak_memory(loop.state.meter.device).bytes,
+        }
+        self._target.write_text(json.dumps(result), encoding="utf-8")
+
+
+def _wait(loop: Loop) -> None:
+    """Wait until the device has done its work."""
+    if (device := loop.state.meter.device).type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def callback(kind: type, **arguments: Any) -> str:
+    """The word that adds a callback of this module to a run."""
+    given = "".join(f", {name}: {json.dumps(value)}" for name, value in arguments.items())
+    return f"+callbacks.short_run={{_target_: {kind.__module__}.{kind.__name__}{given}}}"
