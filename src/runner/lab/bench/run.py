@@ -54,7 +54,7 @@ def run(composition: Composition) -> float:
     bars(names, spreads, spreads[0][0], "samples/s, median and quartiles", target=picture, title=title)
     record: dict[str, Any] = {"overrides": mask_words(composition.overrides), **found}
     record |= {"environment": environment(), "written": [str(path), str(picture)]}
-    write_json(path, record)
+    write_json(path, record, named=True)
     if not report.json(record):
         report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
         report.folder(folder)
