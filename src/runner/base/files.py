@@ -96,8 +96,8 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 def replacing(path: Path, *, named: bool = False) -> Iterator[BinaryIO]:
     """A file to write as `whole` does.
 
-    `named` is for a path of the user's: a link is followed, and what is not an ordinary file, such as /dev/stdout or a named pipe, is
-    written into. Any other link is replaced, as a run directory may come from someone else.
+    `named` is for a path of the user's: a link is followed, and what is not an ordinary file, such as /dev/stdout or a named pipe,
+    is written into. Any other link is replaced, as a run directory may come from someone else.
 
     Raises:
         UserError: the file cannot be written.
