@@ -2,6 +2,8 @@ import errno
 import json
 import os
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -121,3 +123,34 @@ def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path):
     with pytest.raises(TypeError):
         write_json(target, {"a": object()})
     assert json.loads(target.read_text()) == {"a": 1}
+
+
+def test_only_a_name_of_the_users_is_followed_to_the_file_that_a_link_leads_to(tmp_path):
+    there, link = tmp_path / "there", tmp_path / "link"
+    for named in (True, False):
+        there.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to("there")
+        for content in (b"new", b"newer"):  # a link to nothing, and one to a file
+            write_atomically(link, content, named=named)
+            assert link.read_bytes() == content
+        assert link.is_symlink() is there.exists() is named
+    link.unlink()
+    os.mkfifo(link)
+    write_atomically(link, b"x")
+    assert link.is_file(), "a run directory may come from someone else"
+
+
+def test_a_file_that_the_shell_has_opened_gets_what_is_written_where_it_is(tmp_path):
+    link, script = tmp_path / "link", tmp_path / "script.py"
+    link.symlink_to("/proc/self/fd/1")
+    script.write_text(
+        "from pathlib import Path\nfrom runner.base.files import write_atomically\n"
+        f"print('before')\nwrite_atomically(Path({str(link)!r}), b'written\\n', named=True)\nprint('after')\n"
+    )
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run([sys.executable, script], stdout=out, check=True, timeout=60)
+    assert (tmp_path / "out").read_text() == "before\nwritten\nafter\n"
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=True, timeout=60)
+    assert done.stdout == b"before\nwritten\nafter\n"
+    assert link.is_symlink()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +326,27 @@ def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, given: A
         merge_with_checkpoint(text, "c.pt", compose())
     if "." not in key or key.startswith("data"):
         assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("data.root", "http://host/photos", "data.root=http://host/photos"),
+        ("data.root", "s3://bucket/a b", "'data.root=\"s3://bucket/a b\"'"),
+        ("data.dataset.root", "simplecache::s3://bucket", "data.dataset.root=simplecache::s3://bucket"),
+        ("data.dataset.train", ["a.tar", "memory://b"], "'data.dataset.train=[a.tar,memory://b]'"),
+        ("model.hidden", [{"a": "ftp://b"}], "'model.hidden=[{a:ftp://b}]'"),
+    ],
+)
+def test_a_file_cannot_choose_an_address(key: str, value: Any, word: str, original, compose) -> None:
+    section, *names, last = key.split(".")
+    functools.reduce(dict.__getitem__, [section, *names], original)[last] = value
+    text = stored.dump(original | {"notes": "see https://host/page", "tags": ["https://host"]})
+    with pytest.raises(ConfigError, match=rf"(?s){key}[\w.]*: is the address .*: {re.escape(word)}"):
+        merge_with_checkpoint(text, "c.pt", compose())
+    merge_with_checkpoint(text, "c.pt", compose(), [{"data": "model", "model": "data"}[section]])
+    values, _ = merge_with_checkpoint(text, "c.pt", compose(f"+{shlex.split(word)[0]}"))
+    assert functools.reduce(dict.__getitem__, [section, *names, last], values) == value
 
 
 def test_a_file_may_weigh_a_term_of_a_loss_with_any_float(original, compose) -> None:

@@ -389,7 +389,7 @@ def test_a_process_killed_at_work_leaves_nothing_that_is_read(tmp_path: Path) ->
     script.write_text(KILLED.format(tests=str(Path(__file__).parent)))
     done = forked.run([str(tmp_path / "caches")], script=str(script))
     assert done.returncode == -signal.SIGKILL
-    left = [path for path in (tmp_path / "caches").iterdir() if "unfinished" in path.name]
+    left = [path for path in (tmp_path / "caches").iterdir() if path.suffix == ".tmp"]
     assert len(left) == 1
     found = opened(tmp_path / "caches")
     assert found.complaint == ""

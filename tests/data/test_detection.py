@@ -17,6 +17,7 @@ from torchvision import tv_tensors
 from runner.base.errors import UserError
 from runner.data.samples import SeededDataset
 from runner.data.sources.detection import coco, yolo
+from runner.data.sources.tables import image_table
 from runner.data.transforms.crops import RandomResizedCrop
 
 
@@ -84,6 +85,37 @@ def test_an_empty_line_among_the_names_of_yolo_is_a_class(drawn: Path) -> None:
     train = yolo(str(drawn))["train"]
     assert train.classes == ("tall", "1", "wide")
     assert train[0][1]["labels"].tolist() == [3]
+
+
+@pytest.mark.parametrize("kind", ["coco", "yolo", "csv"])
+def test_annotations_name_no_files_outside_of_the_root(kind: str, drawn: Path, tmp_path: Path) -> None:
+    inner, whole = tmp_path / "inner", [str(path) for path in sorted((tmp_path / "images/train").iterdir())]
+    inner.mkdir()
+    (tmp_path / "link").symlink_to(inner)
+    files, up = [Path(name).name for name in whole], "../images/train"
+
+    def read(root: Path, names: list[str]) -> Any:
+        if kind == "coco":
+            contents = json.loads((drawn / "train.json").read_text())
+            for image, name in zip(contents["images"], names, strict=True):
+                image["file_name"] = name
+            (inner / "a.json").write_text(json.dumps(contents))
+            return coco(str(root), ".", str(inner / "a.json"))["train"]
+        if kind == "yolo":
+            (inner / "data.yaml").write_text(f"names: [tall, wide]\ntrain: {Path(names[0]).parent}\n")
+            return yolo(str(root), str(inner / "data.yaml"))["train"]
+        (inner / "a.csv").write_text("".join(["image,label\n", *(f"{name},1\n" for name in names)]))
+        return image_table(str(root), str(inner / "a.csv"))["train"]
+
+    for root in (inner, tmp_path / "link"):
+        for names in (whole, [f"../{up}/{name}" for name in files]):
+            with pytest.raises(UserError, match=r"outside of .*(inner|link): (.|\n)*allowed: data\.root=FOLDER"):
+                read(root, names)
+    assert len(read(tmp_path, whole)) == 5, "a folder above all of them"
+    assert len(read(tmp_path / "link" / "..", whole)) == 5
+    (inner / "images").symlink_to(tmp_path / "images")
+    (inner / "labels").symlink_to(tmp_path / "labels")
+    assert len(read(inner, [f"images/train/{name}" for name in files])) == 5, "links are the user's own"
 
 
 @needs("detection")

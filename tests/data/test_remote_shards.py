@@ -225,3 +225,36 @@ def test_http_reads_named_shards(store: Store, folder: Path, tmp_path: Path) -> 
         shards(root, train="train/{000..001}.tar")
     with pytest.raises(UserError, match=r"cannot be listed.(.|\n)*data\.dataset\.train"):
         shards(root)
+
+
+@pytest.mark.parametrize("protocol", ["http", "s3"])
+def test_of_an_answer_without_end_only_what_was_asked_for_is_read(
+    protocol: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = store.url if protocol == "s3" else f"http://127.0.0.1:{store.server.port}/bucket/{tmp_path.name}"
+    dataset = shards(root, train="train/000.tar")["train"]
+    store.faults.append(Fault("endless"))
+    for read, reason in (
+        (lambda: dataset[3], "does not answer requests of ranges"),
+        (lambda: remote.content_of(f"{root}/train/000.tar"), "has more than 1,000 bytes"),
+    ):
+        monkeypatch.setattr(remote, "_LARGEST", 1000)
+        store.poured = 0
+        with pytest.raises(DataFailed, match=rf"000\.tar {reason}"):
+            read()
+        assert store.poured < 2**24, "buffers of the connection, and not all 32 MiB"
+        store.faults[0] = Fault("endless", key="000.tar")
+
+
+def test_http_follows_redirects_on_the_same_host_alone(store: Store, tmp_path: Path) -> None:
+    root = f"http://127.0.0.1:{store.server.port}/bucket/{tmp_path.name}"
+    store.faults.append(Fault("renamed", times=1, key="000.tar"))
+    dataset = shards(root, train="train/000.tar")["train"]
+    assert torch.equal(dataset[3][0], pixels(3))
+    store.faults.append(Fault("moved", key="000.tar"))
+    for read in (lambda: dataset[3], lambda: shards(root, train="train/000.tar")):
+        store.seen.clear()
+        with pytest.raises(DataFailed, match=r"000\.tar redirects to another host, localhost, which is not followed"):
+            read()
+        assert {seen.key for seen in store.seen} == {f"/bucket/{tmp_path.name}/train/000.tar"}
+        assert len(store.seen) <= 3, "nothing is asked for again, or elsewhere"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import time
 from collections import Counter
@@ -16,6 +18,8 @@ from extended import MARK, some
 from extras import needs
 from s3_server import Fault, Store
 
+import runner
+from runner.base.errors import UserError
 from runner.data.sources import copies, remote
 
 pytestmark = needs("remote")
@@ -54,7 +58,7 @@ def test_a_training_from_a_store_has_the_bits_of_one_from_a_folder(
     kept = list((tmp_path / "user").rglob("*.copy"))
     assert len(kept) == 3 * (words[-1] == "data.dataset.cache_gb=1"), "in the user's folder for caches"
     store.seen.clear()
-    evaluated = accepted("eval", f"ckpt_path={result.directory}", "split=val")
+    evaluated = accepted("eval", f"ckpt_path={result.directory}", "split=val", f"data.root={store.url}")
     assert len(store.ranges()) >= 12, "a checkpoint does not say that copies are to be kept"
     assert "warning" not in (evaluated.out + evaluated.err).lower()
 
@@ -71,13 +75,42 @@ def test_a_killed_run_goes_on_with_other_workers_and_reads_what_follows_only(
     all_of_it = Counter(store.ranges())
     directory = killed(5, *words, f"data.num_workers={workers[0]}")
     store.seen.clear()
-    resumed = accepted("train", f"ckpt_path={directory}", "callbacks=none", f"data.num_workers={workers[1]}")
+    resumed = accepted(
+        "train", f"ckpt_path={directory}", "callbacks=none", f"data.root={store.url}", f"data.num_workers={workers[1]}"
+    )
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     rest = Counter(store.ranges())
     assert rest - all_of_it == Counter()
     missing = all_of_it - rest
     assert sorted(missing.values()) == [1] * 16, "the samples of the four steps before the checkpoint, and no others"
     assert all(seen.end > 1000 for seen in missing if seen.end)
+
+
+@pytest.mark.slow
+def test_the_address_of_a_store_comes_from_the_command_line_and_never_from_a_file(
+    store: Store, tmp_path: Path, accepted: Any, rejected: Any
+) -> None:
+    root = f"data.root=http://127.0.0.1:{store.server.port}/bucket/{tmp_path.name}"
+    names = ("data.dataset.train=train/000.tar", "data.dataset.val=val/024.tar")
+    words = (*SMALL, root, *names, "data.num_workers=0", "max_steps=2")
+    directory = accepted("train", *words).directory
+    given, verbs = f"ckpt_path={directory}", ("eval split=val", "predict input=val", "train max_steps=3", "find-lr")
+    store.seen.clear()
+    for command in (*verbs, "inspect what=errors", "check", "profile", "bench vary.threads=[1]", "pack output=packed"):
+        verb, *more = command.split()
+        said = rejected(verb, given, *more)
+        found = re.search(r"the same on the command line, if [\w ]+: (.+)", said.out + said.err)
+        assert found, said.out + said.err
+        assert shlex.split(found[1]) == [root], command
+        assert store.seen == [], command
+    for call in (runner.evaluate, lambda checkpoint: runner.train(f"ckpt_path={checkpoint}")):
+        with pytest.raises(UserError, match=re.escape(root)):
+            call(directory)
+    assert len(runner.load(directory).classes) == 3, "nothing is read from the store"
+    assert store.seen == []
+    accepted("eval", given, root, "split=val")
+    accepted("train", *words, "resume=auto")
+    assert accepted("train", given, root, "max_steps=3").summary["global_step"] == 3
 
 
 def test_a_command_line_names_the_shards(folder: Path, accepted: Any) -> None:
@@ -140,13 +173,13 @@ def test_a_store_that_fails_ends_the_run_which_goes_on_later(
     stopped = accepted("train", *words, "max_steps=7")
     store.faults.append(Fault("unavailable", key="train"))
     store.seen.clear()
-    failed = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
+    failed = run("train", f"ckpt_path={stopped.directory}", "max_steps=null", f"data.root={store.url}")
     assert failed.status == 1
     assert "cannot read s3://bucket/" in failed.err
     assert "Traceback" not in failed.err
     assert "(6 attempts)" in failed.err
     store.faults.clear()
-    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null")
+    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null", f"data.root={store.url}")
     assert resumed.summary["weights_sha256"] == expected
     assert "skipped" not in resumed.summary, "an image that the store did not give is not a bad sample"
 

@@ -48,7 +48,8 @@ class Fault:
     """What goes wrong with so many requests of keys that contain `key`; by default, with those of ranges of tar files.
 
     `kind`: a key of `_ANSWERS`; `delay`, by `amount` seconds; `cut`, the connection ends after `amount` bytes; `short`, an answer
-    of as many; `flip`, the byte at `amount` is another.
+    of as many; `flip`, the byte at `amount` is another; `endless`, an answer of 32 MiB without its length; `moved`, a redirect to
+    another name of the host, and `renamed`, to the same one.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Store:
     seen: list[Seen] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
+    poured: int = 0  # bytes of endless answers so far
     url = "s3://bucket"
 
     def environment(self) -> dict[str, str]:
@@ -124,6 +126,10 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 status, text = _ANSWERS[kind]
                 self.answer(status, text.encode(), {"Content-Type": "application/xml"})
                 return
+            if kind in ("moved", "renamed"):
+                where = f"http://localhost:{store.server.port}" if kind == "moved" else ""
+                self.answer(302, b"", {"Location": f"{where}{self.path}"})
+                return
             headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
             status, body, others = store.ask(self.command, self.path, None, headers)
             kept = {
@@ -134,9 +140,20 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 kept["Content-Length"] = str(len(body))
             if kind == "flip":
                 body = body[:amount] + bytes([body[amount] ^ 1]) + body[amount + 1 :]
+            if kind == "endless":
+                self.pour(status)
+                return
             self.answer(status, body, kept, amount if kind == "cut" else None)
 
         do_HEAD = do_GET
+
+        def pour(self, status: int) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.close_connection = True
+            for _ in range(2**9):
+                self.wfile.write(bytes(2**16))
+                store.poured += 2**16
 
         def answer(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
             self.send_response(status)

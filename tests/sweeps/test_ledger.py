@@ -163,6 +163,25 @@ def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
     assert ledger.read() == records
 
 
+def test_a_job_whose_line_is_torn_is_found_by_its_settings_and_goes_on_in_its_folder(sweep, two_jobs, run):
+    ledger, summary = two_jobs / "sweep.jsonl", two_jobs / "1" / "summary.json"
+    lines = ledger.read_text().splitlines(keepends=True)
+    of_job_1 = [number for number, line in enumerate(lines) if json.loads(line).get("folder") == "1"]
+    assert json.loads(lines[of_job_1[0]])["event"] == "started"
+    others = [line for number, line in enumerate(lines) if number not in of_job_1]
+    ledger.write_text("".join(others) + lines[of_job_1[0]][:-20])
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"status": "preempted"}))
+    shown = run("sweep", str(two_jobs))
+    assert "1 of 2 jobs finished, 1 preempted" in shown.out
+    result, folder = sweep(*TWO)
+    assert (result.status, folder.resolve()) == (0, two_jobs), result.err
+    assert "sweep.jsonl: its last line is incomplete" in result.out + result.err
+    assert [entry.folder.name for entry in Ledger(folder).read().jobs.values()] == ["0", "1"]
+    assert not (folder / "2").exists()
+    assert "2 of 2 jobs finished" in result.out
+    assert "resumed from" in (folder / "1" / "run.log").read_text()
+
+
 @pytest.mark.parametrize(
     "damaged",
     some(

@@ -117,6 +117,23 @@ def test_a_search_ends_with_its_best_trial_as_a_preset_and_the_same_command_asks
     assert (trials_of(folder)[:2], len(trials(folder))) == (before, 3)
 
 
+def test_a_trial_whose_line_is_torn_goes_on_in_its_folder(search):
+    words = (*SEARCH, "search.trials=2")
+    _, folder = search(*words)
+    ledger, summary = folder / "sweep.jsonl", folder / "1" / "summary.json"
+    lines = ledger.read_text().splitlines(keepends=True)
+    of_trial_1 = [line for line in lines if json.loads(line).get("folder") == "1"]
+    ledger.write_text("".join(line for line in lines if line not in of_trial_1) + of_trial_1[0][:-20])
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"status": "preempted"}))
+    study = (folder / "search.jsonl").read_text().splitlines(keepends=True)
+    (folder / "search.jsonl").write_text("".join(study[:4]))  # without the result of the second trial
+    out, same = search(*words)
+    assert same == folder
+    assert "sweep.jsonl: its last line is incomplete" in out
+    assert not (folder / "2").exists()
+    assert "resumed from" in (folder / "1" / "run.log").read_text()
+
+
 def test_a_pruned_trial_stops_at_an_evaluation_with_a_checkpoint_and_is_not_run_again(search, run, tiny):
     words = ("sweep=optuna", LR, *HALVING, "search.trials=4", "epochs=4", "evaluate.test=true")
     out, folder = search(*words)

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import secrets
+import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -43,32 +45,19 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that gets the name `path` when the block ends; a reader, or a crash at any instant, sees no part of it.
+def renaming(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+    """A temporary name for a file that gets the name `path` when the block ends; after an error in it nothing is left.
 
-    Until then it has a temporary name in the same folder (`.<name>.<random>.tmp`). It is flushed to the disk and renamed; then
-    the folder is flushed, so that the rename itself survives a power cut. After an error in the block nothing is left.
+    The name is in the same folder: `.<name>.<random>.tmp`, by which leftovers of killed processes are known. After the rename,
+    the folder is flushed, so that the rename itself survives a power cut.
 
     Raises:
-        UserError: the file cannot be made; the old content is untouched.
+        OSError: the file cannot be renamed; the old content is untouched.
     """
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
-    with writing(path):
-        file = temporary.open("xb")
+    temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        yield file
-        with writing(path):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            file.close()  # writes what is buffered, which fails again on a full disk
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    with writing(path):
+        yield temporary
+        os.replace(temporary, path)
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -77,15 +66,73 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 raise
         finally:
             os.close(descriptor)
+    finally:
+        # It is still there after an error, and if both names are one file: then replacing does nothing
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` when the block ends; a reader, or a crash at any instant, sees no part of it.
+
+    Raises:
+        OSError: it cannot be written; the old content is untouched.
+    """
+    with renaming(path) as temporary:
+        file = temporary.open("xb")
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            with contextlib.suppress(OSError):
+                file.close()  # writes what is buffered, which fails again on a full disk
+            raise
+        file.close()
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, named: bool = False) -> Iterator[BinaryIO]:
+    """A file to write as `whole` does.
+
+    `named` is for a path of the user's: a link is followed, and what is not an ordinary file, such as /dev/stdout or a named pipe,
+    is written into. Any other link is replaced, as a run directory may come from someone else.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with contextlib.ExitStack() as ending:
+        with writing(path):
+            special = _special(path) if named else None
+            target = Path(os.path.realpath(path)) if named and path.is_symlink() else path
+            file = ending.enter_context(special or whole(target))
+        yield file
+        with writing(path):
+            ending.close()
+
+
+def _special(path: Path) -> BinaryIO | None:
+    """What is not an ordinary file, opened; None for what can be replaced."""
+    if not path.exists():
+        return None
+    found = path.stat()
+    # A file that the shell has opened goes on where it is, and is not opened again, which would begin at its start
+    for descriptor in (1, 2, int(path.name) if path.name.isdecimal() else 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), found):
+                sys.stdout.flush()
+                return os.fdopen(os.dup(descriptor), "wb")
+    return None if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else path.open("wb")
+
+
+def write_atomically(path: Path, data: bytes, *, named: bool = False) -> None:
     """Make `path` hold `data`, as `replacing` does.
 
     Raises:
         UserError: the file cannot be written; the old content is untouched.
     """
-    with replacing(path) as file, writing(path):
+    with replacing(path, named=named) as file, writing(path):
         file.write(data)
 
 
@@ -101,8 +148,8 @@ def append(file: FileIO, data: bytes) -> None:
             rest = rest[file.write(rest) :]
 
 
-def write_json(path: Path, obj: Any) -> None:
-    """Write `obj` atomically as JSON, indented by two, keys in their order; NaN and infinities become null.
+def write_json(path: Path, obj: Any, *, named: bool = False) -> None:
+    """Write `obj` as `replacing` does, as JSON, indented by two, keys in their order; NaN and infinities become null.
 
     Raises:
         UserError: the file cannot be written.
@@ -110,7 +157,7 @@ def write_json(path: Path, obj: Any) -> None:
     """
     text = json.dumps(finite(obj), indent=2, ensure_ascii=False, allow_nan=False)
     # The name of a file may have bytes that are not UTF-8: escaped as `\udc80`, a reader of the JSON gets them back.
-    write_atomically(path, (text + "\n").encode(errors="backslashreplace"))
+    write_atomically(path, (text + "\n").encode(errors="backslashreplace"), named=named)
 
 
 def finite(obj: Any) -> Any:

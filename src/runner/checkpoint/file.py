@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from runner.base.errors import DiskFull, UserError, first_line
+from runner.base.files import renaming, whole
 from runner.base.reading import open_regular
 from runner.checkpoint import layout
 from runner.checkpoint.checks import wrong_type
@@ -58,11 +59,8 @@ def write(path: Path, contents: dict[str, Any]) -> None:
     try:
         tensors = Tensors()
         metadata = {key: _text(key, contents[key], tensors) for key in _ORDER if key in contents}
-        with _replacing(path) as temporary, temporary.open("wb") as file:
-            # The file goes to the disk before it gets its name: a crash leaves the old file or the new one
+        with _reported(path), whole(path) as file:
             layout.write(file, str(contents["format"]), metadata, tensors.by_name)
-            file.flush()
-            os.fsync(file.fileno())
     except (Unsupported, ValueError) as error:
         raise UserError(
             "checkpoint",
@@ -72,20 +70,10 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name for a file that becomes `path` if no error is raised; errors of writing become sentences."""
-    # The name tells the process, so that leftovers of a killed one can be recognised and removed
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _reported(path: Path) -> Iterator[None]:
+    """Errors of writing become sentences."""
     try:
-        temporary.unlink(missing_ok=True)
-        yield temporary
-        os.replace(temporary, path)
-        # The new name is an entry of the folder, which has to reach the disk too
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        yield
     except (OSError, RuntimeError) as error:
         # A user can act on a full disk or a limit, so errors of the system become sentences about them
         reason = getattr(error, "strerror", None) or str(error)
@@ -93,10 +81,6 @@ def _replacing(path: Path) -> Iterator[Path]:
             reason = "it would be larger than files may be here (ulimit -f, or the file system)"
         kind = DiskFull if getattr(error, "errno", None) == errno.ENOSPC else UserError
         raise kind("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
-    finally:
-        # It is still there if both names are one file: then replacing does nothing
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _text(key: str, value: Any, tensors: Tensors) -> str:
@@ -122,15 +106,14 @@ def link(source: Path, target: Path) -> None:
     Raises:
         UserError: if it cannot be written.
     """
-    with _replacing(target) as temporary:
+    with _reported(target):
         try:
             # A link costs no space and no time, and many file systems have them
-            os.link(source, temporary)
+            with renaming(target) as temporary:
+                os.link(source, temporary)
         except OSError:
-            with source.open("rb") as reading, temporary.open("wb") as writing:
+            with source.open("rb") as reading, whole(target) as writing:
                 shutil.copyfileobj(reading, writing)
-                writing.flush()
-                os.fsync(writing.fileno())
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
+from runner.base.reading import is_url
 from runner.config import keys, stored
 from runner.config.allowed_targets import not_packages, packages_in, refusal, remedy, section_of
 from runner.config.changes import other_run
@@ -20,6 +23,7 @@ from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
+from runner.config.space import text_of
 from runner.config.targets import FACTS, targets_in
 from runner.config.validate import shown, typed
 
@@ -41,6 +45,7 @@ _MOST = {
 }  # fmt: skip
 _WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
 _LONGEST_NAME = 200
+_NOT_OPENED = ("name", "tags", "notes", "logger")  # texts for people, and loggers, of which none that sends is kept
 _SHARDS = "runner.data.sources.shards.shards"
 
 
@@ -137,7 +142,7 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
 
 
 def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[str] | None) -> list[Problem]:
-    """Problems of what a file asks for: a name outside `output_root`, too many threads or processes, strange targets."""
+    """Problems of what a file asks for: a name outside `output_root`, numbers that are too large, addresses, strange targets."""
     # A name with .. or an absolute path could write anywhere
     name, composed, problems = str(values.get("name")), composition.values, list[Problem]()
     path = PurePath(name)
@@ -154,6 +159,14 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
                 what = f"{len(value):,} items" if isinstance(value, list) else shown(value)
                 allowed = f"at most {most:,}, or {key}=... on the command line"
                 problems.append(Problem(key, f"cannot be {what}, as it comes from a file", allowed))
+    # A file must not make this machine send requests
+    for key, value in keys.walk(values):
+        used = not keys.within(key, _NOT_OPENED) if builds is None else keys.within(key, builds)
+        if used and isinstance(value, str) and is_url(value) and value != keys.at(composed, key):
+            whole = re.sub(r"\.\d+(\..*)?$", "", key)  # an override sets no single item of a list
+            word = shlex.quote(f"{whole}={text_of(keys.at(values, whole))}")
+            allowed = f"the same on the command line, if this machine may send requests there: {word}"
+            problems.append(Problem(key, f"is the address {shown(value)}, which a file cannot choose", allowed))
     # Only the command line and the environment extend what is trusted
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
     problems += [Problem(*wrong, origin="trust") for wrong in not_packages(trust)]

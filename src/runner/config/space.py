@@ -140,6 +140,6 @@ def text_of(value: Any) -> str:
         return f"[{','.join(map(text_of, value))}]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{text_of(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, str) and not (value[:1] in ("[", "{") or re.fullmatch(r"[A-Za-z_][\w./@-]*", value)):
+    if isinstance(value, str) and not (value[:1] in ("[", "{") or re.fullmatch(r"[A-Za-z_][\w./:@-]*", value)):
         return json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if isinstance(value, bool) or value is None else str(value)

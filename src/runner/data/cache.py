@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler
-from runner.data.cache_file import CachedImages, Unusable, temporary_prefix, write
+from runner.data.cache_file import CachedImages, Unusable, write
 from runner.data.loaders import BatchPlan
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 from runner.data.sampler import AllSamples
@@ -86,7 +86,7 @@ class Cache:
             if isinstance(found, CachedImages):
                 return Opened(found, "opened")
             # What killed processes have left, if no other process can be writing.
-            left = path.parent.glob(f"{glob.escape(temporary_prefix(path))}*") if locked else ()
+            left = path.parent.glob(f".{glob.escape(path.name)}.*.tmp") if locked else ()
             for useless in (path, *left):
                 useless.unlink(missing_ok=True)
             # The time begins here, after the wait for another process

@@ -13,7 +13,6 @@ import array
 import contextlib
 import math
 import os
-import secrets
 import struct
 import weakref
 import zlib
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import DataFailed, UserError
+from runner.base.files import whole
 from runner.base.reading import open_regular
 from runner.data.bad_samples import NOT_READ
 from runner.data.preparation import reported_writing
@@ -180,36 +180,19 @@ def write(
     images whose places hold others, is used after the last batch. Raises `UserError` and leaves nothing behind if the file
     cannot be written.
     """
-    temporary = path.parent / f"{temporary_prefix(path)}{secrets.token_hex(6)}"
     targets_so_far, shape, checksums = [], torch.Size(), array.array("I")
-    try:
-        with (
-            reported_writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
-            temporary.open("xb") as file,
-        ):
-            for images, targets in batches:
-                pixels = images.contiguous().numpy()
-                file.write(pixels.data)
-                checksums.extend(map(zlib.crc32, pixels))
-                targets_so_far.append(targets)
-                shape = images.shape[1:]
-            known = {"targets": torch.cat(targets_so_far), "unreadable": torch.tensor(sorted(unreadable)).long()}
-            known |= {
-                "shape": torch.tensor((samples, *shape)),
-                "key": torch.tensor(list(key.encode()), dtype=torch.uint8),
-            }
-            known["checksums"] = torch.from_numpy(np.frombuffer(checksums, np.uint32).astype(np.int64))
-            rest = safetensors.torch.save(known)
-            file.write(rest + _ending(len(rest), zlib.crc32(rest)))
-            file.flush()
-            os.fsync(file.fileno())
-            # Only a complete file gets the name
-            os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def temporary_prefix(path: Path) -> str:
-    """The beginning of the names of unfinished files."""
-    return f".{path.name}.unfinished-"
+    with reported_writing(path, "data.cache_dir", "a writable folder, or data.cache=null"), whole(path) as file:
+        for images, targets in batches:
+            pixels = images.contiguous().numpy()
+            file.write(pixels.data)
+            checksums.extend(map(zlib.crc32, pixels))
+            targets_so_far.append(targets)
+            shape = images.shape[1:]
+        known = {"targets": torch.cat(targets_so_far), "unreadable": torch.tensor(sorted(unreadable)).long()}
+        known |= {
+            "shape": torch.tensor((samples, *shape)),
+            "key": torch.tensor(list(key.encode()), dtype=torch.uint8),
+        }
+        known["checksums"] = torch.from_numpy(np.frombuffer(checksums, np.uint32).astype(np.int64))
+        rest = safetensors.torch.save(known)
+        file.write(rest + _ending(len(rest), zlib.crc32(rest)))

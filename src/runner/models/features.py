@@ -134,7 +134,7 @@ def write_features(batches: Iterator[Mapping[str, Tensor]], path: Path) -> dict[
                 shapes = f"{tuple(rows[-1].shape[1:])} in one batch and of {tuple(rows[0].shape[1:])} in another"
                 raise UserError("features", f"{name} has rows of {shapes}", "layers whose outputs have one shape")
     arrays: dict[str, Any] = {name: torch.cat(rows).numpy() for name, rows in found.items()}
-    with replacing(path) as file, writing(path):
+    with replacing(path, named=True) as file, writing(path):
         if path.suffix == ".npz":
             np.savez(file, **arrays)
         else:

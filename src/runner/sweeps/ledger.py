@@ -11,14 +11,16 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.base.errors import UserError
 from runner.base.files import writing
-from runner.base.reading import is_number, number_or_none, read_regular, read_summary
+from runner.base.reading import is_number, number_or_none, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_words
+from runner.config.keys import key_of
 
 NAME = "sweep.jsonl"
 ENDED = ("finished", "pruned", "failed", "preempted")
@@ -80,6 +82,8 @@ class Records:
     folders: set[str] = field(default_factory=set)
     retried: Counter[str] = field(default_factory=Counter)
     """How often each job was retried at once in the last launch."""
+    torn: bool = False
+    """Whether a crash left the last line incomplete."""
     outside: list[str] = field(default_factory=list)
     """Folders of jobs that are ignored, as they are links or not in the sweep: a ledger may come from someone else."""
 
@@ -113,15 +117,32 @@ class Ledger:
         self.path = folder / NAME
 
     def read(self) -> Records:
-        """The content; lines that are not the ledger's, or that a crash left incomplete, are skipped."""
+        """The content; lines that are not the ledger's, or that a crash left incomplete, are skipped.
+
+        A line that is lost may have named the folder of a planned job: the run in it has the words of the job.
+        """
         records = Records()
         with contextlib.suppress(OSError):
-            for line in read_regular(self.path, _LARGEST).splitlines():
-                self._add(records, line)
+            content = read_regular(self.path, _LARGEST)
+            known = [self._add(records, line) for line in content.splitlines()]
+            records.torn = bool(known) and not (known[-1] or content.endswith(b"\n"))
+        lost = {compared(words): job for job, words in records.planned.items() if job not in records.jobs}
+        for words, path in (self.unnamed(records) if lost else {}).items():
+            if (job := lost.get(words)) is not None:
+                records.jobs[job] = Entry(path, records.planned[job], "started", len(records.launches) - 1)
         for job, entry in list(records.jobs.items()):
             if entry.folder.is_symlink():
                 records.outside.append(records.jobs.pop(job).folder.name)
         return records
+
+    def unnamed(self, records: Records) -> dict[tuple[str, ...], Path]:
+        """The runs in the folder that no line names, by their words as `compared` gives them."""
+        found = dict[tuple[str, ...], Path]()
+        for path in self.folder.glob("*/overrides.yaml"):
+            if path.parent.name not in records.folders and not path.parent.is_symlink():
+                with contextlib.suppress(OSError, ValueError):  # a run that cannot be read is none of them
+                    found[compared(read_overrides(path.parent))] = path.parent
+        return found
 
     def require_file(self) -> None:
         """Refuse to write through a link, a folder or a named pipe, as a sweep's folder may come from someone else.
@@ -167,7 +188,8 @@ class Ledger:
         content |= {"folder": entry.folder.name, "overrides": mask_words(entry.overrides), "job": job}
         self.append(entry.status, records, **content)
 
-    def _add(self, records: Records, line: bytes) -> None:
+    def _add(self, records: Records, line: bytes) -> bool:
+        """Add what a line says; tells whether it could be read."""
         try:
             found = json.loads(line)
             event = found["event"]
@@ -176,12 +198,12 @@ class Ledger:
                 if all(key in found for key in _OF_LAUNCH) and _has_types(found):
                     records.launches.append(found)
                     records.retried.clear()
-                return
+                return True
             job, name = str(found["job"]), str(found["folder"])
             # A ledger from somebody else must not lead out of the folder of the sweep
             if Path(name).name != name or name in ("", "..") or len(name) > _LONGEST_NAME:
                 records.outside.append(name)
-                return
+                return True
             entry = Entry(
                 folder=self.folder / name,
                 overrides=[str(word) for word in found["overrides"]],
@@ -194,11 +216,17 @@ class Ledger:
                 why=_text(found.get("why")),
             )
         except (ValueError, LookupError, TypeError, RecursionError):
-            return
+            return False
         # The latest line of a job counts
         records.jobs[job] = entry
         records.retried[job] += event == "retried"
         records.folders.add(name)
+        return True
+
+
+def compared(words: Sequence[str]) -> tuple[str, ...]:
+    """The overrides of a job in a canonical order, without `resume`, which jobs on a cluster have."""
+    return tuple(sorted(word for word in words if key_of(word) != "resume"))
 
 
 def _text(value: Any) -> str | None:

@@ -27,7 +27,7 @@ from runner.config.schema.train import Train
 from runner.launch.jobs import Ended, Job, Launcher, run
 from runner.run.directory import works
 from runner.sweeps.folder import base_changed
-from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome, outcome_of
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, compared, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, code_of
 from runner.sweeps.rows import command_alone
 from runner.sweeps.view import Display, headline_of
@@ -109,6 +109,8 @@ class Sweep:
         """
         self.ledger.require_file()
         self.records, plan = self.ledger.read(), self.plan
+        if self.records.torn:
+            self.say(f"{self.ledger.path}: its last line is incomplete, as after a crash, and does not count")
         known = self.records.jobs
         # A ledger of other settings would compare results that do not belong together
         if self.records.launches:
@@ -146,11 +148,11 @@ class Sweep:
         if not runs:
             return
         # Words find the job quickly, and the config confirms that they mean the same today
-        by_words = {_compared(mask_words(job.composition.overrides)): job for job in jobs}
+        by_words = {compared(mask_words(job.composition.overrides)): job for job in jobs}
         found = 0
         for path in runs:
             with contextlib.suppress(OSError, ValueError, UserError):  # a run that cannot be read is none of them
-                job = by_words.get(_compared(read_overrides(path)))
+                job = by_words.get(compared(read_overrides(path)))
                 if job is None:
                     continue
                 if (path / "config.yaml").is_file():
@@ -207,6 +209,10 @@ class Sweep:
         while (planned := self._candidate()) is not None:
             known, why = self.records.jobs.get(planned.identity), None
             code = code_of(planned.composition.values)
+            if known is None and self.plan.jobs is None:  # a search plans its jobs one by one
+                words = mask_words(planned.composition.overrides)
+                if (lost := self.ledger.unnamed(self.records).get(compared(words))) is not None:
+                    known = Entry(lost, planned.composition.overrides, "started", -1, code=code)
             if known is not None and not _is_gone(known):
                 # Changed code makes an old result meaningless, so the job runs again in a new folder
                 changed = _changed(known, code)
@@ -350,11 +356,6 @@ class Sweep:
             line += f"\n    again: {again}" if failed else ""
         if not self._display.live or event in ("failed", "retried", "preempted"):
             self._display.line(line, error=failed)
-
-
-def _compared(words: Sequence[str]) -> tuple[str, ...]:
-    """The overrides of a job in a canonical order, without `resume`, which jobs on a cluster have."""
-    return tuple(sorted(word for word in words if key_of(word) != "resume"))
 
 
 def _changed(entry: Entry, code: dict[str, str]) -> list[str]:

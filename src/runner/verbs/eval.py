@@ -66,7 +66,7 @@ def run(composition: Composition) -> float:
     title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
     # Other data must not replace the evaluation of the run's own data.
     name = config.split if same_data else f"{config.data.name}_{config.split}"
-    written = _write(record, folder, name, title, classes)
+    written = _write(record, folder, name, title, classes, named=config.output is not None)
     if not report.json(record, written=[str(path) for path in written]):
         _show(record, title, report)
         report.lines(*written)
@@ -147,9 +147,11 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     return record
 
 
-def _write(record: dict[str, Any], folder: Path, name: str, title: str, classes: list[str]) -> list[Path]:
+def _write(
+    record: dict[str, Any], folder: Path, name: str, title: str, classes: list[str], *, named: bool
+) -> list[Path]:
     path = folder / f"eval_{name}.json"
-    write_json(path, record)
+    write_json(path, record, named=named)
     if "confusion" not in record:
         return [path]
     from runner.tracking.plots import confusion_matrix

@@ -54,9 +54,9 @@ def run(composition: Composition) -> float:
             rate = find_rate(training, config.num_steps, config.start, config.end, lambda: begin() or "")
     record = {"command": mask_words(composition.overrides), **rate.record()}
     rate.draw(folder / "lr_range.png", f"{config.name}: learning-rate range test")
-    write_atomically(folder / "config.yaml", stored.dump(config).encode())
+    write_atomically(folder / "config.yaml", stored.dump(config).encode(), named=True)
     # Written last: where it is, the other files are complete.
-    write_json(folder / "lr_range.json", record | {"environment": environment()})
+    write_json(folder / "lr_range.json", record | {"environment": environment()}, named=True)
     if not report.json(record, folder=str(folder)):
         _show(report, rate, folder)
     return rate.settings["lr"]

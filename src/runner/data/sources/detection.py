@@ -19,7 +19,7 @@ from runner.base.errors import UserError, nearest_path
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import images_below
+from runner.data.sources.listing import images_below, is_inside
 
 OnError = Literal["raise", "skip"]
 
@@ -206,7 +206,7 @@ def coco(
     for split, folder, file in zip(_SPLITS, folders, files, strict=True):
         if file is None:
             continue
-        images, theirs, empty = _read_coco(base / file, base / (folder or ""), masks)
+        images, theirs, empty = _read_coco(base / file, base / (folder or ""), base, masks)
         names = names or theirs
         if differing := sorted(theirs.items() ^ names.items()):
             problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
@@ -217,7 +217,7 @@ def coco(
     return made
 
 
-def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], dict[int, str], int]:
+def _read_coco(path: Path, folder: Path, root: Path, masks: bool) -> tuple[list[Annotated], dict[int, str], int]:
     """The images with their objects, the names of the categories by id, and how many boxes were dropped as they are empty."""
     section, place, empty = "file", None, 0
     try:
@@ -227,7 +227,10 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
         for place, entry in enumerate(contents[section]):  # noqa: B007
             names[_new(entry["id"], names)] = str(entry["name"])
         section, place, labels = "images", None, {number: label for label, number in enumerate(sorted(names), 1)}
-        for place, entry in enumerate(contents[section]):  # noqa: B007
+        for place, entry in enumerate(contents[section]):
+            if not is_inside(entry["file_name"], folder, root):
+                problem = f"{section}[{place}] of {path} names a file outside of {root}: {entry['file_name']}"
+                raise UserError("data.dataset", problem, "data.root=FOLDER with a folder above all images")
             size = int(entry["width"]), int(entry["height"])
             images[_new(entry["id"], images)] = Annotated(folder / entry["file_name"], int(entry["id"]), size)
         section, place = "annotations", None
@@ -289,7 +292,11 @@ def yolo(
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
     for split in _SPLITS:
         # Paths of Roboflow begin with ../, and mean the folder of the description
-        folder = base / str(said.get(split) or f"images/{split}").removeprefix("../")
+        name = str(said.get(split) or f"images/{split}").removeprefix("../")
+        folder = base / name
+        if not is_inside(name, base):
+            problem = f"'{split}' of {path} is a folder outside of {base}: {name}"
+            raise UserError("data.dataset", problem, "data.root=FOLDER with a folder above all images")
         if folder.is_dir():
             images = [Annotated(file, number, None) for number, file in enumerate(sorted(images_below(folder)))]
             for image in images:

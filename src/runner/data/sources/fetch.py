@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from runner.base.errors import PREEMPTED, UserError
+from runner.base.files import renaming
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 
 _SILENCE_S = 30.0  # how long an address may send nothing
@@ -76,17 +77,15 @@ def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
             if has_md5(path, md5):  # another process has fetched it in the meantime
                 return
             try:
-                _receive(url, path.name, unfinished, stopped)
-                if has_md5(unfinished, md5):
-                    unfinished.replace(path)
-                    # Processes that wait for this lock find the file.
-                    path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
-                    return
-                failures.append(f"{url}: another checksum than the published MD5 {md5}")
+                with renaming(path, unfinished):
+                    _receive(url, path.name, unfinished, stopped)
+                    if not has_md5(unfinished, md5):
+                        raise OSError(f"another checksum than the published MD5 {md5}")
+                # Processes that wait for this lock find the file.
+                path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
+                return
             except (OSError, HTTPException) as error:
                 failures.append(f"{url}: {error}")
-            finally:
-                unfinished.unlink(missing_ok=True)
     raise FetchFailed("; ".join(failures))
 
 

@@ -65,6 +65,19 @@ def images_below(folder: Path) -> Iterator[Path]:
         yield from (Path(here, name) for name in names if is_image(name))
 
 
+def is_inside(name: str, *folders: Path) -> bool:
+    """Whether a file that annotations name is in one of some folders, whose links may lead elsewhere.
+
+    Annotations may come from someone else, and must not have other files read. The name is relative to the first folder.
+    """
+    if not (name.startswith("/") or ".." in name):
+        return True
+    path = (folders[0] / name).absolute()
+    places = {os.path.normpath(path), os.path.realpath(path)}
+    known = [*map(os.path.abspath, folders), *map(os.path.realpath, folders)]
+    return any(Path(place).is_relative_to(folder) for place in places for folder in known)
+
+
 def is_image(name: str) -> bool:
     """Whether the name of a file has the extension of an image."""
     return name.lower().endswith(_ENDINGS)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit
 
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import heard
@@ -25,6 +26,7 @@ ATTEMPTS = 6
 DELAY_S = 0.5  # before the second attempt; it doubles before each further one
 PATIENCE_S = 60.0  # after which there is no further attempt
 TIMEOUT_S = 30.0  # of one request, with its answer
+_LARGEST = 2**28  # bytes of an index, names of classes or a manifest; an index has about 40 an image
 # Of HTTP: access is denied; there is no such object; no such range; asking again may help
 _DENIED, _ABSENT, _TOO_MUCH, _LATER = 403, (404, 410), 416, (408, 409, 425, 429)
 _FINAL = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EISDIR, errno.ENOTDIR)
@@ -60,8 +62,25 @@ def store(url: str) -> Any:
         # s3fs retries, and botocore below it, which would multiply the attempts of `retried`
         if hasattr(client, "config_kwargs"):
             client.retries, client.config_kwargs = 1, {"retries": {"max_attempts": 0}, **client.config_kwargs}
+        elif hasattr(client, "client_kwargs"):
+            client.client_kwargs = {**client.client_kwargs, "trace_configs": [_redirects_refused()]}
         _CLIENTS[key] = client
     return _CLIENTS[key]
+
+
+def _redirects_refused() -> Any:
+    """What makes a client for HTTP refuse redirects to another host, which nobody named."""
+    from aiohttp import TraceConfig
+
+    async def refuse(_session: Any, _context: Any, seen: Any) -> None:
+        host = urlsplit(seen.response.headers.get("Location", "")).hostname
+        if host not in (None, seen.url.host):
+            problem = f"{seen.url} redirects to another host, {host}, which is not followed"
+            raise DataFailed("data.root", problem, "an address of that host, if this machine may send requests there")
+
+    watched = TraceConfig()
+    watched.on_request_redirect.append(refuse)
+    return watched
 
 
 def request(url: str, method: str, **arguments: Any) -> Any:
@@ -72,6 +91,37 @@ def request(url: str, method: str, **arguments: Any) -> Any:
     from fsspec.asyn import sync
 
     return sync(client.loop, getattr(client, f"_{method}"), url, timeout=TIMEOUT_S, **arguments)
+
+
+def _content(url: str, start: int | None = None, end: int | None = None) -> bytes:
+    """Bytes of an object from `start` up to `end`, or all; at most one more than asked for, as an answer may have no end.
+
+    Raises what the client raises.
+    """
+    client, most = store(url), _LARGEST if end is None or start is None else end - start
+    is_s3 = hasattr(client, "_call_s3")
+    if not (is_s3 or hasattr(client, "encode_url")):  # not of this package's extra
+        return bytes(request(url, "cat_file", start=start, end=end))
+    asked = {} if end is None else {"Range": f"bytes={start}-{end - 1}"}
+
+    async def received() -> bytes:
+        if is_s3:
+            bucket, key, _ = client.split_path(url)
+            answer = (await client._call_s3("get_object", Bucket=bucket, Key=key, **asked))["Body"]
+        else:
+            session, headers = await client.set_session(), client.kwargs.get("headers", {}) | asked
+            answer = await session.get(client.encode_url(url), **client.kwargs | {"headers": headers})
+        with contextlib.closing(answer):
+            if not is_s3:
+                client._raise_not_found_for_status(answer, url)
+            body, content = answer if is_s3 else answer.content, bytearray()
+            while len(content) <= most and (chunk := await body.read(most + 1 - len(content))):
+                content += chunk
+            return bytes(content)
+
+    from fsspec.asyn import sync
+
+    return bytes(sync(client.loop, received, timeout=TIMEOUT_S))
 
 
 def retried(url: str, call: Callable[[], T]) -> T:
@@ -88,6 +138,8 @@ def retried(url: str, call: Callable[[], T]) -> T:
         except (UserError, MemoryError):
             raise
         except Exception as error:  # each client has exceptions of its own
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
             # The client for HTTP makes this of every error
             of_http = type(error.__cause__).__module__.startswith("aiohttp")
             if isinstance(error, FileNotFoundError) and (not of_http or _status(error) in _ABSENT):
@@ -146,7 +198,7 @@ class RemoteShard:
             return b""
 
         def call() -> bytes:
-            content: bytes = request(self.url, "cat_file", start=start, end=end)
+            content = _content(self.url, start, end)
             if len(content) > end - start:
                 problem = f"the server of {self.url} does not answer requests of ranges"
                 raise DataFailed("data.root", problem, "one that does")
@@ -232,7 +284,10 @@ class _Stream(io.RawIOBase):
 def content_of(url: str) -> bytes | None:
     """A whole small object; None if there is none, or access is denied, as stores say of absent ones that may not be listed."""
     try:
-        return bytes(retried(url, lambda: request(url, "cat_file")))
+        content = retried(url, lambda: _content(url))
+        if len(content) > _LARGEST:
+            raise DataFailed("data.root", f"{url} has more than {_LARGEST:,} bytes", "an object that is smaller")
+        return content
     except FileNotFoundError:
         return None
     except DataFailed as error:

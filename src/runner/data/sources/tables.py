@@ -16,6 +16,7 @@ from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
+from runner.data.sources.listing import is_inside
 
 Kind = Literal["classification", "multilabel", "regression"]
 
@@ -184,6 +185,9 @@ def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list
     names = [table.text(column, row) for row in range(len(table.columns[column]))]
     folders = list(dict.fromkeys((table.path.parent, root)))
     base = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
+    if (out := next((row for row, name in enumerate(names) if not is_inside(name, base, *folders)), None)) is not None:
+        allowed = "data.root=FOLDER with a folder above all images, and data.dataset.table with its whole path"
+        raise table.wrong(out, column, f"names a file outside of {root.absolute()}: {names[out]}", allowed)
     paths = [base / name for name in names]
     missing = [] if missing_allowed else [row for row, path in enumerate(paths) if not path.is_file()]
     if missing:

@@ -135,7 +135,7 @@ def run(composition: Composition) -> float:
         "environment": environment(),
         "written": [str(path), str(picture)],
     }
-    write_json(path, record)
+    write_json(path, record, named=True)
     if not report.json(record):
         report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
         report.folder(folder)

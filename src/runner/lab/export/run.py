@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from runner.base.errors import FAILED, UserError
-from runner.base.files import write_json, writing
+from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Export
@@ -86,7 +86,7 @@ def run(composition: Composition) -> float:
     run_directory = run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
-    files: dict[str, Path] = {}
+    files, records = dict[str, Path](), dict[str, dict[str, Any]]()
     compared: list[dict[str, Any]] = []
     # Several batch sizes, because an export may fix the one that it was traced with
     batches = [images[:size] for size in config.batch_sizes]
@@ -95,12 +95,13 @@ def run(composition: Composition) -> float:
             begin(name)
             files[name] = folder / FORMATS[name][0]
             # A file that is there is complete: other programs may watch the folder
-            with _write_complete(files[name]) as path:
+            with _write_complete(files[name], config.output is not None) as path:
                 loaded = formats.write(name, exported, images, path)
+                records[name] = _file_record(path)
             compared += _compare(name, exported, loaded, batches)
-    record = _record(resolved, task, data, images, outputs, files=files, compared=compared)
+    record = _record(resolved, task, data, images, outputs, files=records, compared=compared)
     written = [*files.values(), folder / "model.json"]
-    write_json(written[-1], record)
+    write_json(written[-1], record, named=config.output is not None)
     _show(record, compared, report)
     report.lines(*written)
     report.json(record, written=[str(path) for path in written])
@@ -168,13 +169,14 @@ def _examples(resolved: ResolvedCheckpoint[Export], data: DataFacts, count: int)
 
 
 @contextlib.contextmanager
-def _write_complete(path: Path) -> Iterator[Path]:
-    """A path to write to; files get their names only once they are complete."""
+def _write_complete(path: Path, named: bool) -> Iterator[Path]:
+    """A path to write to; files get their names only once they are complete. For `named` see `replacing`."""
     # Large weights of ONNX lie in a second file beside the first, and its name is in the first.
     with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".export.") as scratch:
         yield Path(scratch) / path.name
         for file in Path(scratch).iterdir():
-            os.replace(file, path.with_name(file.name))
+            with file.open("rb") as content, replacing(path.with_name(file.name), named=named) as target:
+                shutil.copyfileobj(content, target)
 
 
 def _record(
@@ -184,7 +186,7 @@ def _record(
     images: Tensor,
     outputs: Tensor,
     *,
-    files: dict[str, Path],
+    files: dict[str, dict[str, Any]],
     compared: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The description of the files for the programs that use them."""
@@ -218,7 +220,7 @@ def _record(
             "std": normalize.std,
             "normalization_in_the_model": included,
         },
-        "files": {name: _file_record(path) for name, path in files.items()},
+        "files": files,
         "tolerance": config.tolerance,
         "comparison": compared,
         "versions": versions(),

@@ -142,7 +142,7 @@ def _inspected(
     report.lines(*seen.skipped)
     files = [part[0] for part in seen.parts if not isinstance(part, Table)]
     record = {"folder": str(folder), "what": what, **seen.record, "files": [path.name for path in files]}
-    write_json(folder / "inspect.json", record)
+    write_json(folder / "inspect.json", record, named=True)
     report.lines(*files, folder / "inspect.json")
     return record
 

@@ -60,17 +60,17 @@ def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[O
     written = []
     if measured.profiler is not None:
         trace, table, text = folder / "trace.json", folder / "ops.json", folder / "ops.txt"
-        _write_trace(measured.profiler, trace)
-        write_json(table, [dataclasses.asdict(op) for op in ops])
-        write_atomically(text, text_of(ops, measured.traced).encode())
+        _write_trace(measured.profiler, trace.resolve())
+        write_json(table, [dataclasses.asdict(op) for op in ops], named=True)
+        write_atomically(text, text_of(ops, measured.traced).encode(), named=True)
         written += [trace, text, table]
     if measured.snapshot is not None:
         written.append(measured.snapshot)
-    write_atomically(folder / "config.yaml", config.encode())
+    write_atomically(folder / "config.yaml", config.encode(), named=True)
     record["files"] = [path.name for path in written] + ["config.yaml"]
     record["environment"] = environment()
     # It comes last, so that where it is, the others are.
-    write_json(folder / "profile.json", record)
+    write_json(folder / "profile.json", record, named=True)
     return [*written, folder / "config.yaml", folder / "profile.json"]
 
 

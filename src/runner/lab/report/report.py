@@ -242,7 +242,7 @@ def report(
         if file == "-":
             sys.stdout.write(text())
         elif file is not None:
-            write_atomically(Path(file), text().encode(errors="backslashreplace"))
+            write_atomically(Path(file), text().encode(errors="backslashreplace"), named=True)
     return result
 
 

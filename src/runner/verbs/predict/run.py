@@ -127,7 +127,8 @@ def run(composition: Composition) -> float:
         unreadable = [reason for _, reason in sorted(source.unreadable.items())]
     unreadable_list = path.with_name(f"{path.stem}_unreadable.txt")
     if unreadable:
-        write_atomically(unreadable_list, "".join(f"{_one_line(reason)}\n" for reason in unreadable).encode())
+        reasons = "".join(f"{_one_line(reason)}\n" for reason in unreadable)
+        write_atomically(unreadable_list, reasons.encode(), named=True)
     record = resolved.record() | {
         "predicted": rows.count,
         "unreadable": unreadable,

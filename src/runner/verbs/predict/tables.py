@@ -34,14 +34,14 @@ def check_ending(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write]:
-    """A table that is written to a temporary name and renamed when it is complete; after an error nothing is left.
+    """A table that is written as `runner.base.files.replacing` does, for a path of the user's; after an error nothing is left.
 
     The ending of `path` selects the format. `lists` are the columns that hold lists, each with a name for every item; CSV
     gives each item a column.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with replacing(path, named=True) as file:
         table = _FORMATS[path.suffix.lower()](file, lists)
 
         def write(rows: Sequence[Row]) -> None:
