@@ -32,7 +32,7 @@ _DEEPEST = 64  # levels of a config
 _NESTING = ("[", "{", "- ", "-\n", "? ", "?\n")  # what begins another level on the same line or the next
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
-"""Names beside keys and metrics that `where`, `columns` and `sort` know."""
+"""Names beside keys and metrics that `columns` and `sort` know."""
 MEASURED = ("samples_per_s", "step_ms", "peak_memory_mib", "startup_s", "global_step")
 """Metrics of every run, in samples/s, ms, MiB, s and steps."""
 

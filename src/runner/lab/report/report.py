@@ -19,7 +19,7 @@ from runner.config.keys import flatten
 from runner.lab.report.baseline import Comparison, baseline_text, compare, measure, read_baseline
 from runner.lab.report.page import page
 from runner.lab.report.reading import MEASURED, Run, damaged_lines, find_runs
-from runner.lab.report.table import Spread, Table, differing, differing_keys, make_table, selected, text_of
+from runner.lab.report.table import Spread, Table, differing, differing_keys, make_table, text_of
 from runner.sweeps.run import quoted
 from runner.sweeps.table import finished_of, print_failure
 from runner.tracking.console import Console
@@ -155,24 +155,21 @@ class Report:
         return self.table._repr_html_()
 
 
-def runs(*places: Place, where: str | None = None) -> Runs:
+def runs(*places: Place) -> Runs:
     """Read runs from their folders, also while they run; nothing is written and torch is not imported.
 
     Args:
         places: run directories, sweeps, folders that hold some at any depth, or glob patterns, runs that were read before,
             or lists of them; `outputs` if there is none.
-        where: a condition, such as `amp=true and test/accuracy>0.99`.
 
     Raises:
-        UserError: if a place does not exist or holds no run, or the condition is wrong or holds for none.
+        UserError: if a place does not exist or holds no run.
     """
-    found, notes = find_runs(_paths(places) or [OUTPUTS])
-    return Runs(selected(found, where), notes)
+    return Runs(*find_runs(_paths(places) or [OUTPUTS]))
 
 
 def report(
     *places: Place,
-    where: str | None = None,
     columns: str | Iterable[str] = (),
     sort: str | None = None,
     seeds: Literal["folded", "each"] = "folded",
@@ -188,7 +185,7 @@ def report(
     """Report on runs, as `python -m runner report` does.
 
     Args:
-        places, where: see `runs`.
+        places: see `runs`.
         columns: keys and metrics to show, in a list or separated by commas; empty for the keys that differ and the
             monitored metric.
         sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
@@ -210,10 +207,10 @@ def report(
         raise UserError("against", "is empty", "a file from save_baseline=, a run, a sweep or a folder")
     if tolerance and against is None:
         raise UserError("tolerance", "needs a baseline to compare with", "against=PLACE too")
-    found = runs(*places, where=where)
+    found = runs(*places)
     two = len(found) == 2 and len(places) == 2
     if diff and len(found) != 2:
-        raise UserError("diff", f"needs two runs, and there are {len(found)}", "two run directories, or where=")
+        raise UserError("diff", f"needs two runs, and there are {len(found)}", "two run directories")
     # The comparison comes first, because the notes depend on what it read
     comparison = None
     if against is not None:

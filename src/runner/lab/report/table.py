@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, nearest
 from runner.base.reading import is_number
 from runner.config.changes import changes_result
 from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.lab.report.reading import MEASURED, SPECIAL, Run, continued_by
-from runner.lab.report.where import condition, meant
 from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
@@ -145,7 +144,10 @@ def make_table(
     names, given = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
     for key, name in [("columns", name) for name in given] + [("sort", (sort or "run").lstrip("-"))]:
         if name not in names:
-            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", meant(name, names))
+            # `acc` means val/accuracy, which is not the nearest name
+            begun = [each for each in sorted(names) if "/" in each and each.rpartition("/")[2].startswith(name.lower())]
+            close = min(begun, key=lambda each: not each.startswith("val/"), default="") or nearest(name, names)
+            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", close)
     metric, mode = monitored(runs)
     differing = differing_keys(runs)
     known = {name for run in runs for name in run.metrics} | set(MEASURED) | {"time_s"}
@@ -175,20 +177,8 @@ def monitored(runs: Iterable[Run]) -> tuple[str | None, str]:
     return found.most_common(1)[0][0] if found else (None, "max")
 
 
-def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
-    """The runs that a condition such as `amp=true and test/accuracy>0.99` holds for."""
-    if not where:
-        return list(runs)
-    test = condition(where, names_of(runs))
-    found = [run for run in runs if test(run.value)]
-    if not found:
-        columns = "columns=NAME shows the values that there are"
-        raise UserError("where", f"matches none of the {len(runs)} runs", f"a less strict condition; {columns}")
-    return found
-
-
 def names_of(runs: Iterable[Run]) -> set[str]:
-    """The names that `where`, `columns` and `sort` know."""
+    """The names that `columns` and `sort` know."""
     names = {*SPECIAL, *MEASURED}
     for run in runs:
         names |= run.config.keys() | run.metrics.keys() | run.choices.keys() | {key_of(word) for word in run.overrides}
