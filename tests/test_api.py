@@ -77,10 +77,10 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         "load": ["checkpoint", "overrides", "device", "config_dir"],
         "predict": ["checkpoint", "images", "overrides", "options"],
         "report": [
-            *("places", "where", "columns", "sort", "seeds", "diff", "csv", "md", "json", "html", "against"),
+            *("places", "columns", "sort", "seeds", "diff", "csv", "md", "json", "html", "against"),
             *("save_baseline", "tolerance"),
         ],
-        "runs": ["places", "where"],
+        "runs": ["places"],
         "train": ["overrides", "config_dir"],
     }
     names = [field.name for field in dataclasses.fields(runner.api.Trained)]
@@ -94,7 +94,7 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         Row: ["runs", "values"],
         Spread: ["mean", "std", "count"],
         Table: ["keys", "metrics", "rows", "folded", "metric"],
-        Report: ["runs", "table", "notes", "difference", "comparison"],
+        Report: ["runs", "table", "tables", "notes", "difference", "comparison"],
     }
     assert {name for name in vars(Run) if not name.startswith("_")} - {*fields[Run]} == {
         *(

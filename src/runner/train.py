@@ -47,6 +47,7 @@ from runner.run.validate import validate_limits
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.shapes import COLUMNS, ShapeWatch, shapes_on_failure
 from runner.runtime.signals import StopSignals
+from runner.runtime.stopwatch import busy
 from runner.runtime.toggles import toggle
 from runner.tracking.formats import WEIGHTS_STEP, aligned
 from runner.tracking.metrics_buffer import MetricsBuffer
@@ -261,6 +262,8 @@ def _train(
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
     except Interrupted:
         raise Preempted(agreement.reason() or signals.asked()) from None
+    for sentence in busy(record.summary.get("cpu_wait")):
+        console.line(sentence, "yellow")
     return state.best.value if state.best else None
 
 

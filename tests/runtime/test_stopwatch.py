@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tiny_runs import TINY
 
 from runner.runtime.stopwatch import OTHER, Stopwatch
 
@@ -136,3 +138,24 @@ def test_on_cuda_the_device_counts_and_the_ranges_reach_nsight(clock: Any, monke
     assert calls[-1] == "wait"
     assert step.host == {OTHER: 0.0, "forward": 0.5}
     assert step.seconds == step.device == {OTHER: 0.0, "forward": 3.0}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train",),
+        ("bench", "combine=false", "repeats=2", "steps=2", "budget_s=0.01"),
+        ("profile", "steps=1", "trace_steps=0"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_a_busy_machine_is_named_in_one_line_at_the_end(
+    words: tuple[str, ...], share: float, run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.runtime.stopwatch.waited_for_core", lambda: share * time.perf_counter())
+    done = run(*words, *TINY)
+    assert done.status == 0, done.err
+    said = [line for line in done.out.splitlines()[-4:] if "the machine was busy" in line]
+    assert len(said) == (share >= 0.3)
+    assert all("50% of the time" in line for line in said)

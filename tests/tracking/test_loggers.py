@@ -232,3 +232,22 @@ def test_a_model_that_cannot_be_traced_costs_a_warning(tmp_path):
     _log([TensorBoard(graph=True, watched=watched, warn=said.append)], tmp_path, None, [("train", {"loss": 1.0}, 1)])
     assert len(said) == 1
     assert _scalars(tmp_path, "loss/train") == [(1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (("epochs=2", "limit.train_batches=5"), range(1, 11)),  # with few steps, each one
+        (("epochs=60", "limit.train_batches=2", "accumulate=2"), range(1, 61)),  # one an epoch
+        (("epochs=2", "limit.train_batches=60"), [*range(2, 61, 2), *range(62, 121, 2)]),
+        (("epochs=1", "limit.train_batches=125"), [*range(2, 125, 2), 125]),  # the end of the epoch, too
+        (("epochs=null", "max_steps=7", "limit.train_batches=3", "log.every_steps=auto"), range(1, 8)),
+        (("epochs=2", "limit.train_batches=5", "log.every_steps=4"), [4, 8, 10]),
+    ],
+)
+def test_a_run_has_about_50_lines_of_training_and_one_at_the_end_of_each_epoch(train, words, steps):
+    quick = ("model=mlp", "model.hidden=[2]", "data.batch_size=8", "threads=1", "logger=none", "evaluate.test=false")
+    result = train(*quick, *words, "evaluate.every_epochs=null", "log.curves=false")
+    records = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [record["global_step"] for record in records] == list(steps)
+    assert result.out.count("train ") == len(steps)

@@ -43,6 +43,7 @@ METHODS = {
 _PAUSE_FACTOR = 50  # the pause between saves, as a multiple of the time that the last one took
 _FIRST_S = 2.0  # seconds of training without a checkpoint that a kill may cost
 _SPIKE, _SPIKE_WINDOW = 3.0, 10  # multiple of the median of that many logged losses
+_LINES = 50  # of training, in a run of few epochs
 
 
 class EarlyStopping:
@@ -145,7 +146,8 @@ class Log:
     Training metrics include `samples_per_s`, and `data_wait`, the share of that time that the loop waited for batches.
 
     Args:
-        every_steps: optimizer steps between readings; in between nothing waits for the device.
+        every_steps: optimizer steps between readings; in between nothing waits for the device. `auto` reads after each fiftieth of
+            the run, counted from the start of the epoch, and at the end of each epoch, where an evaluation waits anyway.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
         hardware_metrics: further training metrics, given the samples per second; must not wait for the device.
         warn: called with a sentence when the loss jumps.
@@ -153,7 +155,7 @@ class Log:
 
     def __init__(
         self,
-        every_steps: int,
+        every_steps: int | Literal["auto"],
         sinks: Sequence[Callable[[str, dict[str, float], int, int], None]],
         hardware_metrics: Callable[[float], dict[str, float]] = lambda rate: {},
         warn: Callable[[str], None] = lambda text: None,
@@ -168,8 +170,13 @@ class Log:
 
     def on_step(self, loop: Loop) -> None:
         """Log every few steps, and after the last step."""
-        step = loop.state.position.global_step
-        if step % self.every_steps and not loop.finished:
+        position, step = loop.state.position, loop.state.position.global_step
+        if self.every_steps == "auto":
+            in_epoch = math.ceil(position.batch / loop.plan.accumulate)
+            due = loop.epoch_ended or in_epoch % steps_between_lines(loop.total_steps) == 0
+        else:
+            due = step % self.every_steps == 0
+        if not due and not loop.finished:
             return
         # Reading the loss waits for the device anyway, so it is the time to ask the guard
         loop.check_nonfinite()
@@ -215,6 +222,11 @@ class Log:
 def _clock(loop: Loop) -> tuple[float, int, float, float]:
     """The time in seconds, samples seen, and seconds waited for batches and not spent on training."""
     return time.perf_counter(), loop.samples_seen, loop.waited_s, loop.paused_s
+
+
+def steps_between_lines(total_steps: int) -> int:
+    """The steps between log lines of a run with `log.every_steps=auto`, but for the ends of epochs."""
+    return max(1, total_steps // _LINES)
 
 
 class Checkpointing:

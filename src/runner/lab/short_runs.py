@@ -21,6 +21,7 @@ from runner.config.schema.train import Train
 from runner.config.space import text_of
 from runner.engine.loop import Loop
 from runner.runtime.memory import peak_memory, reset_peak_memory
+from runner.runtime.stopwatch import CoreWait
 
 # Only the steps matter: the run is not evaluated, followed or resumed.
 _QUIET = (
@@ -94,7 +95,7 @@ class StopAfter:
 class Stopwatch:
     """A callback that measures steps after a warm-up, writes the result to a file, and ends the run.
 
-    The file has `seconds`, `samples`, `steps` and `peak_bytes`, see `runner.runtime.memory.peak_memory`.
+    The file has `seconds`, `samples`, `steps`, `peak_bytes` (`peak_memory`) and `cpu_wait` (`CoreWait`).
 
     Args:
         target: the file, JSON.
@@ -106,7 +107,7 @@ class Stopwatch:
         self._target, self._warmup, self._steps = Path(target), warmup, steps
         self._least_s, self._most_s = least_s, most_s
         self._done = 0
-        self._began, self._samples = 0.0, 0
+        self._began, self._samples, self._core_wait = 0.0, 0, CoreWait()
 
     def on_start(self, loop: Loop) -> None:
         """Begin to follow the memory."""
@@ -120,7 +121,7 @@ class Stopwatch:
             return
         if measured == 0:
             _wait(loop)
-            self._began, self._samples = time.perf_counter(), loop.samples_seen
+            self._began, self._samples, self._core_wait = time.perf_counter(), loop.samples_seen, CoreWait()
             return
         passed = time.perf_counter() - self._began
         enough = measured >= self._steps and passed >= self._least_s
@@ -137,6 +138,7 @@ class Stopwatch:
             "samples": loop.samples_seen - self._samples,
             "steps": measured,
             "peak_bytes": peak_memory(loop.state.meter.device).bytes,
+            "cpu_wait": self._core_wait.share(),
         }
         self._target.write_text(json.dumps(result), encoding="utf-8")
 

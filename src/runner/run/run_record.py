@@ -30,7 +30,7 @@ from runner.engine.loop import Loop
 from runner.engine.state import TrainState
 from runner.run.directory import RunDirectory, claim, timestamp
 from runner.run.setup import Setup, is_inside
-from runner.runtime.stopwatch import waited_for_core
+from runner.runtime.stopwatch import CoreWait
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.plots import learning_curves
@@ -55,7 +55,7 @@ class RunRecord:
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
-        self._training_since: tuple[float, float | None] | None = None
+        self._core_wait: CoreWait | None = None
 
     @property
     def directory(self) -> RunDirectory:
@@ -162,14 +162,12 @@ class RunRecord:
     def note_startup(self) -> None:
         """Note how long it took from the start of the run to its first step, in seconds."""
         self.summary["startup_s"] = round(time.perf_counter() - self._began, 3)
-        self._training_since = time.perf_counter(), waited_for_core()
+        self._core_wait = CoreWait()
 
     def note_waiting(self) -> None:
         """Note the share of the time of training in which other programs had the core that this one was ready to use."""
-        if self._training_since is not None and (now := waited_for_core()) is not None:
-            began, before = self._training_since
-            share = (now - (before or 0.0)) / max(time.perf_counter() - began, 1e-9)
-            self.summary["cpu_wait"] = round(min(share, 1.0), 3)
+        if self._core_wait is not None and (share := self._core_wait.share()) is not None:
+            self.summary["cpu_wait"] = share
 
     def update(self, state: TrainState, monitor: str) -> dict[str, Any]:
         """Bring the summary up to date, and return it."""

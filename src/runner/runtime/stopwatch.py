@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+_BUSY = 0.3  # share of the time in which other programs had the core
 OTHER = "other"
 """The range of everything that is in no other."""
 
@@ -114,6 +115,28 @@ class Stopwatch:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._turns.append((name, perf_counter(), event))
+
+
+class CoreWait:
+    """Measures the share of the time since it was made in which other programs had the core that this one was ready to use."""
+
+    def __init__(self) -> None:
+        self._began, self._waited = perf_counter(), waited_for_core()
+
+    def share(self) -> float | None:
+        """The share so far, of the main thread; None where the system does not count it."""
+        if (now := waited_for_core()) is None or self._waited is None:
+            return None
+        return round(min((now - self._waited) / max(perf_counter() - self._began, 1e-9), 1.0), 3)
+
+
+def busy(share: float | None) -> list[str]:
+    """A sentence about a machine that was too busy for figures of speed; none if it was not."""
+    if share is None or share < _BUSY:
+        return []
+    return [
+        f"the machine was busy: for {share:.0%} of the time, other programs had the CPU core; do not trust the speed"
+    ]
 
 
 def waited_for_core() -> float | None:

@@ -12,13 +12,12 @@ from runner.base.errors import OK, WORSE, UserError, nearest
 from runner.base.secrets import mask_text
 
 _FILES = ("csv", "md", "json", "html", "save_baseline")
-_OPTIONS = ("where", "columns", "sort", "seeds", "diff", "against", *_FILES)
+_OPTIONS = ("columns", "sort", "seeds", "diff", "against", *_FILES)
 
 
 def main(argv: Sequence[str]) -> int:
     """Show runs, sweeps and folders (`report outputs/digits`), from their files, also while they run.
 
-    where='amp=true and test/accuracy>0.99'   only these runs
     columns=optimizer.lr,test/accuracy        instead of the keys that differ
     sort=test/loss                            smallest first; sort=-test/loss largest first
     seeds=each                                a row for every repetition
@@ -64,7 +63,8 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
         elif word.startswith("-") or (equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists()):
             close = nearest(key.lstrip("-"), [*_OPTIONS, "tolerance.metric"])
             allowed = ", ".join(f"{name}=" for name in (*_OPTIONS, "tolerance.MEASURE"))
-            allowed += "" if close or word.startswith("-") else f"; or where='{word}' for the runs with this setting"
+            if not close and equals:
+                allowed += "; to select runs, use runner.runs().to_pandas().query() in Python"
             raise UserError("report", f"unknown option '{key}'", allowed, close)
         else:
             places.append(word)

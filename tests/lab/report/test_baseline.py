@@ -93,11 +93,32 @@ def test_a_tolerance_allows_a_change() -> None:
     assert compare(measured(0), measured(1, loss=0.5), {"loss": float("inf")}).worse is False
 
 
-def test_single_runs_are_alarms_only_beyond_twice_the_tolerance() -> None:
-    assert compare(measured(0, 1), measured(1, 1, step=1.2), {}).worse is False
-    assert compare(measured(0, 1), measured(1, 1, step=1.6), {}).worse is True
-    assert compare(measured(0, 5), measured(1, 1, step=1.8), {}).worse is True
-    assert compare(measured(0, 5), measured(1, 1), {}).worse is False
+@pytest.mark.parametrize(
+    ("before", "now", "tolerance", "verdict", "allowed"),
+    [
+        ([0.95], [0.946], {}, "same", "0.005"),
+        ([0.95], [0.944], {}, "worse", "0.005"),
+        ([0.94, 0.95, 0.96], [0.925], {}, "same", "0.03"),  # three standard deviations of the baseline
+        ([0.94, 0.95, 0.96], [0.90, 0.93], {}, "worse", "0.03"),
+        ([0.94, 0.95, 0.96], [0.99], {}, "better", "0.03"),
+        ([0.94, 0.95, 0.96], [0.925], {"metric": 0.02}, "worse", "0.02"),
+        ([0.94, 0.95, 0.96], [0.5], {"metric": float("inf")}, "same", "any"),
+        ([40.0, 41.0], [38.5], {}, "same", "5%"),
+    ],
+)
+def test_the_tolerance_is_that_of_the_user_or_covers_the_seeds_of_the_baseline(
+    before: list[float], now: list[float], tolerance: dict[str, float], verdict: str, allowed: str
+) -> None:
+    both = [measured(0, len(values)) for values in (before, now)]
+    for side, values in zip(both, (before, now), strict=True):
+        for run, value in zip(side["settings"][0]["runs"], values, strict=True):
+            run["metric"]["val/accuracy"] = value
+    found = compare(*both, tolerance)
+    first = found.measures[0]
+    assert (first.measure, first.verdict, first.allowed) == ("val/accuracy", verdict, allowed)
+    assert first.before.endswith(f"(n {len(before)})")
+    assert ("±" in first.before) == (len(before) > 1)
+    assert any("no spread over seeds" in note for note in found.notes) == (len(before) == 1)
 
 
 def test_another_machine_or_a_busy_one_is_not_compared_in_time() -> None:

@@ -44,7 +44,7 @@ def test_the_page_is_one_small_file_that_needs_no_network(page_file: Path) -> No
     assert len(text.encode()) < MOST_BYTES
     assert not re.findall(r"(?:src|href)=[\"']?(?!data:)\w+:", text)
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
-    content = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    [content] = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
     assert len(content["runs"]) == 200
 
 

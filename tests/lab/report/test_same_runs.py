@@ -282,7 +282,7 @@ def test_averaged_weights_are_compared_under_the_name_of_the_metric(tmp_path: Pa
     make_run(tmp_path / "1", ["ema=0.9"], "finished", 0.9, metric="val/ema_accuracy")
     make_run(tmp_path / "2", ["swa=0.5"], "finished", 0.8, metric="val/swa_accuracy")
     assert [row.values["val/accuracy"].mean for row in runner.report(tmp_path).table.rows] == [0.9, 0.8, 0.5]
-    assert len(runner.runs(tmp_path, where="val/ema_accuracy=0.9")) == 1
+    assert [run.value("val/ema_accuracy") for run in runner.runs(tmp_path)] == [None, 0.9, None]
     assert [(row.metric, row.best) for row in summarise(tmp_path)] == [
         ("val/accuracy", False),
         ("val/accuracy", True),
@@ -300,6 +300,89 @@ def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Callable
     assert rows == {frozenset({"never", "resumed"}): "none", frozenset({"other"}): "standard"}
     shutil.rmtree("runs/stopped")
     assert len(runner.report("runs").table.rows) == 2
+
+
+FLIP = "transform.train=[{_target_: a.Flip, p: 0.5}]"
+NODES = "transform.sample_train=[{_target_: a.Crop, size: 8}, {_target_: a.Flip}]"
+OF_TASKS = [
+    ("detection", "map", ["experiment=detection", NODES, "optimizer.lr=0.1"], 0.25),
+    ("detection", "map", ["experiment=detection", NODES, "optimizer.lr=0.2"], 0.125),
+    ("classification", "accuracy", ["model._target_=a.Own"], 0.5),
+    ("classification", "accuracy", ["model=resnet18_cifar", FLIP], 0.75),
+    ("classification", "accuracy", ["model=resnet18_cifar", FLIP], 0.25),
+    ("segmentation", "miou", ["experiment=segmentation", "loss=dice"], 0.875),
+]
+
+
+def runs_of_three_tasks(folder: Path) -> None:
+    """Runs of `OF_TASKS`, and one that failed before its config was written."""
+    for number, (task, metric, words, value) in enumerate(OF_TASKS):
+        chosen = {key: value for key, _, value in (word.partition("=") for word in words[:1]) if "." not in key}
+        path = make_run(
+            folder / task / str(number), [*words, f"seed={number}"], "finished", value, metric=f"val/{metric}",
+            choices={"model": "mlp", "task": task} | chosen, test={metric: 0.0625},
+        )  # fmt: skip
+        # As in a real run, the options of groups are components in the config
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        model = config["model"] if isinstance(config["model"], dict) else {"_target_": "a.ResNet"}
+        config |= {"model": model, "task": {"_target_": f"runner.tasks.{task}"}}
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+    make_run(folder / "z" / "broken", ["model=mlp"], "failed")
+    (folder / "z" / "broken" / "config.yaml").unlink()
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_each_task_has_a_table_that_begins_with_run_status_and_metric(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    runs_of_three_tasks(workdir / "runs")
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = run("report", "runs", "md=t.md", "csv=t.csv").out
+    tables = re.split(r"\n(?=\w+: \d of)", out)
+    assert [each.splitlines()[0] for each in tables] == [
+        "classification: 3 of 4 runs finished, 1 failed",
+        "detection: 2 of 2 runs finished",
+        "segmentation: 1 of 1 runs finished",
+    ]
+    heads = [each.splitlines()[1].split() for each in tables]
+    assert [head[:3] for head in heads] == [["run", "status", f"val/{name}"] for name in ("accuracy", "map", "miou")]
+    assert heads[1][3:] == ["optimizer.lr", "test/map", "time"]
+    first = [line.split("  ")[0] for line in tables[0].splitlines()[3:6]]
+    assert first == ["classification/2", "classification/3 and 1 more", "z/broken"]
+    assert re.search(r"classification/3 and 1 more +finished +0.5 . 0.35 +resnet18_cifar", tables[0])
+    assert re.search(r"classification/2 +finished +0.5 +Own", tables[0])
+    assert "[Flip(p=0.5)]" in tables[0] or "no room for transform.train" in tables[0]
+    assert max(len(line) for each in tables for line in each.splitlines()[:6]) <= width
+    for text in (out, Path("t.md").read_text()):
+        assert "_target_" not in text
+    assert "## segmentation" in Path("t.md").read_text()
+    assert [name for name in Path("t.csv").read_text().split(",") if re.fullmatch("val/.*[a-z]", name)][::2] == [
+        "val/accuracy",
+        "val/map",
+        "val/miou",
+    ]
+    found = runner.report("runs", columns="val/map,optimizer.lr", sort="-val/map")
+    assert [table.head for table in found.tables] == [
+        ["run", "status", "optimizer.lr", "time"],
+        ["run", "status", "val/map", "optimizer.lr", "time"],
+        ["run", "status", "optimizer.lr", "time"],
+    ]
+
+
+def test_the_page_has_one_line_for_each_run_of_a_task(workdir: Path) -> None:
+    runs_of_three_tasks(workdir / "runs")
+    runner.report("runs", html="page.html")
+    tasks = json.loads(Path("page.html").read_text().split('type="application/json">')[1].split("</script>")[0])
+    assert [(each["task"], each["metric"]) for each in tasks] == [
+        ("classification", "val/accuracy"),
+        ("detection", "val/map"),
+        ("segmentation", "val/miou"),
+    ]
+    assert [run["keys"] for run in tasks[1]["runs"]] == [
+        {"optimizer.lr": 0.1, "seed": 0},
+        {"optimizer.lr": 0.2, "seed": 1},
+    ]
+    assert {run["keys"]["model"] for run in tasks[0]["runs"]} == {"mlp", "Own", "resnet18_cifar"}
 
 
 @pytest.mark.parametrize("option", ["csv", "md", "json", "html"])

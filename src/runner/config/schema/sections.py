@@ -240,7 +240,7 @@ class Checkpoint(Section):
 class Log(Section):
     """Reading numbers from the device, showing and logging them, and drawing curves."""
 
-    every_steps: Count = 50
+    every_steps: Count | Literal["auto"] = "auto"
     progress: bool | Literal["auto"] = "auto"
     utilization: bool | Literal["auto"] = "auto"
     curves: bool = True

@@ -28,6 +28,7 @@ from runner.lab.short_runs import Stopwatch, callback, run_short, words_from, wo
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
 from runner.run.run import Run
+from runner.runtime.stopwatch import busy
 from runner.tracking.environment import environment
 from runner.tracking.formats import amount, number
 from runner.tracking.plots import bars
@@ -51,6 +52,7 @@ class Result:
         self.ratios: list[float] = []  # speed relative to the baseline's in the same round
         self.step_ms: list[float] = []
         self.peak_bytes = 0
+        self.cpu_wait = 0.0  # see `runner.runtime.stopwatch.CoreWait`
         self.wall_s = 0.0  # of the fastest run, from its start to its end
 
     @property
@@ -138,6 +140,7 @@ def run(composition: Composition) -> float:
     write_json(path, record, named=True)
     if not report.json(record):
         report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
+        report.lines(*busy(max(result.cpu_wait for result in results)))
         report.folder(folder)
     return statistics.median(best.speeds)
 
@@ -175,13 +178,14 @@ def _measure(
         run_short([*words, *settings], Path(scratch) / "run")
         if not target.is_file():
             raise UserError("the run ended during the warm-up; set more epochs, or fewer workers")
-        found: dict[str, float] = json.loads(target.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     wall_s = time.perf_counter() - began
     result.speeds.append(found["samples"] / found["seconds"])
     result.step_ms.append(1000 * found["seconds"] / found["steps"])
     result.peak_bytes = max(result.peak_bytes, int(found["peak_bytes"]))
+    result.cpu_wait = max(result.cpu_wait, found["cpu_wait"] or 0.0)
     result.wall_s = min(result.wall_s or wall_s, wall_s)
-    return found["seconds"]
+    return float(found["seconds"])
 
 
 def _compare(

@@ -16,7 +16,7 @@ import torch
 from runner.base.errors import UserError
 from runner.config.schema.verbs import Profile
 from runner.data.workers import loader_in_ranges
-from runner.engine.callbacks import Log
+from runner.engine.callbacks import Log, steps_between_lines
 from runner.engine.errors import Diverged
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
@@ -150,6 +150,9 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
     # Callbacks and logging are part of a step as `train` makes it, so they take part
     extra = build_callbacks(config, training.task, training.monitor)
     at_once = max(1, config.steps * config.accumulate // 5)
+    # The few steps of a profile are logged as rarely as those of the whole run
+    whole = Limits(config.epochs, config.max_steps).total_steps(training.plan)
+    every = steps_between_lines(whole) if config.log.every_steps == "auto" else config.log.every_steps
     loop = Loop(
         training.state,
         loader_in_ranges(training.data.train.loader, stopwatch, at_once),
@@ -157,7 +160,7 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
         parts=training.parts,
         limits=Limits(None, training.total_steps),
         evaluate=None,
-        callbacks=[*extra.values(), Log(config.log.every_steps, []), phases],
+        callbacks=[*extra.values(), Log(every, []), phases],
         monitor=training.monitor,
         step=step_in_ranges(stopwatch, forward, share_of, backward, update_weights),
     )

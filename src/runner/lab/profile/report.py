@@ -111,7 +111,7 @@ def _memory(training: Run, measured: Measured) -> dict[str, Any]:
 
 
 def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Path]) -> None:
-    """The report on the terminal, up to the sentence about the bottleneck."""
+    """The report on the terminal, but for the sentence about the bottleneck, which comes after it."""
     counts, unusual, step, compute = record["steps"], record["unusual_steps_ms"], record["step_ms"], record["compute"]
     report.lines(
         *(f"{phase} ended after {counts[phase]} steps, because budget_s is used up" for phase in record["cut_short"])
@@ -146,7 +146,7 @@ def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Pa
             f"{compact(compute['flops_of_sample'])} FLOP a sample, {compact(reached)} FLOP/s: "
             f"{percent(compute['utilization'])} of {compact(compute['ceiling_flops_per_s'])} ({compute['ceiling_source']})"
         )
-    report.lines(f"written: {', '.join(path.name for path in written)}", record["bottleneck"])
+    report.lines(f"written: {', '.join(path.name for path in written)}")
 
 
 def _memory_rows(memory: dict[str, Any]) -> list[list[str]]:

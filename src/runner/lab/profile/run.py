@@ -17,6 +17,7 @@ from runner.lab.profile.measure import Measured, Op, measure, ops_in, text_of
 from runner.lab.profile.report import record_of, show
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
+from runner.runtime.stopwatch import CoreWait, busy
 from runner.tracking.environment import environment
 from runner.tracking.verb_report import Report
 from runner.train import build_run
@@ -44,13 +45,16 @@ def run(composition: Composition) -> float:
         )
         report.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         report.warnings(training.warnings)
+        core_wait = CoreWait()
         measured = measure(config, training, folder, report.line)
+        waited = core_wait.share()
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
         record: dict[str, Any] = {"overrides": mask_words(composition.overrides)}
         record |= record_of(config, training, measured, ops)
     written = _write(folder, record, measured, ops, stored.dump(config))
     if not report.json(record, folder=str(folder)):
         show(report, record, ops, written)
+        report.lines(*busy(waited), record["bottleneck"])
         report.folder(folder)
     return float(record["samples_per_s"])
 

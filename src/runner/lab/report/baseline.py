@@ -1,9 +1,9 @@
-"""The comparison of runs with a baseline: statistics over repetitions, with a tolerance for each measure.
+"""The comparison of runs with a baseline: the mean of each measure over repetitions, with a tolerance.
 
-A measure is worse if its mean changed for the worse by more than the tolerance, and Welch's t-test finds the change significant:
-its one-sided p-value is below `ALPHA`, divided by the number of comparisons (Bonferroni). Times are only worse if the fastest
-repetition, too, is slower by more than the tolerance: other programs and virtual machines slow all runs of some minutes, which
-are therefore not independent. docs/reference/verbs/report.md explains the rule.
+A measure is worse if its mean changed for the worse by more than the tolerance: the user's, or else the larger of `TOLERANCE` and
+`DEVIATIONS` sample standard deviations of the baseline's runs. Times are only worse if the fastest repetition, too, is slower by
+more than the tolerance: other programs and virtual machines slow all runs of some minutes. docs/reference/verbs/report.md explains
+the rule.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import plus_minus
 
 FORMAT = 1
-ALPHA = 0.01
 TOLERANCE = {"metric": 0.005, "loss": 0.05, "step": 0.2, "memory": 0.05, "startup": 0.5}
 """Allowed changes: of a metric absolute (relative above 1), of the others relative to the baseline's mean."""
+DEVIATIONS = 3
+"""Standard deviations of the baseline's runs that are allowed in any case, unless the user sets a tolerance."""
 _UNITS = {"step": "ms", "memory": "MiB", "startup": "s"}
 _LABELS = {"loss": "training loss", "step": "time of a step", "startup": "start-up"}
 _LARGEST = 2**26  # bytes
@@ -50,8 +51,7 @@ class Measure:
     now: str
     change: str
     allowed: str
-    verdict: str  # `worse`, `better`, `same`, or `not compared`
-    p: float | None = None
+    verdict: str  # `worse`, `better` or `same`
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     Args:
         before: the baseline.
         now: what `measure` found.
-        tolerance: changes to allow instead of those in `TOLERANCE`.
+        tolerance: changes to allow instead of those in `TOLERANCE` and the spread of the baseline's runs.
 
     Raises:
         UserError: for a tolerance of something else, or if no setting is in the baseline.
@@ -162,18 +162,16 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             raise UserError(f"tolerance.{name}", "is not a measure", ", ".join(TOLERANCE), nearest(name, TOLERANCE))
         if not isinstance(value, int | float) or not value >= 0:
             raise UserError(f"tolerance.{name}", f"cannot be {value}", "0 or more; inf to allow any change")
-    allowed = TOLERANCE | dict(tolerance)
     pairs, notes = _pairs(before["settings"], now["settings"])
     skipped = _not_comparable(before, now, notes)
-    samples = [(_samples(old, new), _samples(new, old)) for _, old, new in pairs]
-    shared = [[name for name in was if name in is_now and name not in skipped] for was, is_now in samples]
-    # The more comparisons, the more of them look significant by chance.
-    alpha = ALPHA / max(1, sum(map(len, shared)))
+    if any(len(old["runs"]) == 1 for _, old, _ in pairs):
+        notes.append("one run of the baseline shows no spread over seeds: the tolerances alone decide")
     measures, reasons = [], []
-    for (setting, old, new), (was, is_now), names in zip(pairs, samples, shared, strict=True):
+    for setting, old, new in pairs:
+        was, is_now = _samples(old, new), _samples(new, old)
         own: list[Measure] = []
-        for name in names:
-            judged = _judge(setting, name, (was[name], is_now[name]), old=old, new=new, allowed=allowed, alpha=alpha)
+        for name in [name for name in was if name in is_now and name not in skipped]:
+            judged = _judge(setting, name, was[name], is_now[name], old, new, tolerance)
             # Metrics come first. A lower loss alone means that the training has become easier, or overfits.
             if name == "loss" and judged.verdict == "better" and all(each.verdict != "better" for each in own):
                 why = "lower without a better metric: is augmentation or regularisation missing?"
@@ -242,47 +240,35 @@ def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[f
 
 
 def _judge(
-    setting: str,
-    name: str,
-    samples: tuple[list[float], list[float]],
-    *,
-    old: dict[str, Any],
-    new: dict[str, Any],
-    allowed: dict[str, float],
-    alpha: float,
+    setting: str, name: str, before: list[float], now: list[float], old: Any, new: Any, tolerance: Mapping[str, float]
 ) -> Measure:
     """Compare the values of a measure, those of the baseline and those of now."""
-    before, now = samples
     modes = old["runs"][0]["mode"]
     is_metric = name in modes
     # For times and memory more is worse; a metric has its own direction
     up_is_worse = not is_metric or modes[name] == "min" or (name != next(iter(modes)) and less_is_better(name))
-    was, is_now = statistics.fmean(before), statistics.fmean(now)
-    limit = allowed["metric" if is_metric else name]
+    (was, deviation), is_now = mean_and_deviation(before), statistics.fmean(now)
+    kind = "metric" if is_metric else name
+    limit = tolerance.get(kind, TOLERANCE[kind])
     # Accuracies are compared in points, larger numbers in percent
-    absolute = is_metric and abs(was) <= 1
+    unit = 1.0 if is_metric and abs(was) <= 1 else abs(was)
+    room = limit * unit
+    if kind not in tolerance and deviation is not None:
+        room = max(room, DEVIATIONS * deviation)
     worse_by = is_now - was if up_is_worse else was - is_now
-    p_worse, p_better = _p(before, now, up_is_worse), _p(before, now, not up_is_worse)
-    # One run on each side has no spread, so that only a large change counts.
-    factor = 2 if p_worse is None else 1
-    room = factor * (limit if absolute else limit * abs(was))
-    verdict, p = "same", p_worse
-    # Worse means larger than the tolerance, and more than chance explains
-    if worse_by > room and (p_worse is None or p_worse < alpha) and _fastest_is_slower(name, old, new, limit):
+    verdict = "better" if -worse_by > room else "same"
+    if worse_by > room and _fastest_is_slower(name, old, new, limit):
         verdict = "worse"
-    elif -worse_by > room and (p_better is None or p_better < alpha):
-        verdict, p = "better", p_better
-    change = f"{is_now - was:+.3g}" if absolute or was == 0 else f"{(is_now - was) / abs(was):+.1%}"
-    unit = f" {_UNITS[name]}" if name in _UNITS else ""
+    # A change of a mean of 0 has no percentage
+    absolute = unit == 1.0 or was == 0
     return Measure(
         setting=setting,
         measure=_LABELS.get(name, name),
-        before=_spread(before) + unit,
-        now=_spread(now) + unit,
-        change=change if p is None else f"{change}, p {p:.1g}",
-        allowed=f"{factor * limit:g}" if absolute else f"{factor * limit:.0%}" if limit < 1e6 else "any",
+        before=_spread(before, name),
+        now=_spread(now, name),
+        change=f"{is_now - was:+.3g}" if absolute else f"{(is_now - was) / unit:+.1%}",
+        allowed="any" if limit == math.inf else f"{room:.2g}" if absolute else f"{room / unit:.0%}",
         verdict=verdict,
-        p=p,
     )
 
 
@@ -295,31 +281,10 @@ def _fastest_is_slower(name: str, old: dict[str, Any], new: dict[str, Any], limi
     return bool(now - was > limit * was)
 
 
-def _p(before: list[float], now: list[float], greater: bool) -> float | None:
-    """One-sided p-value of Welch's t-test that `now` is greater (or smaller); None with one run on each side."""
-    if len(before) == len(now) == 1:
-        return None
-    from scipy.special import stdtr  # scipy.stats takes a second to import
-
-    difference = statistics.fmean(now) - statistics.fmean(before)
-    difference = difference if greater else -difference
-    # A side with one run has the variance of the other one, and brings no degree of freedom.
-    variances = [
-        statistics.variance(each if len(each) > 1 else other) for each, other in ((before, now), (now, before))
-    ]
-    errors = [variance / len(each) for variance, each in zip(variances, (before, now), strict=True)]
-    if (error := sum(errors)) == 0:
-        return 0.0 if difference > 0 else 1.0
-    if 1 in (len(before), len(now)):
-        freedom = max(len(before), len(now)) - 1.0
-    else:
-        parts = zip(errors, (before, now), strict=True)
-        freedom = error**2 / sum(own**2 / (len(each) - 1) for own, each in parts)
-    return float(stdtr(freedom, -difference / math.sqrt(error)))
-
-
-def _spread(values: list[float]) -> str:
-    return plus_minus(*mean_and_deviation(values))
+def _spread(values: list[float], name: str) -> str:
+    """Such as `0.9861 ± 0.0039 (n 5)`, or `12.1 ± 0.2 ms (n 5)` for a time."""
+    unit = f" {_UNITS[name]}" if name in _UNITS else ""
+    return f"{plus_minus(*mean_and_deviation(values))}{unit} (n {len(values)})"
 
 
 def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:

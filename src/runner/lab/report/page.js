@@ -1,7 +1,9 @@
 "use strict";
 // Everything on the page is drawn from the JSON in #data; the filter decides which runs count. Texts are never parsed as HTML.
-const data = JSON.parse(document.getElementById("data").textContent);
+// Runs of several tasks have no metric in common: the page shows one task, and the address says which.
 const $ = (id) => document.getElementById(id);
+const tasks = JSON.parse($("data").textContent), data = tasks[Number(location.hash.slice(1))] || tasks[0];
+addEventListener("hashchange", () => location.reload());
 const runs = data.runs, metric = data.metric, best = data.mode === "min" ? -1 : 1;
 let shown = runs.map(() => true);
 const tip = $("tip");
@@ -39,6 +41,10 @@ const hue = (at) => `hsl(${hues[at % hues.length]} 75% ${dark.matches ? 66 : 42}
 // From orange (worst) to blue (best), which the color-blind tell apart too.
 const shade = (share) => `color-mix(in oklab, ${dark.matches ? "#7db0ff" : "#1746b0"} ${Math.round(100 * share)}%, ${dark.matches ? "#f0913a" : "#e0750a"})`;
 const labelOf = (name) => data.labels[name] || name;
+const nameOf = (each) => runs[each.runs[0]].name + (each.runs.length > 1 ? ` and ${each.runs.length - 1} more` : "");
+// One line: the run, and those of its settings that others do not have.
+const lineOf = (i, name = runs[i].name) => [name, ...data.settings.filter((key) => (runs[i].keys[key] ?? null) !== null)
+  .map((key) => `${key}=${format(runs[i].keys[key])}`)].join(" ");
 
 const show = (event, text) => {
   tip.textContent = text;
@@ -138,8 +144,7 @@ const metricNames = [metric, metric && `test/${metric.split("/")[1]}`, metric &&
 let order = { by: metric, down: best > 0 };
 function table() {
   const keys = data.settings, head = make("tr");
-  const first = innerWidth < 600 ? [...metricNames.slice(0, 1), ...keys, ...metricNames.slice(1, 2)] : [...keys, ...metricNames.slice(0, 2)];
-  const columns = ["runs", ...first, "status", "time_s", ...metricNames.slice(2)];
+  const columns = ["run", "status", ...metricNames.slice(0, 1), ...keys, ...metricNames.slice(1), "time_s"];
   for (const name of columns) {
     const button = make("button", { type: "button" }, name === "time_s" ? "time" : labelOf(name));
     button.addEventListener("click", () => { order = { by: name, down: order.by === name ? !order.down : false }; table(); });
@@ -148,7 +153,7 @@ function table() {
     head.append(make("th", { scope: "col", "aria-sort": sorted }, button));
   }
   const cell = (each, name) => {
-    if (name === "runs") return each.runs.length;
+    if (name === "run") return nameOf(each);
     if (name === "status") {
       const counts = {};
       for (const i of each.runs) counts[runs[i].status] = (counts[runs[i].status] || 0) + 1;
@@ -209,7 +214,7 @@ function collect() {
       const found = statistics(values);
       kept.push(steps[k]); mean.push(found.mean); low.push(found.mean - (found.std || 0)); high.push(found.mean + (found.std || 0));
     }
-    lines.push({ setting: each.setting, label: each.setting, steps: kept, mean, low, high, rank, n: curves.length });
+    lines.push({ setting: each.setting, label: lineOf(each.runs[0], nameOf(each)), steps: kept, mean, low, high, rank, n: curves.length });
   });
   picked = null;
 }
@@ -295,7 +300,7 @@ function legend() {
   if (key === legendOf) return;
   legendOf = key;
   $("legend").replaceChildren(...first.map((each) => {
-    const entry = make("span", { style: `--own: ${hue(groups.indexOf(each))}` }, each.setting);
+    const text = lineOf(each.runs[0], nameOf(each)), entry = make("span", { title: text, style: `--own: ${hue(groups.indexOf(each))}` }, text);
     entry.addEventListener("pointerenter", () => highlight(each.setting));
     entry.addEventListener("pointerleave", () => highlight(null));
     return entry;
@@ -368,7 +373,7 @@ function scaleOf(values) {
 const scored = runs.map((run, i) => i).filter((i) => metric && metric in runs[i].metrics && runs[i].status === "finished");
 const scores = scored.map((i) => runs[i].metrics[metric]), lowest = Math.min(...scores), highest = Math.max(...scores);
 const share = (i) => { const s = highest === lowest ? 0.5 : (runs[i].metrics[metric] - lowest) / (highest - lowest); return best > 0 ? s : 1 - s; };
-const about = (i) => `${runs[i].name}\n${runs[i].setting}\n${metric} ${format(runs[i].metrics[metric])}`;
+const about = (i) => `${lineOf(i)}\n${metric} ${format(runs[i].metrics[metric])}`;
 const marksOf = new Map();  // elements of a run, to hide and to color
 const mark = (i, node) => {
   if (!marksOf.has(i)) marksOf.set(i, []);
@@ -486,6 +491,8 @@ $("filter").addEventListener("input", () => {
   shown = runs.map((run, i) => test(i));
   refresh();
 });
+if (tasks.length > 1) $("tasks").append(...tasks.map((each, k) =>
+  make("a", { href: `#${k}`, ...(each === data ? { "aria-current": "page" } : {}) }, `${each.task} (${each.runs.length})`)));
 for (const name of data.curves) $("curve").append(make("option", {}, name));
 for (const id of ["curve", "each"]) $(id).addEventListener("change", () => { collect(); draw(); });
 $("log").addEventListener("change", draw);

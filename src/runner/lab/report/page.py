@@ -15,7 +15,7 @@ from runner.base.files import finite
 from runner.base.reading import is_number, read_json, read_regular
 from runner.base.secrets import mask_text, mask_values
 from runner.lab.report.reading import Run, continued_by, lines_of
-from runner.lab.report.table import differing_keys, monitored, text_of
+from runner.lab.report.table import by_task, differing_keys, monitored, text_of
 from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, amount, label
@@ -33,7 +33,8 @@ def page(runs: Sequence[Run]) -> str:
     """The page for runs."""
     here = files("runner.lab.report")
     text = {name: here.joinpath(f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    content = json.dumps(finite(mask_values(content_of(runs))), separators=(",", ":"), default=str)
+    tasks = [{"task": task} | content_of(group) for task, group in by_task(runs).items()]
+    content = json.dumps(finite(mask_values(tasks)), separators=(",", ":"), default=str)
     # In JSON inside HTML, `<` could end the element.
     parts = {"STYLE": text["css"], "SCRIPT": text["js"], "TITLE": amount(len(runs), "run")}
     parts["DATA"] = content.replace("<", "\\u003c")
@@ -41,7 +42,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def content_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """The content of `#data`, which the page's script reads."""
+    """The content of `#data` about the runs of a task, which the page's script reads."""
     keys = differing_keys(runs)
     metric, mode = monitored(runs)
     order = {run.path: at for at, run in enumerate(runs)}

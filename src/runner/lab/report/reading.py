@@ -32,7 +32,7 @@ _DEEPEST = 64  # levels of a config
 _NESTING = ("[", "{", "- ", "-\n", "? ", "?\n")  # what begins another level on the same line or the next
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
-"""Names beside keys and metrics that `where`, `columns` and `sort` know."""
+"""Names beside keys and metrics that `columns` and `sort` know."""
 MEASURED = ("samples_per_s", "step_ms", "peak_memory_mib", "startup_s", "global_step")
 """Metrics of every run, in samples/s, ms, MiB, s and steps."""
 
@@ -136,7 +136,7 @@ class Run:
     def value(self, name: str) -> Any:
         """The value of a config key, a group of options, a metric or one of `SPECIAL`; None if the run has none.
 
-        A group has the name of its component, such as `SmallCNN` or `resnet18 (timm)` for `model`.
+        A group has the name of its option, such as `resnet18_cifar` for `model`, or of the component that replaced it.
         """
         # Names are looked up from the most exact to the most general meaning
         if name in SPECIAL:
@@ -149,12 +149,13 @@ class Run:
             return self.metrics[name]
         if name in MEASURED:
             return self.speed.get(name)
+        words = [(key_of(word), word.partition("=")[2]) for word in self.overrides]
+        if name in self.choices and f"{name}._target_" not in dict(words):
+            return self.choices[name]
         if (target := self.config.get(f"{name}._target_")) is not None:
             return called(str(target), self.config.get(f"{name}.name"))
-        if name in self.choices:
-            return self.choices[name]
         # A run that ended before its config was written has only its words
-        given = [word.partition("=")[2] for word in self.overrides if key_of(word) == name]
+        given = [value for key, value in words if key == name]
         if not given:
             return self.config.get(f"{name}.name")
         try:

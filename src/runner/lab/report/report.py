@@ -19,7 +19,7 @@ from runner.config.keys import flatten
 from runner.lab.report.baseline import Comparison, baseline_text, compare, measure, read_baseline
 from runner.lab.report.page import page
 from runner.lab.report.reading import MEASURED, Run, damaged_lines, find_runs
-from runner.lab.report.table import Spread, Table, differing, differing_keys, make_table, selected, text_of
+from runner.lab.report.table import Spread, Table, by_task, differing, differing_keys, make_tables, text_of
 from runner.sweeps.run import quoted
 from runner.sweeps.table import finished_of, print_failure
 from runner.tracking.console import Console
@@ -44,7 +44,7 @@ class Runs(UserList[Run]):
         self, columns: Iterable[str] = (), sort: str | None = None, seeds: Literal["folded", "each"] = "folded"
     ) -> Table:
         """The table of the runs, see `runner.report`."""
-        return make_table(self.data, columns, sort, seeds == "each")
+        return make_tables(self.data, columns, sort, seeds == "each")[0]
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time.
@@ -60,7 +60,7 @@ class Runs(UserList[Run]):
         return _frame(rows)
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_() if self.data else "no runs"
+        return "".join(table._repr_html_() for table in make_tables(self.data)[1:]) if self.data else "no runs"
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Report:
     Attributes:
         runs: those that were meant.
         table: the table of them.
+        tables: one for each task.
         notes: what was noticed while reading them.
         difference: what differs, if there are exactly two runs.
         comparison: with the baseline, if there is one.
@@ -103,6 +104,7 @@ class Report:
 
     runs: Runs
     table: Table
+    tables: tuple[Table, ...]
     notes: tuple[str, ...] = ()
     difference: Difference | None = None
     comparison: Comparison | None = None
@@ -144,7 +146,10 @@ class Report:
 
     def to_markdown(self) -> str:
         """The table as Markdown, and the failed runs with the command that repeats each."""
-        text = markdown_table(self.table.head, self.table.cells())
+        text = []
+        for task, table in zip(by_task(self.runs), self.tables, strict=True):
+            text += [f"## {markdown_text(task)}", ""] if len(self.tables) > 1 else []
+            text += [*markdown_table(table.head, table.cells()), *([""] if len(self.tables) > 1 else [])]
         for run in self.runs:
             if run.repeat:
                 failure = markdown_text(f"{run.path} {run.status}: {run.error or 'no reason given'}")
@@ -152,27 +157,24 @@ class Report:
         return mask_text("\n".join(text) + "\n")
 
     def _repr_html_(self) -> str:
-        return self.table._repr_html_()
+        return "".join(table._repr_html_() for table in self.tables)
 
 
-def runs(*places: Place, where: str | None = None) -> Runs:
+def runs(*places: Place) -> Runs:
     """Read runs from their folders, also while they run; nothing is written and torch is not imported.
 
     Args:
         places: run directories, sweeps, folders that hold some at any depth, or glob patterns, runs that were read before,
             or lists of them; `outputs` if there is none.
-        where: a condition, such as `amp=true and test/accuracy>0.99`.
 
     Raises:
-        UserError: if a place does not exist or holds no run, or the condition is wrong or holds for none.
+        UserError: if a place does not exist or holds no run.
     """
-    found, notes = find_runs(_paths(places) or [OUTPUTS])
-    return Runs(selected(found, where), notes)
+    return Runs(*find_runs(_paths(places) or [OUTPUTS]))
 
 
 def report(
     *places: Place,
-    where: str | None = None,
     columns: str | Iterable[str] = (),
     sort: str | None = None,
     seeds: Literal["folded", "each"] = "folded",
@@ -188,7 +190,7 @@ def report(
     """Report on runs, as `python -m runner report` does.
 
     Args:
-        places, where: see `runs`.
+        places: see `runs`.
         columns: keys and metrics to show, in a list or separated by commas; empty for the keys that differ and the
             monitored metric.
         sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
@@ -210,10 +212,10 @@ def report(
         raise UserError("against", "is empty", "a file from save_baseline=, a run, a sweep or a folder")
     if tolerance and against is None:
         raise UserError("tolerance", "needs a baseline to compare with", "against=PLACE too")
-    found = runs(*places, where=where)
+    found = runs(*places)
     two = len(found) == 2 and len(places) == 2
     if diff and len(found) != 2:
-        raise UserError("diff", f"needs two runs, and there are {len(found)}", "two run directories, or where=")
+        raise UserError("diff", f"needs two runs, and there are {len(found)}", "two run directories")
     # The comparison comes first, because the notes depend on what it read
     comparison = None
     if against is not None:
@@ -223,9 +225,11 @@ def report(
     for run in found if html or save_baseline or comparison else ():
         if lines := damaged_lines(run):
             notes.append(f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, skipped")
+    table, *tables = make_tables(found, columns, sort, seeds == "each")
     result = Report(
         found,
-        make_table(found, columns, sort, seeds == "each"),
+        table,
+        tuple(tables),
         tuple(notes),
         difference(found[0], found[1]) if diff or (diff is None and two) else None,
         comparison,
@@ -283,15 +287,19 @@ _MOST_NAMES = 5
 
 def show(found: Report, console: Console) -> None:
     """Show the table, notes, the failed runs with the command that repeats each, the difference and the comparison."""
-    table, runs = found.table, found.runs
-    title = finished_of([run.status for run in runs], "run")
-    skipped = _columns(console, title, table.head, table.cells(), [*reversed(table.keys), *table.metrics[:1]])
-    if skipped:
-        many = f"{', '.join(skipped[:_MOST_NAMES])}{' ...' if len(skipped) > _MOST_NAMES else ''}"
-        console.line(f"no room for {many}; choose columns with columns=, or write csv=FILE", "yellow")
+    for (task, group), table in zip(by_task(found.runs).items(), found.tables, strict=True):
+        title = finished_of([run.status for run in group], "run")
+        title = title if len(found.tables) == 1 else f"{task}: {title}"
+        # Name, status and monitored metric are what a reader looks for first
+        skipped = _columns(console, title, table.head, table.cells(), kept=2 + len(table.metrics[:1]))
+        if skipped:
+            many = f"{', '.join(skipped[:_MOST_NAMES])}{' ...' if len(skipped) > _MOST_NAMES else ''}"
+            console.line(f"no room for {many}; choose columns with columns=, or write csv=FILE", "yellow")
+        if len(found.tables) > 1:
+            console.line("")
     for note in found.notes:
         console.line(note, "yellow")
-    for run in runs:
+    for run in found.runs:
         if run.repeat:
             print_failure(console, f"{run.path} {run.status}", run.error, str(run.path / "run.log"), run.repeat)
     if found.difference is not None:
@@ -328,11 +336,10 @@ def _show_comparison(found: Report, console: Console) -> None:
     title = "worse than the baseline" if comparison.worse else "no worse than the baseline"
     console.line(title, "bold red" if comparison.worse else "bold green")
     cells = [
-        [each.setting, each.measure, each.before, each.now, each.change, each.allowed, each.verdict]
+        [each.setting, each.measure, each.verdict, each.before, each.now, each.change, each.allowed]
         for each in comparison.measures
     ]
-    head = ["setting", "measure", "baseline", "now", "change", "allowed", "verdict"]
-    _columns(console, "", head, cells, ["verdict"])
+    _columns(console, "", ["setting", "measure", "verdict", "baseline", "now", "change", "allowed"], cells, kept=3)
     for line in comparison.notes:
         console.line(line, "yellow")
     for line in comparison.reasons:
@@ -340,22 +347,21 @@ def _show_comparison(found: Report, console: Console) -> None:
 
 
 def _columns(
-    console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()
+    console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], kept: int = 1
 ) -> list[str]:
-    """Show a table; columns that there is no room for are skipped, and their names returned.
+    """Show a table without the columns at its right that there is no room for, and return their names.
 
-    Columns are skipped from the right, then those named in `last` in that order; the first one always stays.
+    The first `kept` columns always stay.
     """
     cells = [[_short(clean(cell)) for cell in row] for row in rows]
-    shown, widths = list(range(len(head))), column_widths(head, cells)
+    widths = column_widths(head, cells)
     size = console.size
     room = size[0] if size is not None else int(os.environ.get("COLUMNS") or 0)
-    # What is to the right is the least important, but for the columns that tell the rows apart.
-    order = sorted(shown[1:], key=lambda at: (last.index(head[at]) if head[at] in last else -1, -at))
-    while room and order and sum(widths[at] + 2 for at in shown) > room:
-        shown.remove(order.pop(0))
-    console.table(title, [head[at] for at in shown], [[row[at] for at in shown] for row in cells])
-    return [name for at, name in enumerate(head) if at not in shown]
+    shown = len(head)
+    while room and shown > kept and sum(widths[:shown]) + 2 * (shown - 1) > room:
+        shown -= 1
+    console.table(title, list(head[:shown]), [row[:shown] for row in cells])
+    return list(head[shown:])
 
 
 def _short(cell: str) -> str:

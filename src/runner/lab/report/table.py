@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, nearest
 from runner.base.reading import is_number
 from runner.config.changes import changes_result
 from runner.config.keys import OF_THE_SWEEP, key_of, within
+from runner.config.targets import called
 from runner.lab.report.reading import MEASURED, SPECIAL, Run, continued_by
-from runner.lab.report.where import condition, meant
 from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
@@ -53,6 +53,11 @@ class Row:
     values: dict[str, Any]
 
     @property
+    def name(self) -> str:
+        """The name of the first run, and how many more there are."""
+        return self.runs[0].name + (f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else "")
+
+    @property
     def status(self) -> str:
         """`finished`, or how many have which status."""
         counts = Counter(run.status for run in self.runs)
@@ -86,15 +91,16 @@ class Table:
     @property
     def head(self) -> list[str]:
         """Names of the columns of `cells`."""
-        return ["runs" if self.folded else "run", *self.keys, *self.metrics, "status", "time"]
+        keys = [key for key in self.keys if key != "run"]
+        return ["run", "status", *self.metrics[:1], *keys, *self.metrics[1:], "time"]
 
     def cells(self) -> list[list[str]]:
         """The table as texts."""
         return [
             [
-                str(len(row.runs)) if self.folded else row.runs[0].name,
-                *(text_of(row.values.get(key)) for key in (*self.keys, *self.metrics)),
+                row.name,
                 row.status,
+                *(text_of(row.values.get(name)) for name in self.head[2:-1]),
                 "-" if row.values["time_s"] is None else duration(row.values["time_s"].mean),
             ]
             for row in self.rows
@@ -126,13 +132,13 @@ class Table:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def make_table(
+def make_tables(
     runs: Sequence[Run],
     columns: str | Iterable[str] = (),
     sort: str | None = None,
     each: bool = False,
-) -> Table:
-    """The table of runs.
+) -> tuple[Table, ...]:
+    """The table of all runs, and one of each task in the order of `by_task`.
 
     Args:
         runs: the runs.
@@ -145,24 +151,44 @@ def make_table(
     names, given = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
     for key, name in [("columns", name) for name in given] + [("sort", (sort or "run").lstrip("-"))]:
         if name not in names:
-            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", meant(name, names))
+            # `acc` means val/accuracy, which is not the nearest name
+            begun = [each for each in sorted(names) if "/" in each and each.rpartition("/")[2].startswith(name.lower())]
+            close = min(begun, key=lambda each: not each.startswith("val/"), default="") or nearest(name, names)
+            raise UserError(key, f"cannot be {name}: no run has it", "a config key or a metric", close)
+    groups = list(by_task(runs).values())
+    table = _table(runs, given, sort, each)
+    return (table, table) if len(groups) == 1 else (table, *(_table(group, given, sort, each) for group in groups))
+
+
+def by_task(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each task; one that ended before its task was known is among those of the most frequent one."""
+    tasks = Counter(str(task) for run in runs if (task := run.value("task")))
+    common = tasks.most_common(1)[0][0] if tasks else ""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(str(run.value("task") or common), []).append(run)
+    return groups
+
+
+def _table(runs: Sequence[Run], given: Sequence[str], sort: str | None, each: bool) -> Table:
     metric, mode = monitored(runs)
     differing = differing_keys(runs)
     known = {name for run in runs for name in run.metrics} | set(MEASURED) | {"time_s"}
     metrics = tuple(name for name in given if name in known)
-    if not given and metric is not None:
-        tested = f"test/{metric.partition('/')[2]}"
-        metrics = (metric, *([tested] if tested in known else []))
+    if not given:
+        best = dict.fromkeys((metric, *(run.monitor for run in runs)))
+        tests = (f"test/{name.partition('/')[2]}" for name in best if name)
+        metrics = tuple(name for name in (*best, *tests) if name in known)
     # The first column and the last ones are always there.
     own = {"status", *(["run"] if each else [])}
-    keys = tuple(name for name in given if name not in known | own) or (() if given else tuple(differing))
+    keys = tuple(name for name in given if name in names_of(runs) - known - own) if given else tuple(differing)
     settings = [key for key in differing if key not in REPEATS]
     if not each and not given:
         keys = tuple(key for key in keys if key not in REPEATS)
     by = sort.lstrip("-") if sort else metric or ""
     wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
-    groups = [[run] for run in runs] if each else list(repetitions(runs, settings).values())
-    rows = [_row(group, wanted, known) for group in groups]
+    repeated = [[run] for run in runs] if each else repetitions(runs, settings).values()
+    rows = [_row(together, wanted, known) for together in repeated]
     # Two stable sorts: by value, and then what has no result to the end, whichever direction is asked for.
     rows.sort(key=lambda row: _order(row.values.get(by)), reverse=sort.startswith("-") if sort else mode == "max")
     rows.sort(key=lambda row: (row.values.get(by) is None, by == metric and row.is_lost()))
@@ -175,20 +201,8 @@ def monitored(runs: Iterable[Run]) -> tuple[str | None, str]:
     return found.most_common(1)[0][0] if found else (None, "max")
 
 
-def selected(runs: Sequence[Run], where: str | None) -> list[Run]:
-    """The runs that a condition such as `amp=true and test/accuracy>0.99` holds for."""
-    if not where:
-        return list(runs)
-    test = condition(where, names_of(runs))
-    found = [run for run in runs if test(run.value)]
-    if not found:
-        columns = "columns=NAME shows the values that there are"
-        raise UserError("where", f"matches none of the {len(runs)} runs", f"a less strict condition; {columns}")
-    return found
-
-
 def names_of(runs: Iterable[Run]) -> set[str]:
-    """The names that `where`, `columns` and `sort` know."""
+    """The names that `columns` and `sort` know."""
     names = {*SPECIAL, *MEASURED}
     for run in runs:
         names |= run.config.keys() | run.metrics.keys() | run.choices.keys() | {key_of(word) for word in run.overrides}
@@ -206,21 +220,24 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     every = dict.fromkeys(key for run in runs for key in run.config)
     words = [{key_of(word) for word in run.overrides} for run in runs]
     given = dict.fromkeys(key_of(word) for run in runs for word in run.overrides)
-    # Words of the command lines come first: other keys that follow from one of them are not listed beside it.
-    for name in [*given, *sorted(every, key=lambda key: not key.endswith("._target_"))]:
+    groups = dict.fromkeys(name for run in runs for name in run.choices if "@" not in name)
+    # Words of the command lines come first: other options and keys that follow from one of them are not listed beside it.
+    for name in [*given, *groups, *sorted(every, key=lambda key: not key.endswith("._target_"))]:
         key = name.removesuffix("._target_")
         if key in shown or within(key, _NEVER) or not (name in given or changes_result(name)):
             continue
         # Of a run without a config, nothing is known but its overrides.
         values = [
-            _text(run.value(key)) if run.config or key in own else None for run, own in zip(runs, words, strict=True)
+            _text(run.value(key)) if run.config or key in own or key in run.choices else None
+            for run, own in zip(runs, words, strict=True)
         ]
         if len({*values} - {None}) < 2 or (name not in given and any(_follows(values, preset) for preset in presets)):
             continue
         shown[key] = values
         if key not in every:
             presets.append(values)
-    return list(shown)
+    # A run's folder mostly begins with its name, which tells least about a difference
+    return sorted(shown, key=lambda key: key == "name")
 
 
 def _follows(values: list[str | None], other: list[str | None]) -> bool:
@@ -272,6 +289,10 @@ def text_of(value: Any) -> str:
         return number(value)
     if isinstance(value, list):
         return f"[{', '.join(map(text_of, value))}]"
+    if isinstance(value, dict):
+        name = called(str(value["_target_"]), value.get("name")) if "_target_" in value else ""
+        parts = ", ".join(f"{key}={text_of(each)}" for key, each in value.items() if key != "_target_")
+        return f"{name}({parts})" if parts or not name else name
     return str(value)
 
 
