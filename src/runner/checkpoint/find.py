@@ -21,6 +21,19 @@ class LoadedCheckpoint(NamedTuple):
     contents: dict[str, Any]
     warnings: list[str]
 
+    def beside(self, key: str = "ckpt_path") -> str:
+        """Whether this is the best or the last checkpoint of its run, and where the other one is; empty without another."""
+        step, other = self.contents["position"]["global_step"], {"best": "last", "last": "best"}.get(self.path.stem)
+        if other is None or not (path := named(self.path.parent, other)):
+            return ""
+        try:
+            of_other = f"step {read(path, lambda _: ())['position']['global_step']}"
+        except DamagedCheckpoint:
+            of_other = "damaged"
+        return (
+            "" if of_other == f"step {step}" else f"{self.path.stem}, step {step} ({other}: {of_other}, {key}={path})"
+        )
+
 
 def load(
     ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", *, parts: Parts | None = None, later: bool = False
@@ -28,9 +41,9 @@ def load(
     """Read the checkpoint that `ckpt_path` names; where `last` is damaged, the newest one of the same run that is not.
 
     Args:
-        ckpt_path: a file, a run directory, or `last` or `best` for the newest run in `runs`.
+        ckpt_path: a file, a run directory, `last` for the newest run in `runs`, or `best` for its best checkpoint.
         runs: folder with the runs of one name.
-        prefer: `last` or `best`: which one a run directory stands for.
+        prefer: `last` or `best`: which one a run stands for.
         key: the key of the config that names it, for messages.
         parts, later: what is needed, and when, see `runner.checkpoint.file.read`.
 
@@ -39,7 +52,8 @@ def load(
     """
     # Words find the run by time; a path may name a file, a run directory, or a folder of checkpoints
     if ckpt_path in ("last", "best"):
-        run, prefer = newest_run(runs, key), ckpt_path
+        run = newest_run(runs, key)
+        prefer = "best" if ckpt_path == "best" else prefer
     else:
         path = Path(ckpt_path)
         if path.is_file():

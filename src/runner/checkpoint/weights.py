@@ -109,6 +109,7 @@ class Weights:
         kind: of a checkpoint's, see `weights_of`; those of other files are `raw`.
         warnings: what was passed over on the way to the file.
         config: that of a checkpoint, as YAML.
+        beside: see `LoadedCheckpoint.beside`.
     """
 
     path: Path
@@ -117,14 +118,15 @@ class Weights:
     kind: str = "raw"
     warnings: list[str] = field(default_factory=list)
     config: str = "{}"
+    beside: str = ""
 
 
 def read_weights(init_from: str, runs: Path) -> Weights:
     """Read the weights that `init_from` names.
 
     Args:
-        init_from: a checkpoint (its average, where the best evaluation is one of it), a run directory (its best evaluation,
-            or the last state), `last` or `best` for the newest run in `runs`, a `.safetensors` file, or what `torch.save`
+        init_from: a checkpoint (its average, where the best evaluation is one of it), a run directory, or `last` for the
+            newest run in `runs` (its best evaluation, or the last state), `best`, a `.safetensors` file, or what `torch.save`
             made of a state dict.
         runs: folder with the runs of one name.
 
@@ -138,8 +140,8 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    classes, config = tuple(found.contents["classes"]), found.contents["config"]
-    return Weights(found.path, tensors, classes, kind=kind, warnings=found.warnings, config=config)
+    classes, config, beside = tuple(found.contents["classes"]), found.contents["config"], found.beside(_KEY)
+    return Weights(found.path, tensors, classes, kind, warnings=found.warnings, config=config, beside=beside)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

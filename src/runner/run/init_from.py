@@ -43,6 +43,7 @@ class InitialWeights:
     sha256: str = ""  # of all its tensors, see `weights_sha256`
     kind: str = "raw"  # what they are: `raw`, or an average, `ema` or `swa`
     loaded: int = 0  # number of tensors that were loaded
+    beside: str = ""  # which checkpoint of its run the file is, see `LoadedCheckpoint.beside`
     misfits: Sequence[Misfit] = ()  # tensors that were not loaded
     warnings: Sequence[str] = ()  # files that were skipped while searching
     others: Mapping[str, InitialWeights] = field(default_factory=dict)  # those of modules that the task adds
@@ -54,6 +55,7 @@ class InitialWeights:
             average = "" if self.kind == "raw" else f" of the average ({self.kind})"
             left = f", {len(self.misfits)} skipped because they do not fit" if self.misfits else ""
             rows.append(("weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"))
+            rows += [("checkpoint", self.beside, "")] if self.beside else []
         return rows + [(name, *row[1:]) for name, each in self.others.items() for row in each.rows()]
 
     def table(self) -> list[list[str]]:
@@ -147,6 +149,7 @@ def start_from(
         sha256=weights_sha256(given.tensors),
         kind=given.kind,
         loaded=len(fitting),
+        beside=given.beside,
         misfits=misfits,
         warnings=given.warnings,
     )

@@ -68,6 +68,7 @@ def run(composition: Composition) -> float:
     name = config.split if same_data else f"{config.data.name}_{config.split}"
     written = _write(record, folder, name, title, classes)
     if not report.json(record, written=[str(path) for path in written]):
+        report.line(resolved.described())
         _show(record, title, report)
         report.lines(*written)
     return float(record["metrics"].get("loss", math.nan))
@@ -162,8 +163,6 @@ def _write(record: dict[str, Any], folder: Path, name: str, title: str, classes:
 
 
 def _show(record: dict[str, Any], title: str, report: Report) -> None:
-    average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
-    report.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
     rows = [[name, digits(value)] for name, value in record["metrics"].items()]
     columns = ["metric", "value"]
     if tta := record.get("tta"):
