@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.base.errors import UserError, nearest_path
-from runner.base.reading import modified, start_time
+from runner.base.reading import modified, read_summary, start_time
 from runner.checkpoint.file import DamagedCheckpoint, Parts, read
 
 SUFFIX = ".safetensors"
@@ -27,12 +27,10 @@ class LoadedCheckpoint(NamedTuple):
         if other is None or not (path := named(self.path.parent, other)):
             return ""
         try:
-            of_other = f"step {read(path, lambda _: ())['position']['global_step']}"
-        except DamagedCheckpoint:
-            of_other = "damaged"
-        return (
-            "" if of_other == f"step {step}" else f"{self.path.stem}, step {step} ({other}: {of_other}, {key}={path})"
-        )
+            there = read(path, lambda _: ())["position"]["global_step"]
+        except UserError:  # as nobody asked for this file
+            there = "unknown, as it cannot be read"
+        return "" if there == step else f"{self.path.stem}, step {step} ({other}: step {there}, {key}={path})"
 
 
 def load(
@@ -74,6 +72,8 @@ def load(
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     """The run directory of the newest run that has a checkpoint: the one that was started last, see `start_time`.
 
+    Runs for debugging and trials of searches, whose summary has `not_last`, do not count.
+
     Raises:
         UserError: if no run in `runs` has one.
     """
@@ -93,7 +93,15 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
         return start_time(path.parents[1]) or written, written
 
     # Times of files change when runs are copied, so the recorded start counts first
-    return max(found, key=age).parents[1]
+    newest_first = [path.parents[1] for path in sorted(found, key=age, reverse=True)]
+    for run in newest_first:
+        if not (read_summary(run) or {}).get("not_last"):
+            return run
+    reason = (read_summary(newest_first[0]) or {}).get("not_last")
+    problem = (
+        f"each run with a checkpoint in {runs} is for debugging or a trial: the newest, {newest_first[0]}, has {reason}"
+    )
+    raise UserError(key, problem, f"{key}={newest_first[0]}, or another run")
 
 
 def named(folder: Path, stem: str) -> Path | None:
