@@ -197,7 +197,7 @@ class RunRecord:
         self.summary |= {
             "best": dataclasses.asdict(state.best) if state.best else None,
             "last": {name.removeprefix("val/"): value for name, value in state.last_metrics.items()},
-            "monitor": monitor,
+            "monitor": monitor or None,
             "global_step": state.position.global_step,
         }
         return self.summary

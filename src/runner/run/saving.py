@@ -144,10 +144,8 @@ class Saving:
         path, best, step = found.path.resolve(), state.best, state.position.global_step
         # The best value so far is comparable only if the metric is still the same one
         if best is not None and (best.metric, best.mode) != monitor:
-            now = f"{monitor.metric} ({monitor.mode})"
-            warnings.append(
-                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is determined by {now}"
-            )
+            now = f"it is determined by {monitor.metric} ({monitor.mode})" if monitor.metric else "there is none"
+            warnings.append(f"the best evaluation was by {best.metric} ({best.mode}); from now on {now}")
             state.best = None
         # The file of the best weights belongs to the state: without it, the value would have no weights
         elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
