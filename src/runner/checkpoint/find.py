@@ -114,6 +114,11 @@ def step_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step_*{SUFFIX}"), reverse=True)
 
 
+def resumable(run: Path) -> bool:
+    """Whether a run directory has a checkpoint."""
+    return bool(_newest(run / "checkpoints"))
+
+
 def _newest(folder: Path) -> list[Path]:
     """The checkpoints of a run but its best one, newest first."""
     return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]

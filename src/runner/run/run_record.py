@@ -20,7 +20,7 @@ from typing import Any
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
 from runner.base.files import write_json
 from runner.base.reading import number_or_none, read_summary
-from runner.checkpoint.find import named
+from runner.checkpoint.find import resumable
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.keys import at
@@ -129,8 +129,8 @@ class RunRecord:
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")
         # The results of an earlier run must not be overwritten, except by the run that resumes it
         if (path / "summary.json").exists() and not is_inside(setup.found, path):
-            allowed = f"another folder, or ckpt_path={path} to continue it there"
-            raise UserError("hydra.run.dir", f"{path} already holds a run", allowed)
+            other = f"ckpt_path={path} to continue it" if resumable(path) else "resume=auto to start it again"
+            raise UserError("hydra.run.dir", f"{path} already holds a run", f"another folder, or {other} there")
         self._new_folders = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         return RunDirectory(path)
@@ -229,7 +229,7 @@ class RunRecord:
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
-        saved = self._directory is not None and bool(named(self._directory.checkpoints, "last"))
+        saved = self._directory is not None and resumable(self._directory.checkpoints.parent)
         # A preempted run did nothing wrong, so it gets a warning and the way to resume, not an error
         if preempted:
             repeat = "nothing was saved yet: repeat the same command"
