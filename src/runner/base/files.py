@@ -42,6 +42,12 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}") from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder with its parents if it is not there; a `UserError` says why it cannot be."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that gets the name `path` when the block ends; a reader, or a crash at any instant, sees no part of it.

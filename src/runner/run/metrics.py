@@ -35,7 +35,7 @@ def choose_monitor(config: Train, task: Task) -> Monitor:
     """
     if config.checkpoint.monitor is None and task.monitor is None:
         return Monitor("", "min")
-    named = config.checkpoint.monitor or str(task.monitor).replace("val/", f"val/{prefix(averaging(config))}", 1)
+    named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
     metric = _full_name("checkpoint.monitor", named, config, task)
     return Monitor(metric, config.checkpoint.mode or better("checkpoint.mode", metric, config, task))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
-from runner.base.files import write_json
+from runner.base.files import make_folder, write_json
 from runner.base.reading import number_or_none, read_summary
 from runner.checkpoint.find import resumable
 from runner.checkpoint.weights import weights_sha256
@@ -81,7 +81,7 @@ class RunRecord:
         # All ranks read the same checkpoints
         directory.checkpoints = path / "checkpoints"
         log = directory.log_file if rank == 0 else path / "logs" / f"rank_{rank}.log"
-        log.parent.mkdir(exist_ok=True)
+        make_folder(log.parent)
         progress = setup.config.log.progress
         # One progress display is enough: the other ranks write to their own log
         nowhere = None if rank == 0 else io.StringIO()
@@ -270,6 +270,7 @@ class RunRecord:
         # Before the lock is gone: another process may resume as soon as it is
         for ending in self.endings:
             ending()
+        self.console.close()
         self._directory.unlock()
         if self._is_new and self._mistaken and not (self._directory.path / "config.yaml").exists():
             # The config is written once everything is built: nothing was trained, and the message has been shown.

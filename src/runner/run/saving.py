@@ -266,6 +266,8 @@ class Saving:
             if failed is None or isinstance(failed, Preempted | Interrupted):
                 raise
             self._record.console.warn(f"and then: {error}")  # the failure before is the one to report
+        finally:
+            self._background.close()
 
 
 def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:

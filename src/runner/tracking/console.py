@@ -207,6 +207,12 @@ class Console:
             self._progress_file = None
         self._on_terminal(lambda terminal: terminal.stop())
 
+    def close(self) -> None:
+        """Close the log file, which gets no further line."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
     @contextlib.contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
         """Gives a function to call before each of `total` parts, with its name; a bar shows them, or now and then a line."""

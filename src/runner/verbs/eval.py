@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runner.base.errors import UserError
-from runner.base.files import write_json
+from runner.base.files import make_folder, write_json
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
@@ -156,7 +156,7 @@ def _write(record: dict[str, Any], folder: Path, name: str, title: str, classes:
     from runner.tracking.plots import confusion_matrix
 
     plots = folder / "plots"
-    plots.mkdir(exist_ok=True)
+    make_folder(plots)
     picture = plots / f"confusion_{name}.png"
     confusion_matrix(record["confusion"], classes, picture, title)
     return [path, picture]
