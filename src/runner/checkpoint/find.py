@@ -21,16 +21,19 @@ class LoadedCheckpoint(NamedTuple):
     contents: dict[str, Any]
     warnings: list[str]
 
-    def beside(self, key: str = "ckpt_path") -> str:
-        """Whether this is the best or the last checkpoint of its run, and where the other one is; empty without another."""
-        step, other = self.contents["position"]["global_step"], {"best": "last", "last": "best"}.get(self.path.stem)
-        if other is None or not (path := named(self.path.parent, other)):
-            return ""
-        try:
-            there = read(path, lambda _: ())["position"]["global_step"]
-        except UserError:  # as nobody asked for this file
-            there = "unknown, as it cannot be read"
-        return "" if there == step else f"{self.path.stem}, step {step} ({other}: step {there}, {key}={path})"
+
+def beside(path: Path, key: str = "ckpt_path") -> str:
+    """Whether a checkpoint is the best or the last one of its run, and where the other one is; empty without another."""
+    other = {"best": "last", "last": "best"}.get(path.stem, path.stem)
+    try:
+        step, there = (
+            read(path.with_name(f"{stem}{SUFFIX}"), lambda _: ())["position"]["global_step"]
+            for stem in (path.stem, other)
+        )
+    except UserError:  # there is none, or it is damaged, and nobody asked for it
+        return ""
+    other_path = path.with_name(f"{other}{SUFFIX}")
+    return "" if there == step else f"{path.stem}, step {step} ({other}: step {there}, {key}={other_path})"
 
 
 def load(

@@ -116,11 +116,6 @@ class CheckpointManager:
         if self.writes:
             _name(path, self.best)
 
-    def forget_best(self) -> None:
-        """Remove the name of the best checkpoint: it is of an evaluation that the run does not count any more."""
-        if self.writes:
-            self.best.unlink(missing_ok=True)
-
 
 def _name(path: Path, name: Path) -> None:
     if not (name.is_file() and path.samefile(name)):

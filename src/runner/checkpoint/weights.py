@@ -109,7 +109,6 @@ class Weights:
         kind: of a checkpoint's, see `weights_of`; those of other files are `raw`.
         warnings: what was passed over on the way to the file.
         config: that of a checkpoint, as YAML.
-        beside: see `LoadedCheckpoint.beside`.
     """
 
     path: Path
@@ -118,7 +117,6 @@ class Weights:
     kind: str = "raw"
     warnings: list[str] = field(default_factory=list)
     config: str = "{}"
-    beside: str = ""
 
 
 def read_weights(init_from: str, runs: Path) -> Weights:
@@ -140,8 +138,8 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    classes, config, beside = tuple(found.contents["classes"]), found.contents["config"], found.beside(_KEY)
-    return Weights(found.path, tensors, classes, kind, warnings=found.warnings, config=config, beside=beside)
+    classes, config = tuple(found.contents["classes"]), found.contents["config"]
+    return Weights(found.path, tensors, classes, kind=kind, warnings=found.warnings, config=config)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class ResolvedCheckpoint(Generic[T]):
 
     def described(self) -> str:
         """The same for people, with the other checkpoint of the run."""
-        record, beside = self.record(), self.found.beside()
+        record, beside = self.record(), find.beside(self.found.path)
         average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
         return f"{record['checkpoint']}  step {record['global_step']}{average}" + (
             f"\nweights: {beside}" if beside else ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
+from runner.checkpoint.find import beside
 from runner.checkpoint.weights import Weights, read_weights, weights_sha256
 from runner.config import stored
 from runner.config.schema.train import Train
@@ -43,7 +44,6 @@ class InitialWeights:
     sha256: str = ""  # of all its tensors, see `weights_sha256`
     kind: str = "raw"  # what they are: `raw`, or an average, `ema` or `swa`
     loaded: int = 0  # number of tensors that were loaded
-    beside: str = ""  # which checkpoint of its run the file is, see `LoadedCheckpoint.beside`
     misfits: Sequence[Misfit] = ()  # tensors that were not loaded
     warnings: Sequence[str] = ()  # files that were skipped while searching
     others: Mapping[str, InitialWeights] = field(default_factory=dict)  # those of modules that the task adds
@@ -55,7 +55,7 @@ class InitialWeights:
             average = "" if self.kind == "raw" else f" of the average ({self.kind})"
             left = f", {len(self.misfits)} skipped because they do not fit" if self.misfits else ""
             rows.append(("weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"))
-            rows += [("checkpoint", self.beside, "")] if self.beside else []
+            rows += [("checkpoint", text, "")] if (text := beside(self.path, "init_from")) else []
         return rows + [(name, *row[1:]) for name, each in self.others.items() for row in each.rows()]
 
     def table(self) -> list[list[str]]:
@@ -149,7 +149,6 @@ def start_from(
         sha256=weights_sha256(given.tensors),
         kind=given.kind,
         loaded=len(fitting),
-        beside=given.beside,
         misfits=misfits,
         warnings=given.warnings,
     )

@@ -144,23 +144,10 @@ class RunRecord:
             self._directory = None
         return number_or_none(at(read_summary(finished.path), "best.value"))
 
-    @property
-    def _before(self) -> dict[str, Any]:
-        """The summary of the run that this one resumes; empty if it is not there."""
-        found = self.setup.found
-        return (read_summary(found.path.parents[1]) or {}) if found and found.path.parent.name == "checkpoints" else {}
-
-    @property
-    def _choices(self) -> dict[str, str]:
-        """The option of each group."""
-        # The config of a resumed run is the stored one, which the defaults of this command do not describe.
-        kept = self._before.get("choices") if self.setup.found else self.composition.group_choices
-        return (kept if isinstance(kept, dict) else {}) | self.composition.given_choices
-
     def _not_last(self, folder: Path) -> str:
         """Why `ckpt_path=last` does not mean this run: it is for debugging, or a trial of a search; empty if it does."""
         limits = [f"limit.{key}={value}" for key, value in vars(self.setup.config.limit).items() if value is not None]
-        debug = [f"debug={name}"] if (name := self._choices.get("debug")) else []
+        debug = [f"debug={name}"] if (name := self.composition.given_choices.get("debug")) else []
         trial = at(self.composition.values, "search.sampler") is not None and in_sweep(folder)
         return ", ".join([*debug, *limits, *(["values of a search"] if trial else [])])
 
@@ -171,9 +158,11 @@ class RunRecord:
         self.summary["resumed_from"] = str(found.path) if found else None
         self.summary |= {name: value for name in ("tags", "notes") if (value := getattr(config, name))}
         # A resumed run loads nothing from `init_from`: the earlier summary knows where its weights once came from
-        before = self._before
-        self.summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
-        self.summary["choices"] = self._choices
+        before = read_summary(found.path.parents[1]) if found and found.path.parent.name == "checkpoints" else None
+        self.summary |= {"init_from": before["init_from"]} if before and "init_from" in before else {}
+        # The config of a resumed run is the stored one, which the defaults of this command do not describe.
+        kept = at(before, "choices") if found else self.composition.group_choices
+        self.summary["choices"] = (kept if isinstance(kept, dict) else {}) | self.composition.given_choices
         self.summary |= {"not_last": reason} if (reason := self._not_last(self.directory.path)) else {}
         # Overrides come first: a summary without them belongs to an unknown command.
         self.directory.write_overrides(self.composition.overrides)

@@ -155,8 +155,8 @@ class Saving:
             self.manager.make_last(path)  # later ones belong to a future that is computed again
         elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
             directory.copy_metrics(path.parents[1], step)
-        if state.best is None:
-            self.manager.forget_best()
+        if state.best is None and self.manager.writes:
+            self.manager.best.unlink(missing_ok=True)  # of an evaluation that does not count any more
         # Lines logged after the checkpoint are logged again, so they are removed: each appears once
         directory.truncate_metrics(step, _repeated(state))
         return warnings

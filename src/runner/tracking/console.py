@@ -182,7 +182,9 @@ class Console:
         shown = [*self._position(global_step, epoch), *shown]
         # An evaluation stays on the screen; training shows in the bar, where there is one.
         if split != "train":
-            self._evaluated(split, values)
+            progress = self._progress
+            if (last := values.get(progress.metric.removeprefix("val/"))) is not None and split == "val":
+                progress.last, (progress.best, progress.best_step) = last, self._best() or (None, None)
             if self._bar_on:  # steps since the last drawing were too few to move the bar
                 self._tick(global_step, epoch)
             # A name and its value stay together when a line is wrapped
@@ -262,13 +264,6 @@ class Console:
         if self._progress_file is not None:
             progress.seconds_left = self._seconds_left(global_step)
             self._progress_file.write(progress)
-
-    def _evaluated(self, split: str, values: dict[str, float]) -> None:
-        """Take the monitored metric from an evaluation, if it is there."""
-        progress, name = self._progress, self._progress.metric.removeprefix(f"{split}/")
-        if split != "test" and name in values and progress.metric != name:
-            progress.last = values[name]
-            progress.best, progress.best_step = self._best() or (None, None)
 
     def _draw(self, global_step: int, before: str) -> None:
         # Of the gauges, the bar has room for one: if waiting costs a tenth of the time.

@@ -86,7 +86,7 @@ def run(composition: Composition) -> float:
             kind = resolved.weights[1]
         averaged = "" if kind in ("", "raw") else f", averaged weights ({kind})"
         where = f"{found.path}{averaged}" if found else "untrained"
-        beside = [("weights", text, "")] if found and (text := found.beside()) else []
+        beside = [("weights", text, "")] if found and (text := find.beside(found.path)) else []
         report.header(f"{config.name}  seed {config.seed}  {where}", [*beside, *describe(plain, training)[:2]])
         report.warnings(found.warnings if found else [], training.warnings)
         record: dict[str, Any] = {
