@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import html
 import importlib
 import inspect
@@ -11,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -155,6 +158,25 @@ def test_a_run_resumes_from_python(workdir: Path) -> None:
     assert again.directory != whole.directory
     assert again.summary["resumed_from"] == str(middle)
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("words", [(), ("+callbacks.mine._target_=mine.Broken",)], ids=["finished", "failed"])
+def test_a_run_that_has_ended_leaves_no_thread_and_no_open_file(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    (workdir / "mine.py").write_text("class Broken:\n    def on_end(self, loop):\n        raise LookupError('mine')\n")
+    monkeypatch.syspath_prepend(str(workdir))
+    # Not even until the garbage is collected, which may be long after in a notebook
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(LookupError):
+            train(*WORDS, *words)
+        opened = [path.resolve() for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        assert not [path for path in opened if path.is_relative_to(workdir)]
+        assert not [thread for thread in threading.enumerate() if "checkpoint" in thread.name]
+    finally:
+        gc.enable()
 
 
 def test_a_loaded_model_predicts_what_the_command_line_predicts(run: Any, trained: Path, pictures: Path) -> None:

@@ -222,7 +222,7 @@ def evaluate(checkpoint: str | Path, *overrides: str, config_dir: str | Path | N
     """The metrics of a checkpoint on a split, as `python -m runner eval` writes them; nothing is written.
 
     Args:
-        checkpoint: a file, a run directory (its best one), `last` or `best`.
+        checkpoint: a file, a run directory or `last`, the newest run (its best one, or the last one without), or `best`.
         overrides: such as `split=val` or `tta=hflip`.
         config_dir: a folder of own configs.
 
@@ -241,7 +241,7 @@ def load(
     """A trained model, ready to predict. Of the packages that trained it, only those of the model have to be installed.
 
     Args:
-        checkpoint: a file, a run directory (its best one), `last` or `best`.
+        checkpoint: see `evaluate`.
         overrides: such as `weights=raw` or `trust=[my_package]`.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
         config_dir: a folder of own configs.

@@ -50,6 +50,7 @@ def test_a_file_a_run_and_names_are_found(runs: Path) -> None:
     assert found(runs, runs / "old", "best") == ("best.safetensors", 10, 0)
     assert found(runs, folder) == ("last.safetensors", 30, 0)
     assert found(runs, "last") == ("last.safetensors", 5, 0)
+    assert found(runs, "last", "best") == ("best.safetensors", 5, 0)
     assert found(runs, "best") == ("best.safetensors", 5, 0)
 
 

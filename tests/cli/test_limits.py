@@ -18,6 +18,23 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("devices=2", "device=cpu", "hydra.run.dir=mine"), "logs"),
+        (("--multirun", "seed=1", "sweep.dir=mine"), "logs"),
+        (("hydra.run.dir=mine",), "checkpoints"),
+    ],
+)
+def test_a_file_where_a_run_needs_a_folder_is_a_mistake(
+    rejected: Any, workdir: Path, words: tuple[str, ...], name: str
+) -> None:
+    (workdir / "mine").mkdir()
+    (workdir / "mine" / name).touch()
+    error = rejected("train", *SMALL, *words).err
+    assert f"cannot write mine/{name}: a file exists where a folder is needed" in error
+
+
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 @pytest.mark.parametrize("place", ["/dev/null/x", "/dev/null", "/proc/foo", "file/a/b"])
 def test_a_folder_that_cannot_be_made_is_a_mistake(rejected: Any, workdir: Path, key: str, place: str) -> None:

@@ -201,7 +201,7 @@ def test_a_run_starts_from_the_best_of_another_and_says_so(train: Any) -> None:
 
 
 def test_the_same_classes_bring_their_head_along(train: Any) -> None:
-    source = train(*SMALL, FIRST, "max_steps=1")
+    source = train(*SMALL, FIRST, "limit.train_batches=null", "max_steps=1")
     again = train(
         *SMALL,
         FIRST,

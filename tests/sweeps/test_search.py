@@ -86,6 +86,13 @@ def ended(workdir: Path) -> int:
     return len(list(workdir.glob("outputs/*/sweeps/*/*/summary.json")))
 
 
+def test_trials_are_not_the_newest_run(search, rejected):
+    _, folder = search(*SEARCH, "search.trials=1")
+    assert summary(folder, 0)["not_last"] == "values of a search"
+    found = rejected("eval", "ckpt_path=last", f"name={folder.parents[1].name}")
+    assert f"the newest, {folder / '0'}, has values of a search" in found.err
+
+
 @pytest.mark.extended
 def test_a_search_ends_with_its_best_trial_as_a_preset_and_the_same_command_asks_for_more(search, run, tiny, workdir):
     words = (*SEARCH, "search.model={choice: [mlp, small_cnn]}", "~model.width")

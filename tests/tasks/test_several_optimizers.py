@@ -55,6 +55,10 @@ class Networks:
         return {"loss": F.softplus(-modules["discriminator"](vectors)).mean()}
 
 
+class WithoutMonitor(Networks):
+    monitor = None
+
+
 class Unevaluated:
     modules, optimizers, optimizer_steps = Networks.modules, Networks.optimizers, Networks.optimizer_steps
 
@@ -255,6 +259,28 @@ def test_modules_start_from_those_of_another_run(train: Callable[..., Any]) -> N
     best = load_file(first.directory / "checkpoints" / "best.safetensors")
     assert weights_of(second)["discriminator.weight"].equal(best["discriminator.weight"])
     assert not weights_of(second)["model.weight"].equal(best["model.weight"])
+
+
+def test_a_task_may_have_no_best_evaluation(train: Callable[..., Any], accepted: Any, rejected: Any) -> None:
+    words = (*SEVERAL, "task._target_=networks.WithoutMonitor", "data.split.test=0.2", "ema=0.5")
+    result = train(*words)
+    summary, files = result.summary, {path.name for path in (result.directory / "checkpoints").iterdir()}
+    assert (summary["best"], summary["monitor"], "best.safetensors" in files) == (None, None, False)
+    assert summary["last"]["loss"] > 0
+    trusted, name = "trust=[networks]", f"name={result.directory.parent.name}"
+    again = accepted("eval", "ckpt_path=last", name, trusted, "threads=1", "json=true").out
+    assert json.loads(again)["metrics"]["loss"] == summary["test"]["loss"]
+    # Resumed without the monitor that it had, a run has no best checkpoint any more
+    here = f"hydra.run.dir={train(*words, 'checkpoint.monitor=loss').directory}"
+    assert "best.safetensors" in {path.name for path in Path(here.partition("=")[2], "checkpoints").iterdir()}
+    resumed = train(f"ckpt_path={here.partition('=')[2]}", here, trusted, "checkpoint.monitor=null", "epochs=3")
+    assert resumed.summary["best"] is None
+    assert "the best evaluation was by val/loss (min); from now on there is none" in resumed.out
+    assert "best.safetensors" not in {path.name for path in (resumed.directory / "checkpoints").iterdir()}
+    for key, *more in (["scheduler", "scheduler=plateau"], ["callbacks.early_stopping", "callbacks=early_stopping"]):
+        assert f"  {key}" in (error := rejected("train", "threads=1", *words, *more).err) or f"error: {key}" in error
+        assert "the task names n" in error
+        train(*words, *more, "checkpoint.monitor=loss")
 
 
 def test_a_run_that_is_never_evaluated_needs_no_evaluation_step(

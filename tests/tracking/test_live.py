@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from runner.checkpoint.file import read
+from runner.lab.report.report import runs
 from runner.tracking import console as console_module
 from runner.tracking.console import Console
 from runner.tracking.live import LiveLines, sparkline
@@ -78,7 +80,8 @@ def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(now):
 
 def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, now):
     console = Console(None, stream=io.StringIO())
-    found = {"monitor": ("val/loss", "min"), "best": (0.5, 10), "device": "cpu", "file": tmp_path / NAME}
+    best = [(0.5, 10)]
+    found = {"monitor": "val/loss", "best": lambda: best[0], "device": "cpu", "file": tmp_path / NAME}
     console.start(100, 5, 20, **found)
     begun = read_progress(tmp_path)
     assert (begun.global_step, begun.total_steps, begun.best, begun.best_step) == (20, 100, 0.5, 10)
@@ -87,6 +90,7 @@ def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, now)
         console.advance(step, 2)
     console.metrics("train", {"loss": 0.25}, 40, 2)
     console.metrics("val", {"loss": 0.75}, 40, 2)
+    best[0] = (0.25, 41)
     console.metrics("val", {"loss": 0.25}, 41, 2)
     now[0] += 3
     console.advance(41, 3)
@@ -96,6 +100,25 @@ def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, now)
     assert later.seconds_left > 0
     console.stop()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bar_names_the_step_of_the_best_file_where_evaluations_tie(monkeypatch, train):
+    shown = []
+    stop = Console.stop
+    monkeypatch.setattr(Console, "stop", lambda self: (shown.append(self._progress), stop(self)))
+    # The first and the last two accuracies are equal, and the loss falls
+    result = train(
+        "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
+        "model=small_cnn", "model.width=4", "data.split.val=0.3", "epochs=4", "optimizer.lr=1", "evaluate.test=false",
+        "transform=standard",
+    )  # fmt: skip
+    accuracies = {each["global_step"]: each["accuracy"] for each in result.metrics if each["split"] == "val"}
+    ties = [step for step, value in accuracies.items() if value == max(accuracies.values())]
+    progress, best = shown[0], result.summary["best"]
+    kept = read(result.directory / "checkpoints" / "best.safetensors")["position"]["global_step"]
+    assert len(ties) > 1
+    assert (progress.best, progress.best_step) == (best["value"], best["global_step"])
+    assert ties[0] < best["global_step"] == kept == runs(result.directory)[0].summary["best"]["global_step"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"global_step": 1}', "\0", "nan"])

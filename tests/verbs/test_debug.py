@@ -47,6 +47,37 @@ def test_overfit_brings_the_loss_of_one_batch_close_to_zero(train: Any) -> None:
     assert result.summary["global_step"] == 120
 
 
+@pytest.mark.parametrize(
+    ("words", "kind", "reason"),
+    [
+        (["debug=smoke"], "_debug", "debug=smoke, limit.train_batches=2, limit.eval_batches=1"),
+        (["debug=pdb", "max_steps=1"], "_debug", "debug=pdb"),
+        (["limit.eval_batches=1", "max_steps=1"], "_limited", "limit.eval_batches=1"),
+    ],
+)
+@pytest.mark.parametrize("word", ["last", "best"])
+def test_the_newest_run_is_none_for_debugging(
+    words: list[str], kind: str, reason: str, word: str, train: Any, accepted: Any, rejected: Any
+) -> None:
+    common = (*TINY, "epochs=1", "evaluate.test=false")
+    debugged = train(*common, *words)
+    assert (str(debugged.directory).endswith(kind), debugged.summary["not_last"]) == (True, reason)
+    for verb in ("eval", "train"):
+        alone = rejected(verb, f"ckpt_path={word}", "threads=1")
+        assert f"the newest, {debugged.directory}, has {reason}" in alone.err
+        assert f"allowed: ckpt_path={debugged.directory}, or another run" in alone.err
+    # Limits come along with the checkpoint
+    if kind == "_limited":
+        continued = train(f"ckpt_path={debugged.directory}", "epochs=2")
+        assert (continued.summary["not_last"], str(continued.directory).endswith(kind)) == (reason, True)
+    assert "init_from: each run with a checkpoint" in rejected("train", *common, f"init_from={word}", "threads=1").err
+    whole = train(*common, "max_steps=1")
+    assert "not_last" not in whole.summary
+    train(*common, *words)
+    assert str(whole.directory / "checkpoints") in accepted("eval", f"ckpt_path={word}", "threads=1").out
+    assert str(debugged.directory) in accepted("eval", f"ckpt_path={debugged.directory}", "threads=1").out
+
+
 def test_anomaly_names_the_operation_behind_a_gradient_that_is_not_a_number(
     run: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
+from runner.api import evaluate as api_evaluate
+from runner.api import load
 from runner.checkpoint.file import read
 from runner.config.schema.verbs import Eval
 from runner.run import from_checkpoint as _checkpoint
@@ -64,6 +66,56 @@ def test_eval_repeats_what_training_reported_to_the_last_digit(trained: Any, eva
         assert val["metrics"] == {name: by_step[val["global_step"]][name] for name in ("loss", "accuracy")}
     assert evaluate(f"ckpt_path={last}", "split=val")["metrics"] == trained.summary["last"]
     assert evaluate(f"ckpt_path={last}")["weights_sha256"] == trained.summary["weights_sha256"]
+
+
+# Training diverges and the largest loss counts as the best, so the best step is not the last
+TWICE = (*SMALL, "name=twice", "hydra.run.dir=outputs/twice/first", "optimizer.lr=0.1", "checkpoint.monitor=loss",
+         "checkpoint.mode=max")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        ((), ()),
+        (("ema=0.5",), ()),
+        (("swa=1",), ()),
+        (("data.split.val=0",), ()),
+        (("data.split.val=0", "ema=0.5"), ()),
+        (("evaluate.every_epochs=null",), ()),
+        ((), ("hydra.run.dir=outputs/twice/second", "epochs=5")),
+        # The metric changes and nothing is evaluated any more: what was best before is not
+        (("ema=0.5",), ("hydra.run.dir=outputs/twice/first", "epochs=4", "ema=null", "evaluate.every_epochs=null")),
+    ],
+    ids=["best", "ema", "swa", "no split", "no split, ema", "not evaluated", "resumed", "other metric"],
+)
+def test_last_repeats_the_test_of_the_newest_run(
+    words: tuple[str, ...], again: tuple[str, ...], train: Any, evaluate: Any
+) -> None:
+    result = train(*TWICE, *words)
+    if again:
+        result = train(f"ckpt_path={result.directory}", *again)
+    found, tested = evaluate("ckpt_path=last", "name=twice"), result.summary
+    assert found["metrics"] == {name: tested["test"][name] for name in ("loss", "accuracy")}
+    assert (found["global_step"], Path(found["checkpoint"]).parents[1]) == (tested["test_step"], result.directory)
+
+
+def test_every_verb_takes_the_best_weights_of_the_newest_run_and_says_where_the_last_ones_are(
+    train: Any, accepted: Any
+) -> None:
+    folder = train(*TWICE).directory / "checkpoints"
+    best, last = (read(folder / f"{name}.safetensors")["position"]["global_step"] for name in ("best", "last"))
+    assert best < last
+    common = ("ckpt_path=last", "name=twice", "threads=1")
+    for verb, *more in (
+        ["eval"], ["predict", "input=test"], ["export", "format=safetensors"], ["inspect", "what=weights"]
+    ):  # fmt: skip
+        shown = accepted(verb, *common, *more).out
+        assert f"best, step {best} (last: step {last}, ckpt_path={folder / 'last.safetensors'})" in shown, verb
+    named = accepted("eval", f"ckpt_path={folder / 'last.safetensors'}", "threads=1").out
+    assert f"last, step {last} (best: step {best}, ckpt_path={folder / 'best.safetensors'})" in named
+    assert load("last", "name=twice").step == api_evaluate("last", "name=twice", "threads=1")["global_step"] == best
+    started = train(*SMALL, "epochs=1", "name=twice", "init_from=last").out
+    assert f"best, step {best} (last: step {last}, init_from={folder / 'last.safetensors'})" in started
 
 
 def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digit(trained: Any, evaluate: Any) -> None:

@@ -189,6 +189,16 @@ def test_an_occupied_directory_is_refused_and_stays_as_it_is(train_once: Any, re
     assert {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()} == before
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_is_not_offered_for_resuming(killed: Any, rejected: Any) -> None:
+    directory = killed(1, *SMALL)
+    assert not list((directory / "checkpoints").iterdir())
+    for more in ((), ("resume=auto", "epochs=3")):
+        error = rejected("train", *SMALL, f"hydra.run.dir={directory}", *more).err
+        assert "allowed: " in error
+        assert "another folder" in error
+        assert "ckpt_path=" not in error
+
+
 def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Any) -> None:
     words = (*SMALL, "evaluate.test=false", "scheduler=constant", "checkpoint.min_seconds=0")
     first, whole = train(*words), train(*words, "epochs=3")

@@ -44,6 +44,12 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}") from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder with its parents if it is not there; a `UserError` says why it cannot be."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def renaming(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """A temporary name for a file that gets the name `path` when the block ends; after an error in it nothing is left.

@@ -114,3 +114,7 @@ class AsyncWriter:
             futures.wait([self._work])
             work, self._work = self._work, None
             work.result()
+
+    def close(self) -> None:
+        """End the thread, once its work has ended."""
+        self._thread.shutdown()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.base.errors import UserError, nearest_path
-from runner.base.reading import modified, start_time
+from runner.base.reading import modified, read_summary, start_time
 from runner.checkpoint.file import DamagedCheckpoint, Parts, read
 
 SUFFIX = ".safetensors"
@@ -22,15 +22,29 @@ class LoadedCheckpoint(NamedTuple):
     warnings: list[str]
 
 
+def beside(path: Path, key: str = "ckpt_path") -> str:
+    """Whether a checkpoint is the best or the last one of its run, and where the other one is; empty without another."""
+    other = {"best": "last", "last": "best"}.get(path.stem, path.stem)
+    try:
+        step, there = (
+            read(path.with_name(f"{stem}{SUFFIX}"), lambda _: ())["position"]["global_step"]
+            for stem in (path.stem, other)
+        )
+    except UserError:  # there is none, or it is damaged, and nobody asked for it
+        return ""
+    other_path = path.with_name(f"{other}{SUFFIX}")
+    return "" if there == step else f"{path.stem}, step {step} ({other}: step {there}, {key}={other_path})"
+
+
 def load(
     ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", *, parts: Parts | None = None, later: bool = False
 ) -> LoadedCheckpoint:
     """Read the checkpoint that `ckpt_path` names; where `last` is damaged, the newest one of the same run that is not.
 
     Args:
-        ckpt_path: a file, a run directory, or `last` or `best` for the newest run in `runs`.
+        ckpt_path: a file, a run directory, `last` for the newest run in `runs`, or `best` for its best checkpoint.
         runs: folder with the runs of one name.
-        prefer: `last` or `best`: which one a run directory stands for.
+        prefer: `last` or `best`: which one a run stands for.
         key: the key of the config that names it, for messages.
         parts, later: what is needed, and when, see `runner.checkpoint.file.read`.
 
@@ -39,7 +53,8 @@ def load(
     """
     # Words find the run by time; a path may name a file, a run directory, or a folder of checkpoints
     if ckpt_path in ("last", "best"):
-        run, prefer = newest_run(runs, key), ckpt_path
+        run = newest_run(runs, key)
+        prefer = "best" if ckpt_path == "best" else prefer
     else:
         path = Path(ckpt_path)
         if path.is_file():
@@ -60,6 +75,8 @@ def load(
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     """The run directory of the newest run that has a checkpoint: the one that was started last, see `start_time`.
 
+    Runs for debugging and trials of searches, whose summary has `not_last`, do not count.
+
     Raises:
         UserError: if no run in `runs` has one.
     """
@@ -79,7 +96,15 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
         return start_time(path.parents[1]) or written, written
 
     # Times of files change when runs are copied, so the recorded start counts first
-    return max(found, key=age).parents[1]
+    newest_first = [path.parents[1] for path in sorted(found, key=age, reverse=True)]
+    for run in newest_first:
+        if not (read_summary(run) or {}).get("not_last"):
+            return run
+    reason = (read_summary(newest_first[0]) or {}).get("not_last")
+    problem = (
+        f"each run with a checkpoint in {runs} is for debugging or a trial: the newest, {newest_first[0]}, has {reason}"
+    )
+    raise UserError(key, problem, f"{key}={newest_first[0]}, or another run")
 
 
 def named(folder: Path, stem: str) -> Path | None:
@@ -90,6 +115,11 @@ def named(folder: Path, stem: str) -> Path | None:
 def step_files(folder: Path) -> list[Path]:
     """Checkpoints of single steps in a folder, newest step first."""
     return sorted(folder.glob(f"step_*{SUFFIX}"), reverse=True)
+
+
+def resumable(run: Path) -> bool:
+    """Whether a run directory has a checkpoint."""
+    return bool(_newest(run / "checkpoints"))
 
 
 def _newest(folder: Path) -> list[Path]:

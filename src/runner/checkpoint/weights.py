@@ -123,8 +123,8 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     """Read the weights that `init_from` names.
 
     Args:
-        init_from: a checkpoint (its average, where the best evaluation is one of it), a run directory (its best evaluation,
-            or the last state), `last` or `best` for the newest run in `runs`, a `.safetensors` file, or what `torch.save`
+        init_from: a checkpoint (its average, where the best evaluation is one of it), a run directory, or `last` for the
+            newest run in `runs` (its best evaluation, or the last state), `best`, a `.safetensors` file, or what `torch.save`
             made of a state dict.
         runs: folder with the runs of one name.
 

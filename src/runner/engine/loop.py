@@ -53,7 +53,7 @@ class Loop:
         limits: when to stop and when to evaluate.
         evaluate: evaluates the validation split, and raises `Interrupted` if `interrupted` says so; None without one.
         callbacks: objects with some of the methods that `runner.engine.callbacks` lists.
-        monitor: metric and mode (`min` or `max`) that decide which evaluation is best.
+        monitor: metric and mode (`min` or `max`) that decide which evaluation is best; an empty name for none.
         interrupted: returns the name of the signal that asks the run to stop, or an empty string.
         step: trains on a batch as `train_step` does.
         roll_back: restores an earlier state; required if the guard's policy is `rollback`.
@@ -215,7 +215,7 @@ class Loop:
         state, (name, mode) = self.state, self.monitor
         metrics = self._evaluate()
         state.last_metrics, self._evaluated_at = metrics, state.position.global_step
-        value = metrics[name]
+        value = metrics[name] if name else math.nan  # a task without a monitor has no best evaluation
         loss_name = loss_for(name)  # missing if a user-defined metric happens to be called ema_...
         loss = metrics.get(loss_name, metrics.get("val/loss", 0.0))
         # A value that is not finite is never the best; the loss decides between equal values

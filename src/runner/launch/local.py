@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from runner.base.cores import cores
 from runner.base.errors import UserError
+from runner.base.files import make_folder
 from runner.launch.jobs import Ended, Job, why_ended
 from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
 
@@ -118,7 +119,7 @@ class Local:
         places = []
         for job in jobs:
             slot = self._free.pop(0)
-            job.log.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(job.log.parent)
             environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
             # A process of its own: its memory is free afterwards, and an abort takes only this job
             process: BaseProcess = _FORKED.Process(

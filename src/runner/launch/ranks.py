@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from runner.base.errors import FAILED, PREEMPTED, explain
+from runner.base.files import make_folder
 from runner.distributed.store import RanksMissing, of_attempt, open_store
 from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
 
@@ -89,7 +90,7 @@ def run_ranks(
     # Too few file descriptors would show up as an obscure error of one of the ranks
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES + _FILES_OF_RANK * size:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs)
     # DistributedDataParallel imports torch._dynamo, which takes a second
     start_fork_server([entry.__module__, "torch._dynamo"])
     context = multiprocessing.get_context("forkserver")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.errors import UserError
+from runner.base.files import make_folder
 from runner.base.truth import is_true
 from runner.launch.jobs import Ended, Job
 
@@ -156,7 +157,7 @@ class Slurm:
         """Submit an array, and return the number of each job there."""
         # A file for each element, appended to: a job that starts again continues its log
         logs = jobs[0].log.parent.absolute()
-        logs.mkdir(parents=True, exist_ok=True)
+        make_folder(logs)
         group = int(jobs[0].log.stem) // _ELEMENTS
         numbers = {job.number: self._place(job)[1] for job in jobs}
         options = {

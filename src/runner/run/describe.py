@@ -49,7 +49,7 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
 
 def start_progress(run: Run, record: RunRecord) -> None:
     """Start the clocks of training and the display of its progress."""
-    state, monitor, best = run.state, run.monitor, run.state.best
+    state = run.state
     # A finished run that is resumed does no harm, but is rarely what was meant
     if (step := state.position.global_step) >= run.total_steps:
         record.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
@@ -58,8 +58,8 @@ def start_progress(run: Run, record: RunRecord) -> None:
         run.total_steps,
         run.config.epochs or 0,
         step,
-        monitor=(monitor.metric, monitor.mode),
-        best=(best.value, best.global_step) if best else None,
+        monitor=run.monitor.metric,
+        best=lambda: (state.best.value, state.best.global_step) if state.best else None,
         device=str(run.device),
         file=record.directory.progress_file,
     )

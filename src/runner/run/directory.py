@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from runner.base.errors import UserError
-from runner.base.files import write_atomically, write_json, writing
+from runner.base.files import make_folder, write_atomically, write_json, writing
 from runner.base.reading import modified, open_regular, read_json, read_summary, start_time
 from runner.base.secrets import mask_text, mask_words
 from runner.tracking import progress_file
@@ -185,8 +185,7 @@ class RunDirectory:
         # Before anything is written, as a link would lead the first write elsewhere
         self._refuse_special_files()
         for folder in (self.checkpoints, self.plots):
-            with writing(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
 
     def _refuse_special_files(self) -> None:
         """Refuse links, named pipes, sockets and devices, because a directory may come from someone else."""

@@ -74,6 +74,14 @@ class ResolvedCheckpoint(Generic[T]):
         step = self.found.contents["position"]["global_step"]
         return {"checkpoint": str(self.found.path), "global_step": step, "weights": self.weights[1]}
 
+    def described(self) -> str:
+        """The same for people, with the other checkpoint of the run."""
+        record, beside = self.record(), find.beside(self.found.path)
+        average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
+        return f"{record['checkpoint']}  step {record['global_step']}{average}" + (
+            f"\nweights: {beside}" if beside else ""
+        )
+
     def set_up_device(self, verb: str, report: Report) -> tuple[torch.device, Precision]:
         """Choose device and precision, set torch's switches, and warn of what has no effect."""
         hardware = choose_hardware(dataclasses.replace(self.config, detect_anomaly=False))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
+from runner.checkpoint.find import beside
 from runner.checkpoint.weights import Weights, read_weights, weights_sha256
 from runner.config import stored
 from runner.config.schema.train import Train
@@ -54,6 +55,7 @@ class InitialWeights:
             average = "" if self.kind == "raw" else f" of the average ({self.kind})"
             left = f", {len(self.misfits)} skipped because they do not fit" if self.misfits else ""
             rows.append(("weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"))
+            rows += [("checkpoint", text, "")] if (text := beside(self.path, "init_from")) else []
         return rows + [(name, *row[1:]) for name, each in self.others.items() for row in each.rows()]
 
     def table(self) -> list[list[str]]:

@@ -23,16 +23,18 @@ _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric
 class Monitor(NamedTuple):
     """The metric that decides which evaluation is best."""
 
-    metric: str  # its full name, such as `val/loss`
+    metric: str  # its full name, such as `val/loss`; empty if none decides
     mode: str  # whether the `min` or the `max` of it is best
 
 
 def choose_monitor(config: Train, task: Task) -> Monitor:
-    """The metric that decides which evaluation is best.
+    """The metric that decides which evaluation is best; none, if neither the config nor the task names one.
 
     Raises:
         UserError: if there is no such metric, or neither it nor the config says which of its values are better.
     """
+    if config.checkpoint.monitor is None and task.monitor is None:
+        return Monitor("", "min")
     named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
     metric = _full_name("checkpoint.monitor", named, config, task)
     return Monitor(metric, config.checkpoint.mode or better("checkpoint.mode", metric, config, task))
@@ -115,6 +117,8 @@ def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, An
             # Another metric may be better in the other direction.
             if node.get("mode") is None and watched != monitor.metric:
                 facts["mode"] = better(f"callbacks.{name}.mode", watched, config, task)
+        elif not monitor.metric and (stops_early(node) or names_argument(node, "monitor")):
+            raise UserError(f"callbacks.{name}.monitor", "is null, and the task names no metric", "such as val/loss")
         built[name] = build(f"callbacks.{name}", node, facts=facts)
         require_methods(f"callbacks.{name}", node["_target_"], built[name], CALLBACK, optional=CALLBACK)
     return built

@@ -221,6 +221,9 @@ def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLen
     Where SWA begins, it goes over to SWA's rate.
     """
     node = components_of("scheduler", config.scheduler)[key]
+    if not monitor.metric and names_argument(node, "mode"):
+        problem = "follows the metric of checkpoint.monitor, which is null, and the task names none"
+        raise UserError(key, problem, "checkpoint.monitor=loss, or another schedule")
     clock, timeline, total_steps = Clock(), length.timeline, length.total_steps
     # The clock counts scaled epochs, so that a schedule keeps its place if an epoch has another length now
     if timeline.turns and names_argument(node, "clock"):

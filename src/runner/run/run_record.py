@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
-from runner.base.files import write_json
+from runner.base.files import make_folder, write_json
 from runner.base.reading import number_or_none, read_summary
-from runner.checkpoint.find import named
+from runner.checkpoint.find import resumable
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.keys import at
-from runner.config.output_folders import holds_sweep
+from runner.config.output_folders import holds_sweep, in_sweep
 from runner.engine.errors import BadMetric
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState
@@ -81,7 +81,7 @@ class RunRecord:
         # All ranks read the same checkpoints
         directory.checkpoints = path / "checkpoints"
         log = directory.log_file if rank == 0 else path / "logs" / f"rank_{rank}.log"
-        log.parent.mkdir(exist_ok=True)
+        make_folder(log.parent)
         progress = setup.config.log.progress
         # One progress display is enough: the other ranks write to their own log
         nowhere = None if rank == 0 else io.StringIO()
@@ -121,14 +121,16 @@ class RunRecord:
         if path is None:
             root = Path(setup.config.output_root)
             self._new_folders = [folder for folder in (root / setup.config.name, root) if not folder.exists()]
-            return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
+            reason = self._not_last(root)
+            kind = "_debug" if reason.startswith("debug=") else "_limited" * bool(reason)
+            return RunDirectory(claim(root / setup.config.name, timestamp() + kind))
         # A run in a sweep's folder would mix with the jobs of its ledger
         if holds_sweep(path):
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")
         # The results of an earlier run must not be overwritten, except by the run that resumes it
         if (path / "summary.json").exists() and not is_inside(setup.found, path):
-            allowed = f"another folder, or ckpt_path={path} to continue it there"
-            raise UserError("hydra.run.dir", f"{path} already holds a run", allowed)
+            other = f"ckpt_path={path} to continue it" if resumable(path) else "resume=auto to start it again"
+            raise UserError("hydra.run.dir", f"{path} already holds a run", f"another folder, or {other} there")
         self._new_folders = [folder for folder in path.parents if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         return RunDirectory(path)
@@ -142,6 +144,13 @@ class RunRecord:
             self._directory = None
         return number_or_none(at(read_summary(finished.path), "best.value"))
 
+    def _not_last(self, folder: Path) -> str:
+        """Why `ckpt_path=last` does not mean this run: it is for debugging, or a trial of a search; empty if it does."""
+        limits = [f"limit.{key}={value}" for key, value in vars(self.setup.config.limit).items() if value is not None]
+        debug = [f"debug={name}"] if (name := self.composition.given_choices.get("debug")) else []
+        trial = at(self.composition.values, "search.sampler") is not None and in_sweep(folder)
+        return ", ".join([*debug, *limits, *(["values of a search"] if trial else [])])
+
     def begin(self) -> None:
         """Write overrides, environment, and a summary that says when the run started and from what."""
         config, found = self.setup.config, self.setup.found
@@ -154,6 +163,7 @@ class RunRecord:
         # The config of a resumed run is the stored one, which the defaults of this command do not describe.
         kept = at(before, "choices") if found else self.composition.group_choices
         self.summary["choices"] = (kept if isinstance(kept, dict) else {}) | self.composition.given_choices
+        self.summary |= {"not_last": reason} if (reason := self._not_last(self.directory.path)) else {}
         # Overrides come first: a summary without them belongs to an unknown command.
         self.directory.write_overrides(self.composition.overrides)
         self.directory.write_summary(self.summary)
@@ -174,7 +184,7 @@ class RunRecord:
         self.summary |= {
             "best": dataclasses.asdict(state.best) if state.best else None,
             "last": {name.removeprefix("val/"): value for name, value in state.last_metrics.items()},
-            "monitor": monitor,
+            "monitor": monitor or None,
             "global_step": state.position.global_step,
         }
         return self.summary
@@ -206,7 +216,7 @@ class RunRecord:
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
-        saved = self._directory is not None and bool(named(self._directory.checkpoints, "last"))
+        saved = self._directory is not None and resumable(self._directory.checkpoints.parent)
         # A preempted run did nothing wrong, so it gets a warning and the way to resume, not an error
         if preempted:
             repeat = "nothing was saved yet: repeat the same command"
@@ -247,6 +257,7 @@ class RunRecord:
         # Before the lock is gone: another process may resume as soon as it is
         for ending in self.endings:
             ending()
+        self.console.close()
         self._directory.unlock()
         if self._is_new and self._mistaken and not (self._directory.path / "config.yaml").exists():
             # The config is written once everything is built: nothing was trained, and the message has been shown.

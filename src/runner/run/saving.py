@@ -144,10 +144,8 @@ class Saving:
         path, best, step = found.path.resolve(), state.best, state.position.global_step
         # The best value so far is comparable only if the metric is still the same one
         if best is not None and (best.metric, best.mode) != monitor:
-            now = f"{monitor.metric} ({monitor.mode})"
-            warnings.append(
-                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is determined by {now}"
-            )
+            now = f"it is determined by {monitor.metric} ({monitor.mode})" if monitor.metric else "there is none"
+            warnings.append(f"the best evaluation was by {best.metric} ({best.mode}); from now on {now}")
             state.best = None
         # The file of the best weights belongs to the state: without it, the value would have no weights
         elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
@@ -157,6 +155,8 @@ class Saving:
             self.manager.make_last(path)  # later ones belong to a future that is computed again
         elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
             directory.copy_metrics(path.parents[1], step)
+        if state.best is None and self.manager.writes:
+            self.manager.best.unlink(missing_ok=True)  # of an evaluation that does not count any more
         # Lines logged after the checkpoint are logged again, so they are removed: each appears once
         directory.truncate_metrics(step, _repeated(state))
         return warnings
@@ -266,6 +266,8 @@ class Saving:
             if failed is None or isinstance(failed, Preempted | Interrupted):
                 raise
             self._record.console.warn(f"and then: {error}")  # the failure before is the one to report
+        finally:
+            self._background.close()
 
 
 def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:

@@ -52,7 +52,7 @@ def resolve(composition: Composition) -> Setup:
         if again is not None and (read_summary(again.path) or {}).get("status") == "finished":
             return Setup(resolve_config(composition, Train), finished=again)
         # A run that was killed before its first checkpoint has nothing to resume: it begins again in its directory
-        if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
+        if again is not None and find.resumable(again.path):
             ckpt_path = again.path
     if ckpt_path is None:
         config = resolve_config(composition, Train)
@@ -96,7 +96,7 @@ def _left_behind(composition: Composition) -> list[str]:
     """A warning if a run with the settings of one that starts ended early and has a checkpoint."""
 
     def same(run: Path) -> bool:
-        return find.named(run / "checkpoints", "last") is not None and not (works(run) or _unlike(run, composition))
+        return find.resumable(run) and not (works(run) or _unlike(run, composition))
 
     found, _ = unfinished(composition.runs, same, most=20)
     command = f"python -m runner train {shlex.quote(f'ckpt_path={found.path}')}" if found else ""
@@ -132,8 +132,9 @@ def why_occupied(composition: Composition) -> UserError | None:
         reason = f"holds a run of other settings ({', '.join(unlike[:5])})"
     except ValueError as error:
         reason = f"holds a run whose {error}"
-    other = f"ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
-    return UserError("resume", f"is auto, and {fixed} {reason}", f"its command, another folder, or {other}")
+    other = f", or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
+    allowed = f"its command, another folder{other if find.resumable(fixed) else ''}"
+    return UserError("resume", f"is auto, and {fixed} {reason}", allowed)
 
 
 def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:

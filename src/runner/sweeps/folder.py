@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runner.base.errors import UserError
-from runner.base.files import writing
+from runner.base.files import make_folder, writing
 from runner.base.truth import is_true
 from runner.config.keys import key_of, within
 from runner.config.output_folders import holds_run
@@ -49,8 +49,7 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
         folder = named or (None if new else _same_sweep(root, plan)) or claim(root, timestamp())
         if holds_run(folder):
             raise UserError("sweep.dir", f"cannot be {folder}: it holds a run", "another folder")
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         try:
             # The lock says that a sweep runs here, and is gone with the process
             lock = hold(folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.base.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
-from runner.base.files import writing
+from runner.base.files import make_folder
 from runner.base.reading import read_overrides, read_regular
 from runner.base.secrets import mask_text, mask_words
 from runner.base.truth import is_true
@@ -311,8 +311,7 @@ class Sweep:
             if signal:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
             else:  # a folder that is missing later was removed by someone
-                with writing(known.folder):
-                    known.folder.mkdir(exist_ok=True)
+                make_folder(known.folder)
         # A failure may be a passing one of the machine, so the job gets another try
         again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
         self._record(planned.identity, known, dataclasses.replace(found, status="retried") if again else found)

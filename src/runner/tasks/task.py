@@ -39,7 +39,7 @@ class Task:
     outputs probabilities. An optional method `for_metrics(outputs, targets)` converts both for metrics of the config.
     """
 
-    monitor: str = "val/loss"
+    monitor: Any = "val/loss"  # its name; None where no metric says which weights are best
     mode: Literal["min", "max"] = "min"
 
     def outputs(self, classes: Sequence[str]) -> int:

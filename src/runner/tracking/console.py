@@ -74,7 +74,7 @@ class Console:
         self._marks: deque[tuple[float, int]] = deque()
         self._progress = Progress()
         self._progress_file: ProgressFile | None = None
-        self._mode = ""
+        self._best: Callable[[], tuple[float, int] | None] = lambda: None
         self._live = LiveLines()
         # The log is a convenience: a run goes on without it
         if log_file is not None:
@@ -142,24 +142,22 @@ class Console:
         total_epochs: int,
         first_step: int,
         *,
-        monitor: tuple[str, str] = ("", ""),
-        best: tuple[float, int] | None = None,
+        monitor: str = "",
+        best: Callable[[], tuple[float, int] | None] = lambda: None,
         device: str = "",
         file: Path | None = None,
     ) -> None:
         """Start to show progress up to these optimizer steps and epochs, 0 if unknown; `first_step` are complete already.
 
         Args:
-            monitor: the metric that decides which evaluation is best, such as `val/accuracy`, and `max` or `min`.
-            best: its best value so far and the step of that.
+            monitor: the metric that decides which evaluation is best, such as `val/accuracy`.
+            best: gives its value in the best evaluation so far and the step of that, by the rule of the run.
             file: gets the progress for other processes, see `ProgressFile`.
         """
+        self._progress = Progress(total_steps=total_steps, total_epochs=total_epochs, device=device, metric=monitor)
         # Names and numbers of the best evaluation continue after a resume
-        value, step = best or (None, None)
-        self._progress = Progress(
-            total_steps=total_steps, total_epochs=total_epochs, device=device, best=value, best_step=step
-        )
-        self._progress.metric, self._mode = monitor
+        self._best = best
+        self._progress.best, self._progress.best_step = best() or (None, None)
         self._progress_file = ProgressFile(file) if file is not None else None
         self._write_progress(first_step, 0)
         # The speed before a pause or a resume says nothing about that of now
@@ -184,7 +182,9 @@ class Console:
         shown = [*self._position(global_step, epoch), *shown]
         # An evaluation stays on the screen; training shows in the bar, where there is one.
         if split != "train":
-            self._evaluated(split, values, global_step)
+            progress = self._progress
+            if (last := values.get(progress.metric.removeprefix("val/"))) is not None and split == "val":
+                progress.last, (progress.best, progress.best_step) = last, self._best() or (None, None)
             if self._bar_on:  # steps since the last drawing were too few to move the bar
                 self._tick(global_step, epoch)
             # A name and its value stay together when a line is wrapped
@@ -208,6 +208,12 @@ class Console:
             self._progress_file.remove()
             self._progress_file = None
         self._on_terminal(lambda terminal: terminal.stop())
+
+    def close(self) -> None:
+        """Close the log file, which gets no further line."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
@@ -258,15 +264,6 @@ class Console:
         if self._progress_file is not None:
             progress.seconds_left = self._seconds_left(global_step)
             self._progress_file.write(progress)
-
-    def _evaluated(self, split: str, values: dict[str, float], global_step: int) -> None:
-        """Take the monitored metric from an evaluation, if it is there."""
-        progress, name = self._progress, self._progress.metric.removeprefix(f"{split}/")
-        if split != "test" and name in values and progress.metric != name:
-            value = progress.last = values[name]
-            sign = -1.0 if self._mode == "min" else 1.0
-            if math.isfinite(value) and (progress.best is None or sign * value > sign * progress.best):
-                progress.best, progress.best_step = value, global_step
 
     def _draw(self, global_step: int, before: str) -> None:
         # Of the gauges, the bar has room for one: if waiting costs a tenth of the time.

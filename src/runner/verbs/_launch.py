@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from runner import __version__
 from runner.base import slurm
 from runner.base.errors import OK, USAGE, ConfigError, UserError
+from runner.base.files import make_folder
 from runner.base.secrets import mask_words
 from runner.base.signals import interruptible
 from runner.config.sources import Sources
@@ -149,7 +150,7 @@ def _run_each(verb: Verb, command: Command) -> int:
     for job in plan.jobs or ():
         print(f"job {job.number + 1} of {len(plan.jobs or ())}: {job.varied or 'as all others'}", flush=True)
         directory = folder / str(job.number)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         composition = job.composition.in_folder(directory)
         status = max(status, status_of(functools.partial(run_job, verb.name, composition)))
         with contextlib.suppress(OSError):  # it holds what the job wrote

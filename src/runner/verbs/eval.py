@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runner.base.errors import UserError
-from runner.base.files import write_json
+from runner.base.files import make_folder, write_json
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
@@ -68,6 +68,7 @@ def run(composition: Composition) -> float:
     name = config.split if same_data else f"{config.data.name}_{config.split}"
     written = _write(record, folder, name, title, classes, named=config.output is not None)
     if not report.json(record, written=[str(path) for path in written]):
+        report.line(resolved.described())
         _show(record, title, report)
         report.lines(*written)
     return float(record["metrics"].get("loss", math.nan))
@@ -157,15 +158,13 @@ def _write(
     from runner.tracking.plots import confusion_matrix
 
     plots = folder / "plots"
-    plots.mkdir(exist_ok=True)
+    make_folder(plots)
     picture = plots / f"confusion_{name}.png"
     confusion_matrix(record["confusion"], classes, picture, title)
     return [path, picture]
 
 
 def _show(record: dict[str, Any], title: str, report: Report) -> None:
-    average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
-    report.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
     rows = [[name, digits(value)] for name, value in record["metrics"].items()]
     columns = ["metric", "value"]
     if tta := record.get("tta"):

@@ -102,7 +102,8 @@ def run(composition: Composition) -> float:
     record = _record(resolved, task, data, images, outputs, files=records, compared=compared)
     written = [*files.values(), folder / "model.json"]
     write_json(written[-1], record, named=config.output is not None)
-    _show(record, compared, report)
+    report.line(resolved.described())
+    _show(compared, report)
     report.lines(*written)
     report.json(record, written=[str(path) for path in written])
     # The files are written even if one differs, so that the difference can be studied
@@ -248,8 +249,7 @@ def _file_record(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
 
-def _show(record: dict[str, Any], compared: list[dict[str, Any]], report: Report) -> None:
-    report.line(f"{record['checkpoint']}  step {record['global_step']}")
+def _show(compared: list[dict[str, Any]], report: Report) -> None:
     rows = []
     for each in compared:
         differences = [f"{each['max_abs']:.2g}", f"{each['max_rel']:.2g}"]

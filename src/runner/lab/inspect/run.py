@@ -86,7 +86,8 @@ def run(composition: Composition) -> float:
             kind = resolved.weights[1]
         averaged = "" if kind in ("", "raw") else f", averaged weights ({kind})"
         where = f"{found.path}{averaged}" if found else "untrained"
-        report.header(f"{config.name}  seed {config.seed}  {where}", describe(plain, training)[:2])
+        beside = [("weights", text, "")] if found and (text := find.beside(found.path)) else []
+        report.header(f"{config.name}  seed {config.seed}  {where}", [*beside, *describe(plain, training)[:2]])
         report.warnings(found.warnings if found else [], training.warnings)
         record: dict[str, Any] = {
             "checkpoint": str(found.path) if found else None,

@@ -138,7 +138,8 @@ def run(composition: Composition) -> float:
         "output": str(path),
         "features": str(features_file) if features_file is not None else None,
     }
-    report.json(record)
+    if not report.json(record):
+        report.line(resolved.described())
     _show(record, rows.first, report)
     return float(record["images_per_s"])
 

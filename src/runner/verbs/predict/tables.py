@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import finite, replacing, writing
+from runner.base.files import finite, make_folder, replacing, writing
 from runner.tracking.formats import harmless
 
 Row = dict[str, Any]
@@ -39,8 +39,7 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
     The ending of `path` selects the format. `lists` are the columns that hold lists, each with a name for every item; CSV
     gives each item a column.
     """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with replacing(path, named=True) as file:
         table = _FORMATS[path.suffix.lower()](file, lists)
 

@@ -240,6 +240,7 @@ def metric_direction(context: CheckContext) -> Result:
     given = {key: mode for key, mode in given.items() if mode in ("min", "max")}
     need(given, "no mode is set")
     name = training.monitor.metric
+    need(name, "the task names no metric")
     try:
         right = better("checkpoint.mode", name, config, training.task)
     except UserError as error:
