@@ -184,24 +184,3 @@ def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) ->
     if not with_transforms:
         size = height if height == width else None
     return channels, size, share
-
-
-def reading_steps(data: Data, sample_transforms: Sequence[Any], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """The steps from an image file to pixels of `shape` (C, H, W), as data for other programs; see `ImageFiles`."""
-    channels, size, share = _decoding(data, bool(sample_transforms), shape)
-    steps = image_io.reading_steps(size, channels, share)
-    if sample_transforms:
-        # A transform that crops while decoding replaces the central square.
-        steps.append({"step": "transform", "transforms": list(sample_transforms)})
-    elif size is None:
-        middle = {
-            "step": "crop",
-            "place": "middle",
-            "scale": f"min(height / {shape[1]}, width / {shape[2]})",
-            "rows": f"min(height, max(1, round(scale * {shape[1]})))",
-            "columns": f"min(width, max(1, round(scale * {shape[2]})))",
-            "top": "(height - rows) // 2",
-            "left": "(width - columns) // 2",
-        }
-        steps += [middle, image_io.resize_step(*shape[1:])]
-    return steps

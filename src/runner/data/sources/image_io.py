@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError, features
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -226,68 +226,6 @@ def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tenso
     if (height, width) != size:
         part = F.interpolate(part[None], size=size, mode="bilinear", antialias=True)[0]
     return part.contiguous()
-
-
-def reading_steps(image_size: int | None, channels: Literal[1, 3], share: float) -> list[dict[str, Any]]:
-    """The steps of `read_image` on the central square of an image, as data for other programs.
-
-    The steps are in order. Formulas are Python's, with its `round` (half to even) and `//`.
-    """
-    mode = "RGB" if channels == 3 else "L"
-    versions = {"pillow": features.version("pil"), "libjpeg": features.version("jpg")}
-    opening = _step("open", library="Pillow", versions=versions, formats=list(_FORMATS), frame=0)
-    measuring = _step(
-        "measure",
-        exif_tag=_ORIENTATION,
-        swap_sides_for=list(_ON_ITS_SIDE),
-        gives="height and width of the upright image, before it is reduced",
-    )
-    region = _step(
-        "region",
-        edge=f"max(1, round({share!r} * min(height, width)))",
-        top="(height - edge) // 2",
-        left="(width - edge) // 2",
-        gives="the part of the upright image that is used",
-    )
-    drafting = _step(
-        "draft",
-        formats=list(_REDUCIBLE),
-        mode=mode,
-        reductions=[] if image_size is None else list(_REDUCTIONS),
-        smallest_edge=image_size,
-        rule="reduction is the first of the reductions with edge >= reduction * smallest_edge, else 1; "
-        "Image.draft(mode, (max(1, width // reduction), max(1, height // reduction))) with the sides as they are stored",
-    )
-    transposes = {str(number): turn.name for number, turn in _TURNS.items()}
-    turning = _step("turn", exif_tag=_ORIENTATION, transpose=transposes)
-    cropping = _step(
-        "crop",
-        rule="if reduction is above 1: top, left and edge are round(number / reduction), rows = min(edge, height), "
-        "columns = min(edge, width), top = min(top, height - rows) and left = min(left, width - columns), "
-        "with the sides of the reduced image",
-    )
-    converting = _step(
-        "convert",
-        mode=mode,
-        sixteen_bit_grey={"modes": list(_SIXTEEN_BIT), "value": "(value + 128) // 257"},
-        transparent="over white: Image.alpha_composite in RGBA",
-        others="Image.convert(mode), CMYK and palettes among them",
-    )
-    if image_size is None:
-        return [opening, measuring, drafting, turning, converting]
-    resizing = resize_step(image_size, image_size)
-    return [opening, measuring, region, drafting, turning, cropping, converting, resizing]
-
-
-def resize_step(height: int, width: int) -> dict[str, Any]:
-    """The step of `resized`, see `reading_steps`."""
-    same_as = "Pillow's Image.resize with Image.Resampling.BILINEAR, to one level of 255"
-    sides = {"height": height, "width": width}
-    return _step("resize", **sides, filter="bilinear", antialias=True, dtype="uint8", same_as=same_as)
-
-
-def _step(name: str, **fields: Any) -> dict[str, Any]:
-    return {"step": name, **fields}
 
 
 def _orientation(image: Image.Image) -> int:
