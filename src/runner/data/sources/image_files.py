@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan
-from runner.data.num_workers import workers_with_room
+from runner.data.num_workers import workers_for_files
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
@@ -32,8 +31,6 @@ _DECODED = (
     "runner.data.sources.tables.image_table",
     "runner.data.sources.hugging_face.hugging_face",
 )
-_FEW = 64  # images that are read sooner than worker processes start
-_MOST_WORKERS = 8
 
 
 class ImageFiles(ImageFolder):
@@ -158,11 +155,8 @@ def files_loader(
         UserError: if the config does not determine how to read them.
     """
     files = image_files(paths, data, transforms, shape)
-    # Reading starts at once where files are few: starting workers would take longer.
     everything, blank = AllSamples(len(paths)), files.blank()
-    few = min(cores(), _MOST_WORKERS) if len(paths) >= _FEW else 0
-    room = workers_with_room(data.prefetch * batch_size * blank.nbytes)
-    workers = min(few, room) if data.num_workers == "auto" else data.num_workers
+    workers = workers_for_files(data.num_workers, len(paths), data.prefetch * batch_size * blank.nbytes)
     return WorkerLoader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
         BatchPlan(everything, batch_size),

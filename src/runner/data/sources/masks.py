@@ -42,7 +42,7 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
 
     def mask(self, index: int) -> Tensor:
         """The class numbers of item `index`, (H, W)."""
-        return class_numbers(read_mask(self._masks.path(index), max_pixels=self.decoding.max_pixels), self._values)
+        return renumbered(read_mask(self._masks.path(index), max_pixels=self.decoding.max_pixels), self._values)
 
     def fingerprint(self) -> str:
         """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
@@ -59,7 +59,7 @@ def with_mask(image: Tensor, mask: Tensor, path: Path | str, mask_path: Path | s
     return Image(image), Mask(mask)
 
 
-def class_numbers(mask: Tensor, values: Sequence[int] | None) -> Tensor:
+def renumbered(mask: Tensor, values: Sequence[int] | None) -> Tensor:
     """A mask with class i instead of `values[i]`, and 255 instead of others; as it is if `values` is None."""
     if values is None:
         return mask
