@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from runner.base.errors import UserError
@@ -56,13 +57,13 @@ class ImageFiles(ImageFolder):
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
         return self.read(self.path(index)), 0
 
-    def read(self, source: Path | bytes) -> Tensor:
-        """The image of a file, or of its content; raises `UserError` if it cannot be decoded."""
+    def read(self, source: Path | Image.Image) -> Tensor:
+        """The image of a file, or one in memory; raises `UserError` if it cannot be decoded."""
         decoding = self.decoding
         cut, size = functools.partial(middle_square, share=decoding.crop_share), decoding.image_size
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
-        path, content = (source, None) if isinstance(source, Path) else (Path("image"), source)
+        path, content = (source, None) if isinstance(source, Path) else ("in memory", source)
         image = image_io.read_image(path, size, decoding.channels, cut, max_pixels=decoding.max_pixels, content=content)
         return as_tensor(transformed(image, self._transforms))
 

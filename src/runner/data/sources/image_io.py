@@ -7,7 +7,6 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ Cut = Callable[[int, int], Region]
 """Gives the part to read of an image of a given height and width."""
 
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_FIRST_TO = {"LAB": "RGB", "La": "LA"}  # Pillow converts these to nothing else
 _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies grey values of 2 and 4 bits
 _ORIENTATION = 0x0112
 # What turns an image upright, by the value of the Exif tag Orientation.
@@ -96,7 +96,7 @@ def read_image(
     cut: Cut = middle_square,
     *,
     max_pixels: int = Data.max_pixels,
-    content: bytes | None = None,
+    content: bytes | Image.Image | None = None,
 ) -> Tensor:
     """Decode an image file: BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
 
@@ -108,31 +108,28 @@ def read_image(
         image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
-        content: bytes of a file that is not on disk; `path` is then its name in messages.
+        content: bytes of a file that is not on disk, or a Pillow image, which is not changed; `path` is its name in messages.
 
     Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
     or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
-    with _explained(path):
-        opening = open_regular(path) if content is None else io.BytesIO(content)
-        with opening as file, Image.open(file, formats=_FORMATS) as opened:
-            _check_pixels(path, opened, max_pixels)
-            width, height = opened.size
-            if opened.format not in _REDUCIBLE:
-                opened.load()
-            turn = _orientation(opened)
-            if turn in _ON_ITS_SIDE:
-                width, height = height, width
-            region = cut(height, width) if image_size is not None else (0, 0, height, width)
-            reduction = _reduce(opened, mode, region, image_size)
+    with _explained(path), _opened(path, content, max_pixels) as opened:
+        width, height = opened.size
+        if opened.format not in _REDUCIBLE:
             opened.load()
-            image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
-            top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
-            if image.size != (columns, rows):
-                image = image.crop((left, top, left + columns, top + rows))
-            image = _as_mode(image, mode)
-            pixels = torch.from_numpy(np.array(image))
+        turn = _orientation(opened)
+        if turn in _ON_ITS_SIDE:
+            width, height = height, width
+        region = cut(height, width) if image_size is not None else (0, 0, height, width)
+        reduction = _reduce(opened, mode, region, image_size)
+        opened.load()
+        image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
+        top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
+        if image.size != (columns, rows):
+            image = image.crop((left, top, left + columns, top + rows))
+        image = _as_mode(image, mode)
+        pixels = torch.from_numpy(np.array(image))
     planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
     return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
 
@@ -143,9 +140,7 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
     Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, for colours without a
     palette, and for PPM files.
     """
-    opening = functools.partial(open_regular, path) if content is None else functools.partial(io.BytesIO, content)
-    with _explained(path, "mask"), opening() as file, Image.open(file, formats=_FORMATS) as opened:
-        _check_pixels(path, opened, max_pixels)
+    with _explained(path, "mask"), _opened(path, content, max_pixels) as opened:
         if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
@@ -176,8 +171,7 @@ def smaller_file(
         if content is None:
             with open_regular(path) as file:
                 content = file.read()
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
-            _check_pixels(path, opened, max_pixels)
+        with _opened(path, content, max_pixels) as opened:
             kind = str(opened.format)
             if max_side is None or max(opened.size) <= max_side:
                 return _EXTENSIONS.get(kind, kind.lower()), content
@@ -205,6 +199,19 @@ def _explained(path: Path | str, kind: str = "image") -> Iterator[None]:
             text = "its content is not an image of a known type"
         reason = " ".join(text.split()) or type(error).__name__
         raise UserError(f"cannot read the {kind} {path}: {reason}. Replace it or delete it.") from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path | str, content: bytes | Image.Image | None, max_pixels: int) -> Iterator[Image.Image]:
+    """An image that is not decoded yet, or a copy of one in memory, as decoding at a fraction of the size changes it."""
+    if isinstance(content, Image.Image):
+        _check_pixels(path, content, max_pixels)
+        yield content.copy()
+        return
+    file = open_regular(path) if content is None else io.BytesIO(content)
+    with file, Image.open(file, formats=_FORMATS) as opened:
+        _check_pixels(path, opened, max_pixels)
+        yield opened
 
 
 def _check_pixels(path: Path | str, opened: Image.Image, max_pixels: int) -> None:
@@ -258,6 +265,7 @@ def _scaled(region: Region, reduction: int, height: int, width: int) -> Region:
 
 
 def _as_mode(image: Image.Image, mode: Literal["RGB", "L"]) -> Image.Image:
+    image = image.convert(_FIRST_TO[image.mode]) if image.mode in _FIRST_TO else image
     if image.mode in _SIXTEEN_BIT or image.mode == "F":
         image = Image.fromarray(_eight_bit(np.asarray(image)))
     elif image.has_transparency_data:
