@@ -175,8 +175,20 @@ def test_an_image_without_a_class_number_is_named(tmp_path: Path, label: tuple[s
         ([*samples([1], cls), ("0.v2.png", b""), ("0.cls", b"0")], r"0\.v2\.png in .*first dot"),
         ([("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.cls", b"0")], r"0\.v2\.png in .*first dot"),
         ([("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.json", b"{}")], r"0\.v2\.png in .*first dot"),
+        ([*samples([1], cls), ("0.heic", b""), ("0.cls", b"0")], r"0\.heic in .* type that is not read"),
     ],
-    ids=["twice", "label twice", "two images", "list", "large", "dot", "dot in one", "two with a dot", "dot in JSON"],
+    ids=[
+        "twice",
+        "label twice",
+        "two images",
+        "list",
+        "large",
+        "dot",
+        "dot in one",
+        "two with a dot",
+        "dot in JSON",
+        "type",
+    ],
 )
 def test_samples_that_could_be_mistaken_are_refused(tmp_path: Path, members: Members, reason: str) -> None:
     write_tar(tmp_path / "0.tar", members)
@@ -188,7 +200,11 @@ def test_samples_that_could_be_mistaken_are_refused(tmp_path: Path, members: Mem
 def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_path: Path) -> None:
     link = tarfile.TarInfo("1.png")
     link.type, link.linkname = tarfile.LNKTYPE, "0.png"
-    write_tar(tmp_path / "a" / "0.tar", [("._0.png", b"x"), ("0.cls", b"0"), ("._0.cls", b"x"), ("0.png", encoded(0))])
+    thumbnail = [("@eaDir/0.jpg/SYNOFILE_THUMB_M.jpg", b"x")]
+    write_tar(
+        tmp_path / "a" / "0.tar",
+        [*thumbnail, ("._0.png", b"x"), ("0.cls", b"0"), ("._0.cls", b"x"), ("0.png", encoded(0))],
+    )
     (tmp_path / "a" / "._0.tar").write_text("")
     assert shards(str(tmp_path / "a"))["train"].targets.tolist() == [0]
     with tarfile.open(tmp_path / "a" / "0.tar", "a") as tar:
@@ -203,6 +219,13 @@ def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_pat
     subprocess.run(["tar", "-S", "-C", tmp_path, "-cf", tmp_path / "b" / "0.tar", "0.cls", "0.png"], check=True)
     with pytest.raises(UserError, match=r"0\.png in .*0\.tar is a link or a sparse file"):
         shards(str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("other", ["train//000.tar", "train/../val/../train/000.tar", "link.tar"])
+def test_a_shard_of_two_splits_is_refused_however_it_is_spelled(root: Path, other: str) -> None:
+    (root / "link.tar").symlink_to(root / "train" / "000.tar")
+    with pytest.raises(UserError, match=r"data\.dataset: names a shard twice"):
+        shards(str(root), train="train/{000..000}.tar", val=other)
 
 
 def test_folders_without_shards_shards_without_images_and_too_few_names_are_named(tmp_path: Path, root: Path) -> None:

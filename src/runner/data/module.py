@@ -195,6 +195,9 @@ def assembled(
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
     config, parts, train, train_for_eval = loaders.config, loaders.parts, split("train", True), split("train", False)
     train.loader.draws = draws
+    facts["warnings"] += dict.fromkeys(
+        text for dataset, _ in parts.values() for text in getattr(dataset, "warnings", ())
+    )
     if loaders.ends is not None:
         train.loader.draws = functools.partial(BlockOrder, loaders.ends, config.data.shuffle_window, config.seed)
     elif config.data.shuffle_window != Data.shuffle_window:

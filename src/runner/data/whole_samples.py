@@ -122,7 +122,6 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
     def split(name: str, training: bool) -> SplitData:
         return SplitData(loaders.build(name, training, fields, collate=collate), prepare)
 
-    folders = [dataset for dataset, _ in parts.values() if isinstance(dataset, ImageFolder)]
     return assembled(
         loaders,
         split,
@@ -134,7 +133,7 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
         std=[],
         example=(torch.empty(0, device=device), torch.empty(0, device=device)),
         choices=[("workers", str(choice.workers), choice.reason)] if choice.reason else [],
-        warnings=[*dict.fromkeys(text for each in folders for text in each.warnings), *unkept, *choice.warnings],
+        warnings=[*unkept, *choice.warnings],
         trial=repeated(len(tried)),
         repeated=repeated,
         evaluated=evaluated,

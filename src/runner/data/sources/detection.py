@@ -19,7 +19,7 @@ from runner.base.errors import UserError, nearest_path
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import images_below
+from runner.data.sources.listing import images_below, unread_warnings
 
 OnError = Literal["raise", "skip"]
 
@@ -291,7 +291,8 @@ def yolo(
         # Paths of Roboflow begin with ../, and mean the folder of the description
         folder = base / str(said.get(split) or f"images/{split}").removeprefix("../")
         if folder.is_dir():
-            images = [Annotated(file, number, None) for number, file in enumerate(sorted(images_below(folder)))]
+            files = sorted(images_below(folder, unread := list[Path]()))
+            images = [Annotated(file, number, None) for number, file in enumerate(files)]
             for image in images:
                 text = image.path.with_suffix(".txt")  # beside the image where there is no folder `images`
                 head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
@@ -301,6 +302,7 @@ def yolo(
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
                 raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
             made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
+            made[split].warnings = unread_warnings(folder, len(unread))
         elif split == "train" or said.get(split):
             problem = f"the images of '{split}', {folder}, are not a folder"
             raise UserError("data.dataset", problem, "a folder of images")

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from runner.base.errors import UserError
 from runner.base.reading import open_regular
 from runner.config.schema.sections import Data
+from runner.data.sources.listing import READS_AVIF
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2
@@ -48,7 +49,7 @@ _TURNS = {
 _ON_ITS_SIDE = (5, 6, 7, 8)
 # Only decoders of pixels: Pillow goes by the content, whatever the name, and would hand PostScript to Ghostscript.
 # It opens an MPO, which cameras with two lenses write, as a JPEG.
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *("AVIF",) * READS_AVIF)
 _REDUCIBLE = ("JPEG", "MPO")
 _REDUCTIONS = (8, 4, 2)
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}  # others are their own
@@ -98,7 +99,7 @@ def read_image(
     max_pixels: int = Data.max_pixels,
     content: bytes | Image.Image | None = None,
 ) -> Tensor:
-    """Decode an image file: BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
+    """Decode an image file: AVIF if Pillow has it, BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
 
     The Exif orientation is applied, transparent pixels are composited over white, 16-bit greys are scaled to 8 bits, and
     palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read.
@@ -202,7 +203,7 @@ def _explained(path: Path | str, kind: str = "image") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path | str, content: bytes | Image.Image | None, max_pixels: int) -> Iterator[Image.Image]:
+def _opened(path: Path | str, content: bytes | Image.Image | None, max_pixels: int) -> Iterator[Any]:
     """An image that is not decoded yet, or a copy of one in memory, as decoding at a fraction of the size changes it."""
     if isinstance(content, Image.Image):
         _check_pixels(path, content, max_pixels)

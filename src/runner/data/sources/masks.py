@@ -124,7 +124,11 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
             allowed = "a folder with images/ and masks/, or with train/ and perhaps val/ and test/ that have both"
             raise UserError("data.root", f"there are no image files in {folder.absolute()}", allowed)
     by_name = {path.relative_to(masks).with_suffix(""): path for path in images_below(masks)}
-    files = {path: path.relative_to(images).with_suffix("") for path in sorted(images_below(images))}
+    unread: list[Path] = []
+    files = {path: path.relative_to(images).with_suffix("") for path in sorted(images_below(images, unread))}
+    if unread:
+        problem = f"{len(unread):,} images are of a type that is not read, such as {unread[0].absolute()}"
+        raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
     if missing := [name for name in files.values() if name not in by_name]:
         problem = f"{len(missing):,} of {len(files):,} images in {images.absolute()} have no mask, such as {missing[0]}"
         raise UserError("data.root", problem, f"a mask for each, such as {masks.absolute() / missing[0]}.png")

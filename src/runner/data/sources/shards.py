@@ -35,7 +35,7 @@ from runner.data.sources.masks import refuse_white, with_mask
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed, retried
 from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files
 
-_RULES = 1  # to be raised when other images are found, or in another order
+_RULES = 2  # to be raised when other images are found, or in another order; what `pack` writes is found by all
 MANIFEST = "pack.json"  # what `pack` writes beside the splits
 _SPLITS = ("train", "val", "test")
 _Indexed = tuple[Index, IndexFile | None]
@@ -196,7 +196,8 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
             raise UserError("data.dataset.train", "names no shards, and another split does", "the training shards")
         places = {split: [f"{base}/{name}" for name in _expanded(some)] for split, some in names.items() if some}
         every = [place for some in places.values() for place in some]
-        if len(set(every)) < len(every):
+        # The same file may have several spellings, and links
+        if len(set(map(os.path.normpath if is_url(base) else os.path.realpath, every))) < len(every):
             raise UserError("data.dataset", "names a shard twice, or for two splits", "each shard once")
         with ThreadPoolExecutor() as pool:
             return {split: list(pool.map(chosen if is_url(base) else Path, some)) for split, some in places.items()}
@@ -306,7 +307,7 @@ def _named_errors(shard: Path | str) -> Iterator[None]:
 
 def packed_index(shard: Path, size: int, target: Kind = "class") -> IndexFile:
     """The file beside a shard of `size` bytes that `pack` writes its index to; times would not survive a copy of both."""
-    key = json.dumps(["packed", _RULES, size] + [target] * (target != "class"))
+    key = json.dumps(["packed", 1, size] + [target] * (target != "class"))
     return IndexFile(shard.with_name(f"{shard.name}.index"), key)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sources.detection import objects_of
-from runner.data.sources.listing import EXTENSIONS, is_image
+from runner.data.sources.listing import EXTENSIONS, is_hidden, is_image, is_unread
 
 LARGEST_CLASS = 2**31 - 1
 COLUMNS = ("offsets", "lengths", "checksums", "labels")
@@ -57,6 +57,9 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
                     problem = f"{parts[each].name} in {shard} is the image of no sample: names end at their first dot"
                     allowed = f"no dot before the extension of an image, or {key}{Path(each).suffix} beside it"
                     raise UserError("data.root", problem, allowed)
+            if unread := [member.name for _, member in files if not images and is_unread(member.name)]:
+                problem = f"{unread[0]} in {shard} is an image of a type that is not read"
+                raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
             if not images:
                 continue
             wanted = ("cls", "json", *(images if target == "class" else ()))
@@ -112,7 +115,7 @@ def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile
         tar.members.clear()  # type: ignore[attr-defined]  # half a kilobyte each
         folder, _, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
-        if member.isdir() or not stem or not extension:
+        if member.isdir() or not stem or not extension or any(map(is_hidden, folder.split("/"))):
             continue
         if not member.isreg() or member.issparse():
             problem = f"{member.name} in {shard} is a link or a sparse file"
