@@ -104,6 +104,16 @@ def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnail
     assert "2 images were not predicted" in result.out + result.err
 
 
+def test_classes_whose_names_are_not_utf8_are_evaluated(root, run, workdir):
+    for split in ("train", "test"):
+        (root / split / "cat").rename(root / split / os.fsdecode(b"caf\xe9"))
+    words = (f"data.root={root}", "data.image_size=8", "data.batch_size=2", "model=mlp", "model.hidden=[4]", "epochs=1")
+    words += ("data=image_folder", "device=cpu", "threads=1", "logger=none", "hydra.run.dir=mine", "data.num_workers=0")
+    assert run("train", *words).status == 0
+    result = run("eval", "ckpt_path=mine")
+    assert (result.status, Path("mine/plots/confusion_test.png").is_file()) == (0, True), result.err
+
+
 def test_links_are_followed_but_loops_add_nothing(root, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     _save(elsewhere / "more/z.png")

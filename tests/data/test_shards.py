@@ -136,6 +136,42 @@ def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
     assert len(shards(str(root))["train"]) == 18
 
 
+@pytest.mark.parametrize("case", ["column", "length", "outside", "shape", "pipe", "device"])
+def test_an_index_that_cannot_be_that_of_its_shard_is_not_used(root: Path, case: str) -> None:
+    expected, path = shards(str(root))["train"].targets.tolist(), root / "train" / "000.tar"
+    index, beside = module.index_of(path, "label"), module.packed_index(path, path.stat().st_size)
+    if case == "pipe":
+        os.mkfifo(beside.path)
+    elif case == "device":
+        beside.path.symlink_to("/dev/zero")
+    else:
+        other = index["offsets"] + 2**40 if case == "outside" else index["offsets"][: 0 if case == "shape" else 1]
+        changed = index | {"offsets": other[0] if case == "length" else other}
+        beside.write({name: column for name, column in changed.items() if case != "column" or name != "labels"})
+    os.utime(path, (0, 0))
+    assert shards(str(root))["train"].targets.tolist() == expected
+
+
+def test_names_of_shards_and_classes_are_bounded(root: Path) -> None:
+    with pytest.raises(UserError, match="names more than 262,144 shards"):
+        shards(str(root), train="{0..999}-{0..999}-{0..999}.tar")
+    os.mkfifo(root / "classes.txt")
+    with pytest.raises(UserError, match=r"cannot read .*classes\.txt: it is not a regular file"):
+        shards(str(root))
+
+
+def long_names(tar: bytes) -> bytes:
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 1
+    return (header.tobuf(tarfile.GNU_FORMAT) + b"a".ljust(512, b"\0")) * 1000 + tar
+
+
+def damaged_number(tar: bytes) -> bytes:
+    header = tarfile.TarInfo("a.png")
+    header.pax_headers = {"GNU.sparse.size": "many", "GNU.sparse.map": "0,x"}
+    return header.tobuf(tarfile.PAX_FORMAT) + tar
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -144,8 +180,10 @@ def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
         (lambda tar: tar + tar, "something follows the end"),
         (lambda tar: b"", "empty"),
         (lambda tar: b"no tar at all" * 100, "invalid header"),
+        (long_names, "nested too deeply"),
+        (damaged_number, "invalid literal"),
     ],
-    ids=["cut", "cut in an image", "two", "empty", "foreign"],
+    ids=["cut", "cut in an image", "two", "empty", "foreign", "long names", "number"],
 )
 def test_a_file_that_is_no_whole_tar_is_named(root: Path, content: Callable[[bytes], bytes], reason: str) -> None:
     path = root / "train" / "000.tar"

@@ -162,8 +162,9 @@ def agrees(run: Callable[..., Any], trained: Any, photographs: Path, words: tupl
     mean, std = (np.array(facts[name]).reshape(-1, 1, 1) for name in ("mean", "std"))
 
     def said(turn: bool = True) -> np.ndarray:
-        channels, share = {"RGB": 3, "grey": 1}[facts["colours"]], facts["data"].get("crop_share", 1.0)
-        images = [read(path, *facts["image_size"], channels, share, turn) for path in paths]
+        size, channels = facts["image_size"], {"RGB": 3, "grey": 1}[facts["colours"]]
+        share = facts["data"].get("crop_share", 1.0)
+        images = [read(path, size[0], size[1], channels, share, turn) for path in paths]
         if not facts["normalization_in_the_model"]:
             images = [((image / 255 - mean) / std).astype(np.float32) for image in images]
         return asked(session, description, images)

@@ -19,6 +19,7 @@ from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder
+from runner.data.sources.listing import common_part
 from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
 from runner.instrument.nested import leaves_of
@@ -127,8 +128,7 @@ def _files_of(dataset: Any) -> list[bytes]:
 
 
 def _listing(files: list[bytes], indices: Indices, sizes: Tensor | None) -> Iterator[bytes]:
-    # Without the common prefix, so that a folder may move.
-    common = len(os.path.commonpath((min(files), max(files))))
+    common = common_part(files)
     listed = None if sizes is None else sizes.tolist()
     for some in torch.split(indices[:], _AT_ONCE):  # as a digest of each of a million would take seconds
         yield b"".join(

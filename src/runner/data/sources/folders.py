@@ -21,7 +21,7 @@ from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
 from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import EXTENSIONS, Files, is_hidden, list_splits, unread_warnings
+from runner.data.sources.listing import EXTENSIONS, Files, common_part, is_hidden, list_splits, unread_warnings
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -102,8 +102,7 @@ class ImageFolder(ImageList):
         settings = (DECODING, *dataclasses.astuple(self.decoding))
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
         digest, names = hashlib.sha256(repr((settings, libraries)).encode()), self.file_names()
-        # Without the common prefix, so that the folder that the program starts in does not matter.
-        common = len(os.path.commonpath((min(names), max(names)))) if names else 0
+        common = common_part(names)
         for name in names:
             digest.update(name[common:] + b"\0")
             with contextlib.suppress(OSError):  # said, or skipped, when it is read

@@ -23,7 +23,7 @@ EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
     + _AVIF * READS_AVIF
 )
-_UNREAD = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".tga", ".dng", ".cr2", ".cr3", ".nef", ".arw")
+_UNREAD: tuple[str, ...] = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".tga", ".dng", ".cr2", ".cr3", ".nef", ".arw")
 _UNREAD += _AVIF * (not READS_AVIF)
 # Folders of thumbnails and metadata that systems add: of Synology, macOS, QNAP and Windows
 _NO_DATA = ("@eaDir", "__MACOSX", "@Recycle", "#recycle", "$RECYCLE.BIN", "System Volume Information")
@@ -66,6 +66,13 @@ class Files:
         """All paths: a Path for each of a million would cost much more."""
         joined = self.names.numpy().tobytes()
         return [joined[begin:end] for begin, end in itertools.pairwise(self.ends.tolist())]
+
+
+def common_part(paths: Sequence[bytes]) -> int:
+    """How many bytes all paths begin with: digests leave them out, so that a folder may move."""
+    if not paths or min(paths).startswith(b"/") != max(paths).startswith(b"/"):
+        return 0
+    return len(os.path.commonpath((min(paths), max(paths))))
 
 
 def images_below(folder: Path, unread: list[Path] | None = None) -> Iterator[Path]:

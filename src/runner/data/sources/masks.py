@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
+from runner.base.reading import read_text
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
@@ -100,10 +101,13 @@ def segmentation_folder(
     folders = {name: base / name for name in ("train", "val", "test") if (base / name / "images").is_dir()}
     folders = folders if "train" in folders else {"train": base, **folders}
     listed = base / "classes.txt"
-    if classes is None and not listed.is_file():
+    if classes is None and not listed.exists():
         allowed = "a list of names, or such a file with one name a line"
         raise UserError("data.dataset.classes", f"is null, and there is no {listed.absolute()}", allowed)
-    names = classes if classes is not None else listed.read_text(encoding="utf-8").split("\n")
+    try:
+        names = classes if classes is not None else read_text(listed).split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError("data.dataset.classes", f"cannot read {listed.absolute()}: {error}") from error
     names = [name.strip() for name in names if name.strip()]
     check_values(values, names)
     decoding, pairs = Decoding(None, channels, max_pixels=max_pixels), {}

@@ -34,6 +34,17 @@ of the last one, which is a tar file, too; the number is 0 with a mask, and with
 NO_IMAGES: Index = dict.fromkeys(COLUMNS, torch.zeros(0, dtype=torch.int64))
 
 
+def usable(index: Index | None, size: int) -> Index | None:
+    """An index that was read from a file, if it can be that of a shard of `size` bytes, else None."""
+    columns = [index[name] for name in COLUMNS if name in index] if index is not None else []
+    kinds = {(each.dtype, each.ndim, len(each) if each.ndim else 0) for each in columns}
+    if len(columns) < len(COLUMNS) or [kind[:2] for kind in kinds] != [(torch.int64, 1)]:
+        return None
+    offsets, lengths, _, labels = columns
+    inside = (offsets >= 0) & (lengths >= 0) & (lengths <= size) & (offsets <= size - lengths)
+    return index if bool((inside & (labels >= 0) & (labels <= LARGEST_CLASS)).all()) else None
+
+
 def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class") -> Index:
     """See `runner.data.sources.shards.index_of`: any file that can seek; `shard` is its name in messages."""
 
