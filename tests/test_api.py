@@ -8,6 +8,7 @@ import gc
 import html
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -208,6 +209,26 @@ def test_the_same_image_in_any_form_gives_the_same_input(trained: Path, pictures
         model.preprocess(np.zeros((4, 4)))
 
 
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "LA", "JPEG", "PA", "La"]
+)
+def test_an_image_in_memory_is_read_as_its_file_is(trained: Path, workdir: Path, mode: str) -> None:
+    colors = np.random.default_rng(1).integers(90, 166, (14, 10, 3), dtype=np.uint8)
+    same = {"JPEG": "RGB", "PA": "P", "La": "LA", "I;16": "L"}.get(mode, mode)
+    image, exif, path = Image.fromarray(colors).convert(same), Image.Exif(), workdir / "a.tif"
+    exif[0x0112] = 6  # on its side
+    image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257) if mode == "I;16" else image
+    image.save(path, "JPEG" if mode == "JPEG" else "TIFF", exif=exif)
+    opened = Image.open(io.BytesIO(path.read_bytes()))  # by name, Pillow 13 damages an uncompressed TIFF on its side
+    opened = opened.convert(mode) if mode in ("PA", "La") else opened
+    size, model = opened.size, load(trained, device="cpu")
+    upright = image.transpose(Image.Transpose.ROTATE_270)
+    inputs = model.preprocess([path, opened, opened, *([upright] if mode != "JPEG" else [])])
+    levels = 0.03 if mode == "JPEG" else 0  # files of JPEG are decoded as grey
+    assert torch.allclose(inputs, inputs[:1].expand_as(inputs), atol=levels)
+    assert opened.size == size
+
+
 def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Any, trained: Path) -> None:
 
     before = sorted(trained.rglob("*"))
@@ -254,6 +275,7 @@ def test_mistakes_raise_an_error_that_names_the_key(workdir: Path, call: Callabl
         (lambda path: load(path).predict(np.zeros((8, 8))), "images: one is float64"),
         (lambda path: load(path).predict(np.zeros((8, 8, 3, 3), dtype="uint8")), "images: one has the shape"),
         (lambda path: load(path).predict(np.zeros((0, 8), dtype="uint8")), "images: one has no pixels"),
+        (lambda path: load(path).predict(Image.new("F", (8, 8))), "the image in memory: its pixels are 32-bit numbers"),
         (lambda path: load(path).predict(3), "images: cannot be of type int"),
         (lambda path: load(path).predict(b"png"), "images: cannot be of type bytes"),
         (lambda path: load(path).predict({"a": 1}), "images: cannot be of type dict"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,8 +100,8 @@ class Preprocess:
             raise UserError("images", "is empty", "at least one image")
         return self.batch(sources)
 
-    def batch(self, sources: Sequence[Path | bytes]) -> Tensor:
-        """The same for files, or their content."""
+    def batch(self, sources: Sequence[Path | Image.Image]) -> Tensor:
+        """The same for files, or images in memory."""
         pixels = torch.stack([self._files.read(source) for source in sources])
         return prepared(self._pipeline, pixels.to(self._device))
 
@@ -328,19 +327,18 @@ def _of_checkpoint(
     return dataclasses.replace(composition, values=composition.values | {"ckpt_path": str(checkpoint)})
 
 
-def _sources(images: Picture | Iterable[Picture]) -> list[Path | bytes]:
-    """Files, or the content of files for images in memory."""
+def _sources(images: Picture | Iterable[Picture]) -> list[Path | Image.Image]:
+    """Files, and images in memory."""
     if isinstance(images, str | Path):
         return list(files_in([str(images)]))
     if isinstance(images, Image.Image | Tensor | np.ndarray):
-        return [_content(images)]
+        return [_image(images)]
     if not isinstance(images, Iterable) or isinstance(images, bytes | Mapping):
         raise WrongType("images", f"cannot be of type {type(images).__name__}", _PICTURES)
     return [source for image in images for source in _sources(image)]
 
 
-def _content(image: Image.Image | Tensor | np.ndarray[Any, Any]) -> bytes:
-    """An image as a PNG, which loses nothing, so that it is read as any other file."""
+def _image(image: Image.Image | Tensor | np.ndarray[Any, Any]) -> Image.Image:
     if not isinstance(image, Image.Image):
         shape, is_tensor = tuple(image.shape), isinstance(image, Tensor)
         if not (len(shape) == 3 and shape[0 if is_tensor else -1] <= 4) and (is_tensor or len(shape) != 2):
@@ -351,9 +349,7 @@ def _content(image: Image.Image | Tensor | np.ndarray[Any, Any]) -> bytes:
             problem = f"one is {array.dtype}" if array.size else "one has no pixels"
             raise WrongType("images", problem, "uint8 with values 0 to 255, which the model's preprocessing scales")
         image = Image.fromarray(array.squeeze(-1) if array.ndim == 3 and array.shape[-1] == 1 else array)
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
+    return image
 
 
 class _Warnings(Report):

@@ -13,11 +13,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.data import dataset_fingerprint
 from runner.data.dataset_fingerprint import _places, class_changes, data_changes, fingerprint_data
 from runner.data.sampler import AllSamples, Indices
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, image_folder
 from runner.data.sources.synthetic import synthetic
+from runner.data.sources.tables import image_table
 
 ARRAYS = synthetic(samples=40, image_size=6)["train"]
 
@@ -125,8 +127,22 @@ def test_files_of_a_folder_that_are_moved_or_of_another_size_are_other_data(tmp_
     )
 
 
+@pytest.mark.parametrize("rows", [(9, 12), (30, 33), (48, 51), (3, 57)], ids=str)
+def test_two_files_of_one_size_that_are_exchanged_are_other_data(tmp_path: Path, rows: tuple[int, int]) -> None:
+    folder(tmp_path)
+    names = [f"{'ab'[number % 2]}/{number:02}.bmp" for number in range(60)]
+    (tmp_path / "t.csv").write_text("image,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
+    before = of(image_table(str(tmp_path), "t.csv")["train"])
+    exchange(*(tmp_path / names[row] for row in rows))
+    now = of(image_table(str(tmp_path), "t.csv")["train"])
+    assert data_changes(before, now, lambda: now) == ["'train' has other images or targets"]
+
+
 @pytest.mark.parametrize("kind", ["files", "samples"])
-def test_the_bytes_of_every_sample_count_if_asked_for(kind: str, tmp_path: Path) -> None:
+def test_the_bytes_of_every_sample_count_if_asked_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_fingerprint, "_FEW", 0)  # as for very many files
     made = folder(tmp_path / "one")["train"]
     root = tmp_path / "one"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from extras import needs
 from torchvision import tv_tensors
 
 from runner.base.errors import UserError
+from runner.data.dataset_fingerprint import fingerprint_data
+from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset
 from runner.data.sources.detection import coco, yolo
 from runner.data.sources.tables import image_table
@@ -163,6 +166,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "image id": (lambda it: it["images"][1].update(id=100), "id 100"),
     "category id": (lambda it: it["categories"][1].update(id=3), "categories[1]"),
     "endless": (lambda it: it["images"][1].update(width=float("inf")), "images[1]"),
+    "large id": (lambda it: it["images"][1].update(id=2**63), "images[1]"),
 }
 
 
@@ -184,6 +188,62 @@ def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
     path.unlink()
     with pytest.raises(UserError, match=r"val.json cannot be read"):
         read_coco(drawn)
+
+
+NESTED = "names: " + "[" * 2000 + "]" * 2000
+ALIASES = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(20)) + "names: *a19"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("data.yaml", NESTED, "levels of nesting"),
+        ("data.yaml", ALIASES, "values with those that aliases stand for"),
+        ("data.yaml", "names: {0: r, 20000000: far}", "20,000,001 numbers of classes"),
+        ("data.yaml", "names: [" + "x, " * 200_000 + "]", "values with"),
+        ("data.yaml", None, "not a regular file"),
+        ("classes.txt", None, "not a regular file"),
+    ],
+    ids=["nested", "aliases", "far", "many", "pipe", "names"],
+)
+def test_a_description_costs_no_more_than_it_can_hold(drawn: Path, name: str, content: str | None, reason: str) -> None:
+    if content is None:
+        os.mkfifo(drawn / name)
+    else:
+        (drawn / name).write_text(content)
+    with pytest.raises(UserError, match=reason):
+        yolo(str(drawn))
+
+
+def test_annotations_that_are_no_regular_file_are_refused(drawn: Path) -> None:
+    (drawn / "val.json").unlink()
+    (drawn / "val.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"val.json cannot be read: it is not a regular file"):
+        read_coco(drawn)
+
+
+@needs("detection")
+def test_run_lengths_of_another_size_are_refused_before_they_are_decoded(drawn: Path) -> None:
+    far = {"size": [46000, 46000], "counts": [0, 46000 * 46000]}
+    changed(drawn / "train.json", lambda it: it["annotations"][0].update(segmentation=far))
+    train = read_coco(drawn, masks=True)["train"]
+    with pytest.raises(
+        UserError, match=r"its run-length encoding has the size \[46000, 46000\], and the image \[32, 40\]"
+    ):
+        list(train)
+
+
+def test_yolo_is_found_by_its_description(drawn: Path) -> None:
+    (drawn / "data.yaml").write_text("names: [tall, wide]\ntrain: images/train\nval: images/val\n")
+    assert [len(split) for split in yolo(str(drawn / "data.yaml")).values()] == [5, 3]
+
+
+def test_relative_and_absolute_file_names_have_one_fingerprint(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(drawn)
+    changed(drawn / "train.json", lambda it: it["images"][0].update(file_name=str(drawn / "images/train/000.png")))
+    train = read_coco(Path())["train"]
+    assert train.fingerprint()
+    assert fingerprint_data({"train": (train, AllSamples(5))}, {"train": train}, pairs=False)["train"]["files"]
 
 
 @pytest.mark.parametrize(

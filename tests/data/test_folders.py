@@ -74,6 +74,46 @@ def test_nested_upper_case_and_hidden_files_are_handled(root):
     assert [path.name for path in train.paths[:4]] == ["0.png", "1.png", "2.png", "B.JPG"]
 
 
+def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnails_skipped(root, run, workdir):
+    names = (
+        "a.jfif",
+        "b.JPE",
+        "c.avif",
+        "d.heic",
+        "e.CR2",
+        "@eaDir/0.png/thumb.jpg",
+        "__MACOSX/f.png",
+        ".thumbnails/g.png",
+    )
+    for name in names:
+        path = _save(root / "train" / "cat" / name, format="AVIF" if name == "c.avif" else "JPEG")
+        _save(root / "@eaDir" / path.name, format="JPEG")
+        _save(root / "train" / "@eaDir" / path.name, format="JPEG")
+    for name in names[3:5]:
+        (root / "train" / "cat" / name).write_bytes(b"another type")
+    made = image_folder(str(root))["train"]
+    assert [path.name for path in made.paths[:6]] == ["0.png", "1.png", "2.png", "a.jfif", "b.JPE", "c.avif"]
+    assert made.classes == ("cat", "dog")
+    assert [made[index][0].shape for index in range(6)] == [(3, 4, 6)] * 6
+    words = ("data=image_folder", f"data.root={root}", "data.image_size=8", "data.batch_size=4", "data.num_workers=0")
+    words += ("model=mlp", "model.hidden=[4]", "epochs=1", "device=cpu", "threads=1", "hydra.run.dir=mine")
+    result = run("train", *words)
+    assert result.status == 0
+    assert "train: 2 images of types that are not read here (.heic" in result.out + result.err
+    result = run("predict", "ckpt_path=mine", f"input={root}/train/cat", "output=rows.csv", "threads=1")
+    assert "2 images were not predicted" in result.out + result.err
+
+
+def test_classes_whose_names_are_not_utf8_are_evaluated(root, run, workdir):
+    for split in ("train", "test"):
+        (root / split / "cat").rename(root / split / os.fsdecode(b"caf\xe9"))
+    words = (f"data.root={root}", "data.image_size=8", "data.batch_size=2", "model=mlp", "model.hidden=[4]", "epochs=1")
+    words += ("data=image_folder", "device=cpu", "threads=1", "logger=none", "hydra.run.dir=mine", "data.num_workers=0")
+    assert run("train", *words).status == 0
+    result = run("eval", "ckpt_path=mine")
+    assert (result.status, Path("mine/plots/confusion_test.png").is_file()) == (0, True), result.err
+
+
 def test_links_are_followed_but_loops_add_nothing(root, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     _save(elsewhere / "more/z.png")

@@ -68,11 +68,14 @@ def test_the_order_is_that_of_sorted_paths_also_with_nested_folders(tmp_path: Pa
 
 
 def test_a_second_start_lists_no_folder_and_gets_the_same(root: Path, unread: Callable[[], None]) -> None:
+    (root / "val" / "dog" / "a.heic").write_bytes(b"")
+    time.sleep(0.05)
     first = opened(root)
     unread()
     again = opened(root)
     for split, dataset in first.items():
         assert again[split].paths == dataset.paths
+        assert len(again[split].warnings) == len(dataset.warnings) == (split == "val")
         assert again[split].targets.tolist() == dataset.targets.tolist() == [0, 0, 1, 1]
         assert again[split].fingerprint() == dataset.fingerprint()
         assert again[split][3][1] == 1

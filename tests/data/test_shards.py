@@ -136,6 +136,42 @@ def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
     assert len(shards(str(root))["train"]) == 18
 
 
+@pytest.mark.parametrize("case", ["column", "length", "outside", "shape", "pipe", "device"])
+def test_an_index_that_cannot_be_that_of_its_shard_is_not_used(root: Path, case: str) -> None:
+    expected, path = shards(str(root))["train"].targets.tolist(), root / "train" / "000.tar"
+    index, beside = module.index_of(path, "label"), module.packed_index(path, path.stat().st_size)
+    if case == "pipe":
+        os.mkfifo(beside.path)
+    elif case == "device":
+        beside.path.symlink_to("/dev/zero")
+    else:
+        other = index["offsets"] + 2**40 if case == "outside" else index["offsets"][: 0 if case == "shape" else 1]
+        changed = index | {"offsets": other[0] if case == "length" else other}
+        beside.write({name: column for name, column in changed.items() if case != "column" or name != "labels"})
+    os.utime(path, (0, 0))
+    assert shards(str(root))["train"].targets.tolist() == expected
+
+
+def test_names_of_shards_and_classes_are_bounded(root: Path) -> None:
+    with pytest.raises(UserError, match="names more than 262,144 shards"):
+        shards(str(root), train="{0..999}-{0..999}-{0..999}.tar")
+    os.mkfifo(root / "classes.txt")
+    with pytest.raises(UserError, match=r"cannot read .*classes\.txt: it is not a regular file"):
+        shards(str(root))
+
+
+def long_names(tar: bytes) -> bytes:
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 1
+    return (header.tobuf(tarfile.GNU_FORMAT) + b"a".ljust(512, b"\0")) * 1000 + tar
+
+
+def damaged_number(tar: bytes) -> bytes:
+    header = tarfile.TarInfo("a.png")
+    header.pax_headers = {"GNU.sparse.size": "many", "GNU.sparse.map": "0,x"}
+    return header.tobuf(tarfile.PAX_FORMAT) + tar
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -144,8 +180,10 @@ def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
         (lambda tar: tar + tar, "something follows the end"),
         (lambda tar: b"", "empty"),
         (lambda tar: b"no tar at all" * 100, "invalid header"),
+        (long_names, "nested too deeply"),
+        (damaged_number, "invalid literal"),
     ],
-    ids=["cut", "cut in an image", "two", "empty", "foreign"],
+    ids=["cut", "cut in an image", "two", "empty", "foreign", "long names", "number"],
 )
 def test_a_file_that_is_no_whole_tar_is_named(root: Path, content: Callable[[bytes], bytes], reason: str) -> None:
     path = root / "train" / "000.tar"
@@ -175,8 +213,20 @@ def test_an_image_without_a_class_number_is_named(tmp_path: Path, label: tuple[s
         ([*samples([1], cls), ("0.v2.png", b""), ("0.cls", b"0")], r"0\.v2\.png in .*first dot"),
         ([("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.cls", b"0")], r"0\.v2\.png in .*first dot"),
         ([("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.json", b"{}")], r"0\.v2\.png in .*first dot"),
+        ([*samples([1], cls), ("0.heic", b""), ("0.cls", b"0")], r"0\.heic in .* type that is not read"),
     ],
-    ids=["twice", "label twice", "two images", "list", "large", "dot", "dot in one", "two with a dot", "dot in JSON"],
+    ids=[
+        "twice",
+        "label twice",
+        "two images",
+        "list",
+        "large",
+        "dot",
+        "dot in one",
+        "two with a dot",
+        "dot in JSON",
+        "type",
+    ],
 )
 def test_samples_that_could_be_mistaken_are_refused(tmp_path: Path, members: Members, reason: str) -> None:
     write_tar(tmp_path / "0.tar", members)
@@ -188,7 +238,11 @@ def test_samples_that_could_be_mistaken_are_refused(tmp_path: Path, members: Mem
 def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_path: Path) -> None:
     link = tarfile.TarInfo("1.png")
     link.type, link.linkname = tarfile.LNKTYPE, "0.png"
-    write_tar(tmp_path / "a" / "0.tar", [("._0.png", b"x"), ("0.cls", b"0"), ("._0.cls", b"x"), ("0.png", encoded(0))])
+    thumbnail = [("@eaDir/0.jpg/SYNOFILE_THUMB_M.jpg", b"x")]
+    write_tar(
+        tmp_path / "a" / "0.tar",
+        [*thumbnail, ("._0.png", b"x"), ("0.cls", b"0"), ("._0.cls", b"x"), ("0.png", encoded(0))],
+    )
     (tmp_path / "a" / "._0.tar").write_text("")
     assert shards(str(tmp_path / "a"))["train"].targets.tolist() == [0]
     with tarfile.open(tmp_path / "a" / "0.tar", "a") as tar:
@@ -203,6 +257,13 @@ def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_pat
     subprocess.run(["tar", "-S", "-C", tmp_path, "-cf", tmp_path / "b" / "0.tar", "0.cls", "0.png"], check=True)
     with pytest.raises(UserError, match=r"0\.png in .*0\.tar is a link or a sparse file"):
         shards(str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("other", ["train//000.tar", "train/../val/../train/000.tar", "link.tar"])
+def test_a_shard_of_two_splits_is_refused_however_it_is_spelled(root: Path, other: str) -> None:
+    (root / "link.tar").symlink_to(root / "train" / "000.tar")
+    with pytest.raises(UserError, match=r"data\.dataset: names a shard twice"):
+        shards(str(root), train="train/{000..000}.tar", val=other)
 
 
 def test_folders_without_shards_shards_without_images_and_too_few_names_are_named(tmp_path: Path, root: Path) -> None:

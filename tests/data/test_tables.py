@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -160,6 +163,7 @@ def test_what_is_wrong_is_named_with_its_line(write: Write, columns: Any, option
         ("labels.xlsx", b"", "its suffix is unknown"),
         ("labels.csv", b"", "is empty"),
         ("labels.csv", b"image;label\n", "has ';' between its columns\n.*delimiter="),
+        ("labels.csv", b"image\tlabel\n", r"has '\\t' between its columns\n.*delimiter="),
         ("labels.csv", b"image,label\n", "has no rows"),
         ("labels.csv", b"image,label\npics/0.png\n", "line 2 of .* has 1 entries, and there are 2 columns"),
         ("labels.csv", b"image,label,label\npics/0.png,a,b\n", "twice the column 'label'"),
@@ -174,6 +178,30 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path, name: str, content
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=reason):
         read(tmp_path, name)
+
+
+@pytest.mark.parametrize("typed", ["\t", "\\t"])
+def test_a_csv_file_with_tabs_is_read_with_its_delimiter(write: Write, typed: str) -> None:
+    root = write("labels.tsv", label=ANIMALS)
+    (root / "labels.tsv").rename(root / "labels.csv")
+    assert read(root, delimiter=typed).classes == ("cat", "dog")
+
+
+def test_a_parquet_file_stands_for_no_more_than_it_can_hold(write: Write, tmp_path: Path) -> None:
+    write("labels.parquet", label=ANIMALS)
+    count = 30_000_000
+    same = pyarrow.DictionaryArray.from_arrays(np.zeros(count, dtype=np.int32), ["pics/0.png"])
+    pyarrow.parquet.write_table(pyarrow.table({"image": same, "label": same}), tmp_path / "many.parquet")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"many\.parquet cannot be read: 30,000,000 rows in .* bytes, and at most"):
+        read(tmp_path, "many.parquet")
+    assert time.monotonic() < began + 5
+    long = pyarrow.table({"image": [f"pics/{n % 6}.png" for n in range(300)], "label": ["x" * 300_000] * 300})
+    pyarrow.parquet.write_table(long, tmp_path / "long.parquet", compression="zstd")
+    tracemalloc.start()
+    assert len(read(tmp_path, "long.parquet")) == 300
+    assert tracemalloc.get_traced_memory()[1] < 30_000_000
+    tracemalloc.stop()
 
 
 def test_a_null_of_parquet_is_empty(write: Write) -> None:

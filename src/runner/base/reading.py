@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
+LARGEST_TEXT = 2**24  # bytes of a list of names
+LARGEST_DATA = 2**32  # bytes of annotations, or of an index
+MOST_NAMES = 2**18  # that a pattern stands for
+_MOST_VALUES, _DEEPEST = 100_000, 100  # of YAML
 _LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
 
 
@@ -47,10 +51,48 @@ def read_regular(path: Path, largest: int = _LARGEST) -> bytes:
         OSError: if it cannot be read, is not a regular file, or has more than `largest` bytes.
     """
     with open_regular(path) as file:
-        content = file.read(largest + 1)
+        # As much as it has, as memory is reserved for what is asked for; files that the system makes up have a size of 0
+        content = file.read(min(largest, os.fstat(file.fileno()).st_size + _LARGEST) + 1)
     if len(content) > largest:
         raise OSError(f"it is larger than {largest:,} bytes")
     return content
+
+
+def bounded(count: int, most: int, what: str) -> int:
+    """A number that a file gives, before memory is reserved for as much; raises `ValueError` if it is above `most`."""
+    if count > most:
+        raise ValueError(f"{count:,} {what}, and at most {most:,} are read")
+    return count
+
+
+def read_text(path: Path, largest: int = LARGEST_TEXT) -> str:
+    """The UTF-8 text of a regular file, lines ended by line feeds; raises as `read_regular`, and `ValueError` for other bytes."""
+    return read_regular(path, largest).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a small YAML file.
+
+    Raises:
+        OSError: as `read_regular`.
+        ValueError: if it is not YAML, nested deeply, or has too many values: a few lines of aliases can stand for gigabytes.
+    """
+    import yaml
+
+    text, begun, sizes, count = read_text(path, _LARGEST), list[tuple[Any, int]](), dict[Any, int](), 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                begun.append((event.anchor, count))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = begun.pop()
+                sizes[anchor] = count - before + 1
+            count += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
+            bounded(count, _MOST_VALUES, "values with those that aliases stand for")
+            bounded(len(begun), _DEEPEST, "levels of nesting")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} is not plain YAML: {' '.join(str(error).split())}") from error
 
 
 def is_number(value: Any) -> TypeGuard[float]:

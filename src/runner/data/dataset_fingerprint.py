@@ -14,20 +14,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import DataFailed
+from runner.base.reading import open_regular
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder
+from runner.data.sources.listing import common_part
 from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
 from runner.instrument.nested import leaves_of
 
 _AT_ONCE = 4096  # files of which names and sizes are digested together
 _LOOKED_AT = 16
+_FEW, _LAST = 4096, 4096  # files of which the last bytes are read, which tell images of one size apart
 _PLACES = 0xDA7A  # separates these random numbers from all others
 _DIFFERENCES = {"targets": "has other targets", "files": "has other files, or files of other sizes"}
-_DIFFERENCES |= dict.fromkeys(("content", "images", "bytes"), "has other images or targets")
+_DIFFERENCES |= dict.fromkeys(("content", "images", "ends", "bytes"), "has other images or targets")
 _DIFFERENCES["blocks"] = "is divided into other shards"
 
 
@@ -44,8 +47,9 @@ def fingerprint_data(
     Returns:
         For each split `samples`, its length, and SHA-256 digests: `content`, of the indices, images and targets of some of
         its samples, before any transform; and, if known without reading samples, `targets`, `files` (path relative to the
-        common folder, and size) and `images` (those in memory). With `full` also `bytes`, of every file, or of every sample
-        if there are no files; and with `ends`, `blocks`, of where the blocks of the training split end.
+        common folder, and size), `ends` (the last bytes of few files) and `images` (those in memory). With `full` also
+        `bytes`, of every file, or of every sample if there are no files; and with `ends`, `blocks`, of where the blocks of the
+        training split end.
     """
     result = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
@@ -62,6 +66,8 @@ def fingerprint_data(
             digests["files"] = _digest(
                 _listing(files, indices, dataset.files.sizes if isinstance(dataset, ImageFolder) else None)
             )
+            if count <= _FEW:
+                digests["ends"] = _digest(_bytes(files, indices, _LAST))
         if isinstance(dataset, ImageArrays | Shards):
             digests["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
         if full:
@@ -127,8 +133,7 @@ def _files_of(dataset: Any) -> list[bytes]:
 
 
 def _listing(files: list[bytes], indices: Indices, sizes: Tensor | None) -> Iterator[bytes]:
-    # Without the common prefix, so that a folder may move.
-    common = len(os.path.commonpath((min(files), max(files))))
+    common = common_part(files)
     listed = None if sizes is None else sizes.tolist()
     for some in torch.split(indices[:], _AT_ONCE):  # as a digest of each of a million would take seconds
         yield b"".join(
@@ -144,10 +149,12 @@ def _size(file: bytes) -> int:
         return -1
 
 
-def _bytes(files: list[bytes], indices: Indices) -> Iterator[bytes]:
+def _bytes(files: list[bytes], indices: Indices, last: int | None = None) -> Iterator[bytes]:
+    """A digest of the content of each file, or of its `last` bytes."""
     for index in indices[:].tolist():
         try:
-            with open(files[index], "rb") as file:  # noqa: PTH123  as above
+            with open_regular(os.fsdecode(files[index])) as file:
+                file.seek(0 if last is None else max(0, file.seek(0, os.SEEK_END) - last))
                 yield hashlib.file_digest(file, "sha256").digest()
         except OSError:
             yield b"unreadable"

@@ -23,6 +23,7 @@ from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.placement import DataPlacement
 from runner.data.sampler import AllSamples, BlockOrder, GivenOrder, block_ends
 from runner.data.samples import Read, SampleTransform, SeededDataset, collate
+from runner.data.sources.folders import ImageFolder
 from runner.data.splits import Parts, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
@@ -195,6 +196,8 @@ def assembled(
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
     config, parts, train, train_for_eval = loaders.config, loaders.parts, split("train", True), split("train", False)
     train.loader.draws = draws
+    folders = [dataset for dataset, _ in parts.values() if isinstance(dataset, ImageFolder)]
+    facts["warnings"] += dict.fromkeys(text for folder in folders for text in folder.warnings)
     if loaders.ends is not None:
         train.loader.draws = functools.partial(BlockOrder, loaders.ends, config.data.shuffle_window, config.seed)
     elif config.data.shuffle_window != Data.shuffle_window:

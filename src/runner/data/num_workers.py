@@ -14,6 +14,7 @@ from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset
 
 _MOST = 16
+_MOST_FOR_FILES, _FEW = 8, 64
 _TIMED = 32  # samples
 _BUDGET_S = 0.25
 _BATCH_S, _EPOCH_S = 0.005, 0.1  # faster reading is not worth another process
@@ -54,6 +55,12 @@ def choose_num_workers(
         room: f"as many as {_SHARED_MEMORY} has room for",
     }
     return WorkerChoice(min(reasons), f"auto: {reasons[min(reasons)]}")
+
+
+def workers_for_files(wanted: int | Literal["auto"], files: int, ahead: int = 0) -> int:
+    """The workers that read image files once; fewer than 64 are read sooner than workers start. `ahead` is as below."""
+    few = min(cores(), _MOST_FOR_FILES, workers_with_room(ahead)) if files >= _FEW else 0
+    return few if wanted == "auto" else wanted
 
 
 def workers_with_room(ahead: int) -> int:

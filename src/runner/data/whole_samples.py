@@ -10,14 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.config.schema.train import Train
 from runner.config.targets import resolve
 from runner.data.bad_samples import BadSampleLog
 from runner.data.loaders import Batch, Fields, Loader
 from runner.data.module import DataModule, LoaderBuilder, SplitData, as_splits, assembled, make_callable, read_dataset
-from runner.data.num_workers import choose_num_workers
+from runner.data.num_workers import choose_num_workers, workers_for_files
 from runner.data.sampler import AllSamples
 from runner.data.samples import Collate, stacked
 from runner.data.sources.folders import ImageFolder, ImageList
@@ -68,9 +67,7 @@ def read_image_files(config: Train, device: torch.device, paths: Sequence[Path])
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
     files.field = fields[0]
     loaders = LoaderBuilder(config, device, {"input": (files, AllSamples(count))})
-    # A few images are read sooner than workers start
-    few = min(cores(), 8) if count >= 64 else 0
-    loaders.placement.workers = data.num_workers if data.num_workers != "auto" else few
+    loaders.placement.workers = workers_for_files(data.num_workers, count)
     collate, prepare, _ = _batches(config, device, getattr(torch, config.dtype))
     return loaders.build("input", False, prepare, collate=collate), loaders.bad_samples
 
@@ -125,7 +122,6 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
     def split(name: str, training: bool) -> SplitData:
         return SplitData(loaders.build(name, training, fields, collate=collate), prepare)
 
-    folders = [dataset for dataset, _ in parts.values() if isinstance(dataset, ImageFolder)]
     return assembled(
         loaders,
         split,
@@ -137,7 +133,7 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
         std=[],
         example=(torch.empty(0, device=device), torch.empty(0, device=device)),
         choices=[("workers", str(choice.workers), choice.reason)] if choice.reason else [],
-        warnings=[*dict.fromkeys(text for each in folders for text in each.warnings), *unkept, *choice.warnings],
+        warnings=[*unkept, *choice.warnings],
         trial=repeated(len(tried)),
         repeated=repeated,
         evaluated=evaluated,

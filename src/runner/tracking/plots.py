@@ -216,7 +216,7 @@ def _smooth(values: Sequence[float]) -> Any:
 
 def fit(text: str, letters: int, keep_end: bool = False) -> str:
     """Shorten a text at its end, or at its start."""
-    text = " ".join(text.split())
+    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())  # names of folders may have other bytes
     if len(text) <= letters:
         return text
     return "…" + text[1 - letters :] if keep_end else text[: letters - 1] + "…"

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import yaml
 from torch import Tensor
 
 from runner.base.errors import UserError, nearest_path
+from runner.base.reading import LARGEST_DATA, bounded, read_regular, read_text, read_yaml
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import images_below, is_inside
+from runner.data.sources.listing import images_below, is_inside, unread_warnings
 
 OnError = Literal["raise", "skip"]
 
@@ -39,6 +39,10 @@ class Annotated:
     labels: list[int] = field(default_factory=list)  # 1 to the number of classes
     crowd: list[bool] = field(default_factory=list)  # whether a box is around many objects, which are not told apart
     outlines: list[Any] = field(default_factory=list)  # polygons or a run-length encoding, if masks are read
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.image_id < 2**63:
+            raise ValueError(f"the id {self.image_id} has more than 64 bits")
 
     def add(self, place: str, box: Sequence[float], label: int, crowd: bool = False, outline: Any = None) -> None:
         """Add an object; `place` says where it stands."""
@@ -174,6 +178,8 @@ def _filled(outline: Any, scale: tuple[int, int], height: int, width: int, path:
     from faster_coco_eval.core import mask
 
     try:
+        if isinstance(outline, dict) and [*outline["size"]] != [height, width]:  # before memory is reserved for it
+            raise ValueError(f"its run-length encoding has the size {outline['size']}, and the image {[height, width]}")
         if isinstance(outline, list):
             outline = [(np.reshape(points, (-1, 2)) * scale).ravel().tolist() for points in outline]
         return torch.from_numpy(mask.decode(mask.segmToRle(outline, width, height))).view(height, width)
@@ -221,7 +227,7 @@ def _read_coco(path: Path, folder: Path, root: Path, masks: bool) -> tuple[list[
     """The images with their objects, the names of the categories by id, and how many boxes were dropped as they are empty."""
     section, place, empty = "file", None, 0
     try:
-        contents = json.loads(path.read_bytes())
+        contents = json.loads(read_regular(path, LARGEST_DATA))
         names, images = dict[int, str](), dict[int, Annotated]()
         section, place = "categories", None
         for place, entry in enumerate(contents[section]):  # noqa: B007
@@ -280,14 +286,17 @@ def yolo(
         UserError: if a file is missing or a line is wrong; it names both.
     """
     base, made = Path(root).expanduser(), {}
+    if base.is_file():  # as Ultralytics' users name it
+        base, description = base.parent, base.name
     path, plain = base / description, base / "classes.txt"
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").rstrip().splitlines()
+        said = read_yaml(path) if path.exists() else {}
+        names = said["names"] if path.exists() else read_text(plain).rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         known = names if isinstance(names, dict) else dict(enumerate(names))
-        names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(max(known) + 1))
-    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+        count = bounded(max(known) + 1, 10 * len(known) + 1000, f"numbers of classes for {len(known):,} names")
+        names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(count))
+    except (OSError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
     for split in _SPLITS:
@@ -298,7 +307,8 @@ def yolo(
             problem = f"'{split}' of {path} is a folder outside of {base}: {name}"
             raise UserError("data.dataset", problem, "data.root=FOLDER with a folder above all images")
         if folder.is_dir():
-            images = [Annotated(file, number, None) for number, file in enumerate(sorted(images_below(folder)))]
+            files = sorted(images_below(folder, unread := list[Path]()))
+            images = [Annotated(file, number, None) for number, file in enumerate(files)]
             for image in images:
                 text = image.path.with_suffix(".txt")  # beside the image where there is no folder `images`
                 head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
@@ -308,6 +318,7 @@ def yolo(
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
                 raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
             made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
+            made[split].warnings = unread_warnings(folder, len(unread))
         elif split == "train" or said.get(split):
             problem = f"the images of '{split}', {folder}, are not a folder"
             raise UserError("data.dataset", problem, "a folder of images")

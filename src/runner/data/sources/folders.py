@@ -21,7 +21,7 @@ from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
 from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import EXTENSIONS, Files, list_splits
+from runner.data.sources.listing import EXTENSIONS, Files, common_part, is_hidden, list_splits, unread_warnings
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -102,8 +102,7 @@ class ImageFolder(ImageList):
         settings = (DECODING, *dataclasses.astuple(self.decoding))
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
         digest, names = hashlib.sha256(repr((settings, libraries)).encode()), self.file_names()
-        # Without the common prefix, so that the folder that the program starts in does not matter.
-        common = len(os.path.commonpath((min(names), max(names)))) if names else 0
+        common = common_part(names)
         for name in names:
             digest.update(name[common:] + b"\0")
             with contextlib.suppress(OSError):  # said, or skipped, when it is read
@@ -171,13 +170,15 @@ def image_folder(
             raise UserError("data.root", f"splits have different class folders: {only}", "the same in every split")
     listed, unsaved = list_splits(folders, names, cache_folder)
     made = {split: ImageFolder(files, numbers, names, decoding) for split, (files, numbers) in listed.items()}
+    for split, dataset in made.items():
+        dataset.warnings = unread_warnings(folders[split], int(dataset.files.unread or 0))
     made["train"].unsaved = unsaved
     return made
 
 
 def _class_folders(folder: Path) -> list[str]:
     entries = sorted(folder.iterdir())
-    names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    names = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
     if not names:
         loose = any(entry.suffix.lower() in EXTENSIONS for entry in entries)
         found, allowed = "there is none", "folders named like the classes"

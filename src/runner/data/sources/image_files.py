@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
-from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan
-from runner.data.num_workers import workers_with_room
+from runner.data.num_workers import workers_for_files
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
@@ -32,8 +32,6 @@ _DECODED = (
     "runner.data.sources.tables.image_table",
     "runner.data.sources.hugging_face.hugging_face",
 )
-_FEW = 64  # images that are read sooner than worker processes start
-_MOST_WORKERS = 8
 
 
 class ImageFiles(ImageFolder):
@@ -59,13 +57,13 @@ class ImageFiles(ImageFolder):
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
         return self.read(self.path(index)), 0
 
-    def read(self, source: Path | bytes) -> Tensor:
-        """The image of a file, or of its content; raises `UserError` if it cannot be decoded."""
+    def read(self, source: Path | Image.Image) -> Tensor:
+        """The image of a file, or one in memory; raises `UserError` if it cannot be decoded."""
         decoding = self.decoding
         cut, size = functools.partial(middle_square, share=decoding.crop_share), decoding.image_size
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
-        path, content = (source, None) if isinstance(source, Path) else (Path("image"), source)
+        path, content = (source, None) if isinstance(source, Path) else ("in memory", source)
         image = image_io.read_image(path, size, decoding.channels, cut, max_pixels=decoding.max_pixels, content=content)
         return as_tensor(transformed(image, self._transforms))
 
@@ -158,11 +156,8 @@ def files_loader(
         UserError: if the config does not determine how to read them.
     """
     files = image_files(paths, data, transforms, shape)
-    # Reading starts at once where files are few: starting workers would take longer.
     everything, blank = AllSamples(len(paths)), files.blank()
-    few = min(cores(), _MOST_WORKERS) if len(paths) >= _FEW else 0
-    room = workers_with_room(data.prefetch * batch_size * blank.nbytes)
-    workers = min(few, room) if data.num_workers == "auto" else data.num_workers
+    workers = workers_for_files(data.num_workers, len(paths), data.prefetch * batch_size * blank.nbytes)
     return WorkerLoader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
         BatchPlan(everything, batch_size),
@@ -184,24 +179,3 @@ def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) ->
     if not with_transforms:
         size = height if height == width else None
     return channels, size, share
-
-
-def reading_steps(data: Data, sample_transforms: Sequence[Any], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """The steps from an image file to pixels of `shape` (C, H, W), as data for other programs; see `ImageFiles`."""
-    channels, size, share = _decoding(data, bool(sample_transforms), shape)
-    steps = image_io.reading_steps(size, channels, share)
-    if sample_transforms:
-        # A transform that crops while decoding replaces the central square.
-        steps.append({"step": "transform", "transforms": list(sample_transforms)})
-    elif size is None:
-        middle = {
-            "step": "crop",
-            "place": "middle",
-            "scale": f"min(height / {shape[1]}, width / {shape[2]})",
-            "rows": f"min(height, max(1, round(scale * {shape[1]})))",
-            "columns": f"min(width, max(1, round(scale * {shape[2]})))",
-            "top": "(height - rows) // 2",
-            "left": "(width - columns) // 2",
-        }
-        steps += [middle, image_io.resize_step(*shape[1:])]
-    return steps

@@ -7,7 +7,6 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError, features
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
 from runner.base.errors import UserError
 from runner.base.reading import open_regular
 from runner.config.schema.sections import Data
+from runner.data.sources.listing import READS_AVIF
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2
@@ -33,6 +33,7 @@ Cut = Callable[[int, int], Region]
 """Gives the part to read of an image of a given height and width."""
 
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_FIRST_TO = {"LAB": "RGB", "La": "LA"}  # Pillow converts these to nothing else
 _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies grey values of 2 and 4 bits
 _ORIENTATION = 0x0112
 # What turns an image upright, by the value of the Exif tag Orientation.
@@ -48,7 +49,7 @@ _TURNS = {
 _ON_ITS_SIDE = (5, 6, 7, 8)
 # Only decoders of pixels: Pillow goes by the content, whatever the name, and would hand PostScript to Ghostscript.
 # It opens an MPO, which cameras with two lenses write, as a JPEG.
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *("AVIF",) * READS_AVIF)
 _REDUCIBLE = ("JPEG", "MPO")
 _REDUCTIONS = (8, 4, 2)
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}  # others are their own
@@ -96,9 +97,9 @@ def read_image(
     cut: Cut = middle_square,
     *,
     max_pixels: int = Data.max_pixels,
-    content: bytes | None = None,
+    content: bytes | Image.Image | None = None,
 ) -> Tensor:
-    """Decode an image file: BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
+    """Decode an image file: AVIF if Pillow has it, BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
 
     The Exif orientation is applied, transparent pixels are composited over white, 16-bit greys are scaled to 8 bits, and
     palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read.
@@ -108,31 +109,28 @@ def read_image(
         image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
-        content: bytes of a file that is not on disk; `path` is then its name in messages.
+        content: bytes of a file that is not on disk, or a Pillow image, which is not changed; `path` is its name in messages.
 
     Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
     or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
-    with _explained(path):
-        opening = open_regular(path) if content is None else io.BytesIO(content)
-        with opening as file, Image.open(file, formats=_FORMATS) as opened:
-            _check_pixels(path, opened, max_pixels)
-            width, height = opened.size
-            if opened.format not in _REDUCIBLE:
-                opened.load()
-            turn = _orientation(opened)
-            if turn in _ON_ITS_SIDE:
-                width, height = height, width
-            region = cut(height, width) if image_size is not None else (0, 0, height, width)
-            reduction = _reduce(opened, mode, region, image_size)
+    with _explained(path), _opened(path, content, max_pixels) as opened:
+        width, height = opened.size
+        if opened.format not in _REDUCIBLE:
             opened.load()
-            image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
-            top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
-            if image.size != (columns, rows):
-                image = image.crop((left, top, left + columns, top + rows))
-            image = _as_mode(image, mode)
-            pixels = torch.from_numpy(np.array(image))
+        turn = _orientation(opened)
+        if turn in _ON_ITS_SIDE:
+            width, height = height, width
+        region = cut(height, width) if image_size is not None else (0, 0, height, width)
+        reduction = _reduce(opened, mode, region, image_size)
+        opened.load()
+        image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
+        top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
+        if image.size != (columns, rows):
+            image = image.crop((left, top, left + columns, top + rows))
+        image = _as_mode(image, mode)
+        pixels = torch.from_numpy(np.array(image))
     planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
     return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
 
@@ -143,9 +141,7 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
     Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, for colours without a
     palette, and for PPM files.
     """
-    opening = functools.partial(open_regular, path) if content is None else functools.partial(io.BytesIO, content)
-    with _explained(path, "mask"), opening() as file, Image.open(file, formats=_FORMATS) as opened:
-        _check_pixels(path, opened, max_pixels)
+    with _explained(path, "mask"), _opened(path, content, max_pixels) as opened:
         if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
@@ -176,8 +172,7 @@ def smaller_file(
         if content is None:
             with open_regular(path) as file:
                 content = file.read()
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
-            _check_pixels(path, opened, max_pixels)
+        with _opened(path, content, max_pixels) as opened:
             kind = str(opened.format)
             if max_side is None or max(opened.size) <= max_side:
                 return _EXTENSIONS.get(kind, kind.lower()), content
@@ -207,6 +202,19 @@ def _explained(path: Path | str, kind: str = "image") -> Iterator[None]:
         raise UserError(f"cannot read the {kind} {path}: {reason}. Replace it or delete it.") from error
 
 
+@contextlib.contextmanager
+def _opened(path: Path | str, content: bytes | Image.Image | None, max_pixels: int) -> Iterator[Any]:
+    """An image that is not decoded yet, or a copy of one in memory, as decoding at a fraction of the size changes it."""
+    if isinstance(content, Image.Image):
+        _check_pixels(path, content, max_pixels)
+        yield content.copy()
+        return
+    file = open_regular(path) if content is None else io.BytesIO(content)
+    with file, Image.open(file, formats=_FORMATS) as opened:
+        _check_pixels(path, opened, max_pixels)
+        yield opened
+
+
 def _check_pixels(path: Path | str, opened: Image.Image, max_pixels: int) -> None:
     width, height = opened.size
     if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
@@ -226,68 +234,6 @@ def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tenso
     if (height, width) != size:
         part = F.interpolate(part[None], size=size, mode="bilinear", antialias=True)[0]
     return part.contiguous()
-
-
-def reading_steps(image_size: int | None, channels: Literal[1, 3], share: float) -> list[dict[str, Any]]:
-    """The steps of `read_image` on the central square of an image, as data for other programs.
-
-    The steps are in order. Formulas are Python's, with its `round` (half to even) and `//`.
-    """
-    mode = "RGB" if channels == 3 else "L"
-    versions = {"pillow": features.version("pil"), "libjpeg": features.version("jpg")}
-    opening = _step("open", library="Pillow", versions=versions, formats=list(_FORMATS), frame=0)
-    measuring = _step(
-        "measure",
-        exif_tag=_ORIENTATION,
-        swap_sides_for=list(_ON_ITS_SIDE),
-        gives="height and width of the upright image, before it is reduced",
-    )
-    region = _step(
-        "region",
-        edge=f"max(1, round({share!r} * min(height, width)))",
-        top="(height - edge) // 2",
-        left="(width - edge) // 2",
-        gives="the part of the upright image that is used",
-    )
-    drafting = _step(
-        "draft",
-        formats=list(_REDUCIBLE),
-        mode=mode,
-        reductions=[] if image_size is None else list(_REDUCTIONS),
-        smallest_edge=image_size,
-        rule="reduction is the first of the reductions with edge >= reduction * smallest_edge, else 1; "
-        "Image.draft(mode, (max(1, width // reduction), max(1, height // reduction))) with the sides as they are stored",
-    )
-    transposes = {str(number): turn.name for number, turn in _TURNS.items()}
-    turning = _step("turn", exif_tag=_ORIENTATION, transpose=transposes)
-    cropping = _step(
-        "crop",
-        rule="if reduction is above 1: top, left and edge are round(number / reduction), rows = min(edge, height), "
-        "columns = min(edge, width), top = min(top, height - rows) and left = min(left, width - columns), "
-        "with the sides of the reduced image",
-    )
-    converting = _step(
-        "convert",
-        mode=mode,
-        sixteen_bit_grey={"modes": list(_SIXTEEN_BIT), "value": "(value + 128) // 257"},
-        transparent="over white: Image.alpha_composite in RGBA",
-        others="Image.convert(mode), CMYK and palettes among them",
-    )
-    if image_size is None:
-        return [opening, measuring, drafting, turning, converting]
-    resizing = resize_step(image_size, image_size)
-    return [opening, measuring, region, drafting, turning, cropping, converting, resizing]
-
-
-def resize_step(height: int, width: int) -> dict[str, Any]:
-    """The step of `resized`, see `reading_steps`."""
-    same_as = "Pillow's Image.resize with Image.Resampling.BILINEAR, to one level of 255"
-    sides = {"height": height, "width": width}
-    return _step("resize", **sides, filter="bilinear", antialias=True, dtype="uint8", same_as=same_as)
-
-
-def _step(name: str, **fields: Any) -> dict[str, Any]:
-    return {"step": name, **fields}
 
 
 def _orientation(image: Image.Image) -> int:
@@ -320,6 +266,7 @@ def _scaled(region: Region, reduction: int, height: int, width: int) -> Region:
 
 
 def _as_mode(image: Image.Image, mode: Literal["RGB", "L"]) -> Image.Image:
+    image = image.convert(_FIRST_TO[image.mode]) if image.mode in _FIRST_TO else image
     if image.mode in _SIXTEEN_BIT or image.mode == "F":
         image = Image.fromarray(_eight_bit(np.asarray(image)))
     elif image.has_transparency_data:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.base.files import write_atomically
+from runner.base.reading import LARGEST_DATA, read_regular
 
 _KEY = "key"
 
@@ -37,7 +38,7 @@ class IndexFile:
         """The tensors; None if there is no such file, or it is damaged or has another key."""
         with contextlib.suppress(OSError):
             # Not mapped into memory: the file may be replaced while a run uses it
-            return self.parse(self.path.read_bytes(), self.key)
+            return self.parse(read_regular(self.path, LARGEST_DATA), self.key)
         return None
 
     @staticmethod

@@ -11,17 +11,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from PIL import features
 from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sources.index_file import IndexFile
 
+READS_AVIF = "avif" in features.modules and bool(features.check("avif"))
+_AVIF = (".avif",)
 EXTENSIONS = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
+    (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
+    + _AVIF * READS_AVIF
 )
+_UNREAD: tuple[str, ...] = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".tga", ".dng", ".cr2", ".cr3", ".nef", ".arw")
+_UNREAD += _AVIF * (not READS_AVIF)
+# Folders of thumbnails and metadata that systems add: of Synology, macOS, QNAP and Windows
+_NO_DATA = ("@eaDir", "__MACOSX", "@Recycle", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 _ENDINGS = tuple(EXTENSIONS)
 INDEXED_FROM = 100_000  # files; fewer are listed within a second
-_RULES = 1  # to be raised when other files are listed, or in another order
+_RULES = 2  # to be raised when other files are listed, or in another order
 _SETTLED_S = 2.0  # a folder that changed less than this before it was read may change again within the same timestamp
 
 Times = dict[str, list[int]]
@@ -38,12 +46,13 @@ class Files:
     names: Tensor  # uint8 (B,), one after the other
     ends: Tensor  # int64 (N + 1,), where each begins and ends
     sizes: Tensor | None = None  # int64 (N,), in bytes, as they were listed
+    unread: Tensor | None = None  # int64 (), how many images of other types there are
 
     @classmethod
-    def of(cls, names: Sequence[bytes]) -> Files:
+    def of(cls, names: Sequence[bytes], unread: int = 0) -> Files:
         """The files of some paths."""
         joined = torch.frombuffer(bytearray(b"".join(names) or b"/"), dtype=torch.uint8)
-        return cls(joined, torch.tensor([0, *map(len, names)]).cumsum(0))
+        return cls(joined, torch.tensor([0, *map(len, names)]).cumsum(0), unread=torch.tensor(unread))
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -59,10 +68,19 @@ class Files:
         return [joined[begin:end] for begin, end in itertools.pairwise(self.ends.tolist())]
 
 
-def images_below(folder: Path) -> Iterator[Path]:
-    """All images under a folder, see `folders_below`."""
+def common_part(paths: Sequence[bytes]) -> int:
+    """How many bytes all paths begin with: digests leave them out, so that a folder may move."""
+    if not paths or min(paths).startswith(b"/") != max(paths).startswith(b"/"):
+        return 0
+    return len(os.path.commonpath((min(paths), max(paths))))
+
+
+def images_below(folder: Path, unread: list[Path] | None = None) -> Iterator[Path]:
+    """All images under a folder, see `folders_below`; `unread` gets those of types that are not read."""
     for here, names in folders_below(folder):
         yield from (Path(here, name) for name in names if is_image(name))
+        if unread is not None:
+            unread += (Path(here, name) for name in names if is_unread(name))
 
 
 def is_inside(name: str, *folders: Path) -> bool:
@@ -83,8 +101,24 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(_ENDINGS)
 
 
+def is_unread(name: str) -> bool:
+    """Whether the name of a file has the extension of an image that is not read."""
+    return name.lower().endswith(_UNREAD)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is hidden, or a folder of thumbnails or metadata that a system adds."""
+    return name.startswith(".") or name in _NO_DATA
+
+
+def unread_warnings(folder: Path, count: int) -> list[str]:
+    """What to say of the images of a folder that are not read, if there are any."""
+    types = f"images of types that are not read here ({' '.join(_UNREAD)})"
+    return [f"{folder}: {count:,} {types} are left out; convert them to JPEG or PNG"] if count else []
+
+
 def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those under it, each with the names of its files, sorted; hidden ones are skipped.
+    """A folder and those under it, each with the names of its files, sorted; hidden ones are skipped, see `is_hidden`.
 
     Links to folders are followed, but not to a parent, and no folder is visited twice. `times` gets those of each folder, from
     before it is read, and zeros for links below the first folder that are not to files.
@@ -102,7 +136,7 @@ def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[st
                 times[here] = times_of(here)
             with os.scandir(here) as entries:
                 for entry in entries:
-                    if entry.name.startswith("."):
+                    if is_hidden(entry.name):
                         continue
                     linked = entry.is_symlink()
                     if entry.is_dir(follow_symlinks=False) or (linked and Path(entry.path).is_dir()):
@@ -133,9 +167,11 @@ def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Fi
         UserError: if a class has no image.
     """
     names: list[bytes] = []
-    counts = []
+    counts, unread = [], 0
     for name in classes:
-        found = [(here, list(filter(is_image, files))) for here, files in folders_below(folder / name, times)]
+        listed = list(folders_below(folder / name, times))
+        unread += sum(is_unread(file) for _, files in listed for file in files)
+        found = [(here, list(filter(is_image, files))) for here, files in listed]
         paths = [f"{here}/{file}" for here, files in found for file in files]
         if len(found) > 1:  # as Path sorts: part by part
             paths.sort(key=lambda path: path.split("/"))
@@ -144,7 +180,7 @@ def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Fi
             raise UserError("data.root", problem, "add some, or remove the folder")
         names += map(os.fsencode, paths)
         counts.append(len(paths))
-    return Files.of(names), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return Files.of(names, unread), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 
 def list_splits(
@@ -189,7 +225,10 @@ def _unchanged(known: Mapping[str, Tensor], splits: Mapping[str, Path]) -> dict[
         except OSError:
             return None
     return {
-        split: (Files(*(known[f"{split}.{name}"] for name in ("names", "ends", "sizes"))), known[f"{split}.classes"])
+        split: (
+            Files(*(known[f"{split}.{name}"] for name in ("names", "ends", "sizes", "unread"))),
+            known[f"{split}.classes"],
+        )
         for split in splits
     }
 

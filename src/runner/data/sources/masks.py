@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
+from runner.base.reading import read_text
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
@@ -42,7 +43,7 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
 
     def mask(self, index: int) -> Tensor:
         """The class numbers of item `index`, (H, W)."""
-        return class_numbers(read_mask(self._masks.path(index), max_pixels=self.decoding.max_pixels), self._values)
+        return renumbered(read_mask(self._masks.path(index), max_pixels=self.decoding.max_pixels), self._values)
 
     def fingerprint(self) -> str:
         """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
@@ -59,7 +60,7 @@ def with_mask(image: Tensor, mask: Tensor, path: Path | str, mask_path: Path | s
     return Image(image), Mask(mask)
 
 
-def class_numbers(mask: Tensor, values: Sequence[int] | None) -> Tensor:
+def renumbered(mask: Tensor, values: Sequence[int] | None) -> Tensor:
     """A mask with class i instead of `values[i]`, and 255 instead of others; as it is if `values` is None."""
     if values is None:
         return mask
@@ -100,10 +101,13 @@ def segmentation_folder(
     folders = {name: base / name for name in ("train", "val", "test") if (base / name / "images").is_dir()}
     folders = folders if "train" in folders else {"train": base, **folders}
     listed = base / "classes.txt"
-    if classes is None and not listed.is_file():
+    if classes is None and not listed.exists():
         allowed = "a list of names, or such a file with one name a line"
         raise UserError("data.dataset.classes", f"is null, and there is no {listed.absolute()}", allowed)
-    names = classes if classes is not None else listed.read_text(encoding="utf-8").split("\n")
+    try:
+        names = classes if classes is not None else read_text(listed).split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError("data.dataset.classes", f"cannot read {listed.absolute()}: {error}") from error
     names = [name.strip() for name in names if name.strip()]
     check_values(values, names)
     decoding, pairs = Decoding(None, channels, max_pixels=max_pixels), {}
@@ -124,7 +128,11 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
             allowed = "a folder with images/ and masks/, or with train/ and perhaps val/ and test/ that have both"
             raise UserError("data.root", f"there are no image files in {folder.absolute()}", allowed)
     by_name = {path.relative_to(masks).with_suffix(""): path for path in images_below(masks)}
-    files = {path: path.relative_to(images).with_suffix("") for path in sorted(images_below(images))}
+    unread: list[Path] = []
+    files = {path: path.relative_to(images).with_suffix("") for path in sorted(images_below(images, unread))}
+    if unread:
+        problem = f"{len(unread):,} images are of a type that is not read, such as {unread[0].absolute()}"
+        raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
     if missing := [name for name in files.values() if name not in by_name]:
         problem = f"{len(missing):,} of {len(files):,} images in {images.absolute()} have no mask, such as {missing[0]}"
         raise UserError("data.root", problem, f"a mask for each, such as {masks.absolute() / missing[0]}.png")

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ from PIL import features
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import is_url, open_regular, read_json
+from runner.base.reading import LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_json, read_regular
 from runner.config.schema.sections import Data
 from runner.data.sources.copies import Copies
 from runner.data.sources.detection import objects_of, with_objects
@@ -33,9 +33,9 @@ from runner.data.sources.index_file import IndexFile
 from runner.data.sources.listing import times_of
 from runner.data.sources.masks import refuse_white, with_mask
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed, retried
-from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files
+from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files, usable
 
-_RULES = 1  # to be raised when other images are found, or in another order
+_RULES = 2  # to be raised when other images are found, or in another order; what `pack` writes is found by all
 MANIFEST = "pack.json"  # what `pack` writes beside the splits
 _SPLITS = ("train", "val", "test")
 _Indexed = tuple[Index, IndexFile | None]
@@ -194,9 +194,13 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
     if any(names.values()):
         if not names["train"]:
             raise UserError("data.dataset.train", "names no shards, and another split does", "the training shards")
-        places = {split: [f"{base}/{name}" for name in _expanded(some)] for split, some in names.items() if some}
+        expanded = {split: itertools.islice(_expanded(some), MOST_NAMES + 1) for split, some in names.items() if some}
+        places = {split: [f"{base}/{name}" for name in some] for split, some in expanded.items()}
         every = [place for some in places.values() for place in some]
-        if len(set(every)) < len(every):
+        if len(every) > MOST_NAMES:
+            raise UserError("data.dataset", f"names more than {MOST_NAMES:,} shards", "fewer, larger ones")
+        # The same file may have several spellings, and links
+        if len(set(map(os.path.normpath if is_url(base) else os.path.realpath, every))) < len(every):
             raise UserError("data.dataset", "names a shard twice, or for two splits", "each shard once")
         with ThreadPoolExecutor() as pool:
             return {split: list(pool.map(chosen if is_url(base) else Path, some)) for split, some in places.items()}
@@ -242,7 +246,7 @@ def _classes(path: str, largest: int, target: Kind) -> list[str]:
     content = None
     try:
         with contextlib.suppress(FileNotFoundError):
-            content = content_of(path) if is_url(path) else Path(path).read_bytes()
+            content = content_of(path) if is_url(path) else read_regular(Path(path), LARGEST_TEXT)
         names = re.split("\r?\n", (content or b"").decode("utf-8-sig").rstrip("\r\n"))
     except (OSError, ValueError) as error:
         raise UserError("data.root", f"cannot read {path}: {error}") from error
@@ -266,11 +270,11 @@ def _indexed(shard: Path | RemoteShard, label: str, target: Kind, cache_folder: 
         size, beside = shard.stat().st_size, packed_index(shard, shard.stat().st_size, target)
         # A shard that was changed afterwards may have other class numbers
         changed = not beside.path.exists() or beside.path.stat().st_mtime_ns < shard.stat().st_mtime_ns
-        if not changed and (known := beside.read()) is not None:
+        if not changed and (known := usable(beside.read(), size)) is not None:
             return known, None
         key = json.dumps([_RULES, label, size, times_of(shard)] + [target] * (target != "class"))
         file = None if cache_folder is None else IndexFile.of(cache_folder, str(shard.absolute()), key)
-        if file is not None and (known := file.read()) is not None:
+        if file is not None and (known := usable(file.read(), size)) is not None:
             return known, None
         return index_of(shard, label, target), file
 
@@ -280,11 +284,11 @@ def _indexed_remote(shard: RemoteShard, label: str, target: Kind, cache_folder: 
     key, file = json.dumps([_RULES, label, shard.size, shard.version] + [target] * (target != "class")), None
     if cache_folder is not None and shard.version:  # without one, another object could have the same index
         file = IndexFile.of(cache_folder, shard.url, key)
-        if (known := file.read()) is not None:
+        if (known := usable(file.read(), shard.size)) is not None:
             return known, None
     content = content_of(f"{shard.url}.index") if shard.has_index else None
     packed = packed_index(Path(shard.url), shard.size, target)
-    if content is not None and (known := IndexFile.parse(content, packed.key)) is not None:
+    if content is not None and (known := usable(IndexFile.parse(content, packed.key), shard.size)) is not None:
         return known, None
     with _named_errors(shard.url):
         with shard.opened() as opened:
@@ -298,15 +302,18 @@ def _indexed_remote(shard: RemoteShard, label: str, target: Kind, cache_folder: 
 def _named_errors(shard: Path | str) -> Iterator[None]:
     try:
         yield
-    except (OSError, tarfile.TarError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # tarfile raises a dozen types for damaged headers
+        deep = "its headers are nested too deeply" if isinstance(error, RecursionError) else ""
+        reason = getattr(error, "strerror", None) or deep or str(error) or type(error).__name__
         problem = f"cannot read the shard {shard}: {reason}. Restore it, or remove it from the folder."
         raise UserError(problem) from error
 
 
 def packed_index(shard: Path, size: int, target: Kind = "class") -> IndexFile:
     """The file beside a shard of `size` bytes that `pack` writes its index to; times would not survive a copy of both."""
-    key = json.dumps(["packed", _RULES, size] + [target] * (target != "class"))
+    key = json.dumps(["packed", 1, size] + [target] * (target != "class"))
     return IndexFile(shard.with_name(f"{shard.name}.index"), key)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError, nearest
+from runner.base.reading import bounded
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
@@ -24,6 +25,7 @@ _SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "te
 _SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = (".parquet", ".pq")
+_ROWS_A_BYTE = 8  # of a file, at most: each row names another image
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ def _read(path: Path, keys: Mapping[str, str], delimiter: str | None) -> Table:
     if suffix not in (*_DELIMITERS, *_PARQUET):
         allowed = ", ".join((*_DELIMITERS, *_PARQUET))
         raise UserError("data.dataset.table", f"cannot be {path.name}: its suffix is unknown", allowed)
-    read = _read_parquet(path, keys) if suffix in _PARQUET else _read_csv(path, keys, delimiter or _DELIMITERS[suffix])
+    mark = (
+        delimiter.replace("\\t", "\t") if delimiter else _DELIMITERS.get(suffix, "")
+    )  # Hydra leaves \t as it is typed
+    read = _read_parquet(path, keys) if suffix in _PARQUET else _read_csv(path, keys, mark)
     if not read.lines:
         raise UserError("data.dataset.table", f"{path} has no rows")
     return read
@@ -157,10 +162,11 @@ def _check_columns(path: Path, keys: Mapping[str, str], names: Sequence[str]) ->
             continue
         if not names:
             raise UserError("data.dataset.table", f"{path} is empty", "a first line with the names of the columns")
-        if len(names) == 1 and column in names[0].split(";"):  # as spreadsheets write it where 0,5 is a number
-            raise UserError(
-                "data.dataset.delimiter", f"{path} has ';' between its columns", "'data.dataset.delimiter=\";\"'"
-            )
+        # As spreadsheets write it where 0,5 is a number, and as others do
+        for mark, shown in ((";", ";"), ("\t", "\\t")):
+            if len(names) == 1 and column in names[0].split(mark):
+                allowed = f"'data.dataset.delimiter=\"{shown}\"'"
+                raise UserError("data.dataset.delimiter", f"{path} has '{shown}' between its columns", allowed)
         what = f"twice the column '{column}'" if column in names else f"no column '{column}'"
         raise UserError(f"data.dataset.{key}", f"{path} has {what}", ", ".join(names), nearest(column, names))
 
@@ -172,12 +178,27 @@ def _read_parquet(path: Path, keys: Mapping[str, str]) -> Table:
         problem = f"{path.name} needs pyarrow, which is not installed"
         raise UserError("data.dataset.table", problem, "pip install 'runner[parquet]', or a .csv file") from error
     try:
-        _check_columns(path, keys, parquet.read_schema(path).names)
-        columns = parquet.read_table(path, columns=list(keys)).to_pydict()
-    except (OSError, ArrowException) as error:
+        file, size = parquet.ParquetFile(path, read_dictionary=list(keys)), path.stat().st_size
+        _check_columns(path, keys, file.schema_arrow.names)
+        # A few kilobytes may stand for gigabytes: of rows, and of texts that a dictionary repeats
+        rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        bounded(rows, _ROWS_A_BYTE * size, f"rows in {size:,} bytes")
+        table = file.read(list(keys))
+        columns = {name: _entries(table[name]) for name in keys}
+    except (OSError, ValueError, ArrowException) as error:
         reason = " ".join(str(error).split())
         raise UserError("data.dataset.table", f"{path} cannot be read: {reason}") from error
     return Table(path, columns, range(1, 1 + len(next(iter(columns.values())))))
+
+
+def _entries(column: Any) -> list[Any]:
+    """The values of a column; equal texts of a dictionary are one object."""
+    entries: list[Any] = []
+    for chunk in column.chunks:
+        texts = chunk.dictionary.to_pylist() if hasattr(chunk, "dictionary") else None
+        values = (chunk.indices if texts is not None else chunk).to_pylist()
+        entries += values if texts is None else [None if value is None else texts[value] for value in values]
+    return entries
 
 
 def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list[Path]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sources.detection import objects_of
-from runner.data.sources.listing import EXTENSIONS, is_image
+from runner.data.sources.listing import EXTENSIONS, is_hidden, is_image, is_unread
 
 LARGEST_CLASS = 2**31 - 1
 COLUMNS = ("offsets", "lengths", "checksums", "labels")
@@ -32,6 +32,17 @@ of the last one, which is a tar file, too; the number is 0 with a mask, and with
 """
 
 NO_IMAGES: Index = dict.fromkeys(COLUMNS, torch.zeros(0, dtype=torch.int64))
+
+
+def usable(index: Index | None, size: int) -> Index | None:
+    """An index that was read from a file, if it can be that of a shard of `size` bytes, else None."""
+    columns = [index[name] for name in COLUMNS if name in index] if index is not None else []
+    kinds = {(each.dtype, each.ndim, len(each) if each.ndim else 0) for each in columns}
+    if len(columns) < len(COLUMNS) or [kind[:2] for kind in kinds] != [(torch.int64, 1)]:
+        return None
+    offsets, lengths, _, labels = columns
+    inside = (offsets >= 0) & (lengths >= 0) & (lengths <= size) & (offsets <= size - lengths)
+    return index if bool((inside & (labels >= 0) & (labels <= LARGEST_CLASS)).all()) else None
 
 
 def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class") -> Index:
@@ -57,6 +68,9 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
                     problem = f"{parts[each].name} in {shard} is the image of no sample: names end at their first dot"
                     allowed = f"no dot before the extension of an image, or {key}{Path(each).suffix} beside it"
                     raise UserError("data.root", problem, allowed)
+            if unread := [member.name for _, member in files if not images and is_unread(member.name)]:
+                problem = f"{unread[0]} in {shard} is an image of a type that is not read"
+                raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
             if not images:
                 continue
             wanted = ("cls", "json", *(images if target == "class" else ()))
@@ -112,7 +126,7 @@ def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile
         tar.members.clear()  # type: ignore[attr-defined]  # half a kilobyte each
         folder, _, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
-        if member.isdir() or not stem or not extension:
+        if member.isdir() or not stem or not extension or any(map(is_hidden, folder.split("/"))):
             continue
         if not member.isreg() or member.issparse():
             problem = f"{member.name} in {shard} is a link or a sparse file"

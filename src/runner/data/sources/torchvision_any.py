@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.base.errors import UserError, nearest
-from runner.data.sources.masks import check_values, class_numbers
+from runner.data.sources.masks import check_values, renumbered
 from runner.instrument.nested import mapped_items
 
 _CHOOSERS = ("train", "split", "image_set")  # arguments that name a split
@@ -22,7 +22,7 @@ def _with_numbers(image: Any, target: Any, values: Sequence[int] | None) -> Any:
     from torchvision.transforms.v2 import ToImage
     from torchvision.tv_tensors import Mask
 
-    return mapped_items(ToImage()((image, target)), Mask, lambda mask: Mask(class_numbers(mask, values)))
+    return mapped_items(ToImage()((image, target)), Mask, lambda mask: Mask(renumbered(mask, values)))
 
 
 def torchvision_set(

@@ -22,7 +22,6 @@ from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Export
-from runner.data.sources.image_files import reading_steps
 from runner.lab.export import formats
 from runner.lab.export.formats import FORMATS, INPUT, OUTPUT, Normalizing
 from runner.run.from_checkpoint import (
@@ -215,7 +214,6 @@ def _record(
             "data": config.data.dataset,
             "sample_eval": config.transform.sample_eval,
             "eval": config.transform.eval,
-            "steps": _steps(config, data),
             "scale": 1 / 255,
             "mean": normalize.mean,
             "std": normalize.std,
@@ -226,21 +224,6 @@ def _record(
         "comparison": compared,
         "versions": versions(),
     }
-
-
-def _steps(config: Export, data: DataFacts) -> list[dict[str, Any]]:
-    """The steps from an image file to the input of the exported model, in order."""
-    shape = (data.channels, *data.image_size)
-    from_files = data.channels in (1, 3) and config.data.images is None
-    steps = reading_steps(config.data, config.transform.sample_eval or [], shape) if from_files else []
-    if config.transform.eval:
-        steps.append({"step": "transform of batches", "transforms": config.transform.eval})
-    order = "RGB" if data.channels == 3 else "grey"
-    steps.append({"step": "layout", "axes": "channels, height, width", "order": order})
-    if config.include_preprocessing:
-        return [*steps, {"step": "dtype", "dtype": "uint8", "values": "0 to 255"}]
-    statistics = {"mean": config.data.normalize.mean, "std": config.data.normalize.std}
-    return [*steps, {"step": "normalise", "dtype": "float32", "value": "(pixel / 255 - mean) / std", **statistics}]
 
 
 def _file_record(path: Path) -> dict[str, Any]:
