@@ -171,6 +171,19 @@ def test_a_wrong_line_of_yolo_is_named_or_its_image_replaced(drawn: Path, line: 
         images[1]
 
 
+@pytest.mark.parametrize("shape", ["[2, 3]", "[3, 2]"])
+def test_key_points_of_yolo_follow_the_box(drawn: Path, shape: str) -> None:
+    (drawn / "data.yaml").write_text("names: [tall, wide]\n")
+    expected = [target["boxes"] for _, target in yolo(str(drawn))["train"]]
+    for file in (drawn / "labels").rglob("*.txt"):
+        file.write_text("".join(f"{line} 0.9 0.1 1 0.2 0.8 1\n" for line in file.read_text().splitlines()))
+    (drawn / "data.yaml").write_text(f"names: [tall, wide]\nkpt_shape: {shape}\n")
+    assert all(box.equal(each[1]["boxes"]) for box, each in zip(expected, yolo(str(drawn))["train"], strict=True))
+    (drawn / "labels/train/000.txt").write_text("0 0.5 0.5 0.2 0.2 0.4 0.4\n")
+    with pytest.raises(UserError, match=r"line 1 of .*000.txt.* the 6 numbers of kpt_shape"):
+        yolo(str(drawn))
+
+
 def test_text_files_of_yolo_may_be_beside_the_images_and_must_be_somewhere(drawn: Path) -> None:
     (drawn / "classes.txt").write_text("tall\nwide\n")
     expected = [*yolo(str(drawn))["train"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import zlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -270,8 +271,8 @@ def yolo(
 
     A line is a class number from 0 on, and centre, width and height of a box, or the points of a polygon; all in shares of
     the sides. `description` is a YAML file with `names`, and the folders of images as `train`, `val` and `test`, relative to
-    `root`. Without it, they are `images/train`, `images/val` and `images/test`, and `classes.txt` has the names. `masks` makes
-    masks of polygons.
+    `root`. Without it, they are `images/train`, `images/val` and `images/test`, and `classes.txt` has the names. With
+    `kpt_shape` in it, the numbers of key points follow a box, and are not used. `masks` makes masks of polygons.
 
     Raises:
         UserError: if a file is missing or a line is wrong; it names both.
@@ -284,6 +285,7 @@ def yolo(
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         known = names if isinstance(names, dict) else dict(enumerate(names))
         names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(max(known) + 1))
+        points = math.prod(map(int, said["kpt_shape"])) if said.get("kpt_shape") else 0
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
@@ -296,7 +298,7 @@ def yolo(
                 text = image.path.with_suffix(".txt")  # beside the image where there is no folder `images`
                 head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
                 text = Path(f"{head}/labels/{tail}"[1:]) if found else text
-                image.problem = _add_lines(image, text, len(names), masks)
+                image.problem = _add_lines(image, text, len(names), masks, points)
             if images and not any(image.boxes or image.problem for image in images):
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
                 raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
@@ -307,8 +309,8 @@ def yolo(
     return made
 
 
-def _add_lines(image: Annotated, path: Path, classes: int, masks: bool) -> str:
-    """Add the objects of a file; returns what is wrong with it, or nothing."""
+def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: int) -> str:
+    """Add the objects of a file, with `points` numbers of key points each; returns what is wrong with it, or nothing."""
     lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines() if path.is_file() else []
     for line, text in enumerate(lines, 1):
         if not text.strip():
@@ -316,6 +318,9 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool) -> str:
         place = f"line {line} of {path}"
         try:
             label, *numbers = map(float, text.split())
+            if points and len(numbers) != 4 + points:
+                return f"{place} is not a class number, a box and the {points} numbers of kpt_shape: {text[:60]}"
+            numbers = numbers[:4] if points else numbers
             outline = np.array(numbers).reshape(-1, 2)
         except ValueError:
             return f"{place} is not a class number and pairs of numbers: {text[:60]}"
