@@ -124,6 +124,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "outside": (lambda it: it["annotations"][0].update(bbox=[30, 2, 30, 4]), "annotations[0]"),
     "negative": (lambda it: it["annotations"][0].update(bbox=[9, 2, -3, 4]), "annotations[0]"),
     "nan": (lambda it: it["annotations"][0].update(bbox=[float("nan"), 2, 9, 4]), "annotations[0]"),
+    "shares": (lambda it: [each.update(bbox=[0.5, 0.2, 0.2, 0.8]) for each in it["annotations"]], "shares of"),
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
     "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),
@@ -141,7 +142,7 @@ def test_a_mistake_in_a_coco_file_is_named_with_its_place(drawn: Path, name: str
     with pytest.raises(UserError, match=r"^data.dataset: ") as caught:
         read_coco(drawn)
     assert place in str(caught.value)
-    assert name in ("file", "names") or "train.json" in str(caught.value)
+    assert name in ("file", "names", "shares") or "train.json" in str(caught.value)
 
 
 def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:

@@ -148,7 +148,7 @@ class Log:
         every_steps: optimizer steps between readings; in between nothing waits for the device.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
         hardware_metrics: further training metrics, given the samples per second; must not wait for the device.
-        warn: called with a sentence when the loss jumps.
+        warn: called with a sentence when the loss jumps, and when it is 0 for the first time.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class Log:
     ) -> None:
         self.every_steps, self.sinks, self.hardware_metrics, self._warn = every_steps, sinks, hardware_metrics, warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
+        self._was_zero = False
         self._began = (time.perf_counter(), 0, 0.0, 0.0)
 
     def on_start(self, loop: Loop) -> None:
@@ -176,7 +177,7 @@ class Log:
         loss = loop.state.meter.read()
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
-        self._warn_of_spike(loss, step)
+        self._warn_of_loss(loss, step)
         # Speed is of training alone: pauses such as compilation and evaluations are subtracted
         now = _clock(loop)
         passed, samples, waited, paused = (after - before for after, before in zip(now, self._began, strict=True))
@@ -200,7 +201,10 @@ class Log:
         """Restart the clock."""
         self._began = _clock(loop)
 
-    def _warn_of_spike(self, loss: float, step: int) -> None:
+    def _warn_of_loss(self, loss: float, step: int) -> None:
+        if loss == 0 and not self._was_zero:
+            self._warn(f"the training loss is exactly 0 at step {step}: no target counts, or nothing is left to learn")
+        self._was_zero |= loss == 0
         usual = statistics.median(self._losses) if len(self._losses) == _SPIKE_WINDOW else 0.0
         if loss > _SPIKE * usual > 0:
             self._warn(f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before")

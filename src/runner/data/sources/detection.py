@@ -60,6 +60,14 @@ class Annotated:
         self.outlines.append(outline)
 
 
+def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
+    """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are shares of the sides."""
+    sized = [image for image in images if image.size and image.boxes]
+    if sized and max(number for image in sized for box in image.boxes for number in box) <= 1:
+        problem = f"no number of a box is above 1, as shares of the sides are, such as of {sized[0].path}"
+        raise UserError(key, problem, allowed)
+
+
 class DetectionImages(ImageFolder):
     """Image files with objects; item i is (image, target).
 
@@ -87,6 +95,7 @@ class DetectionImages(ImageFolder):
             if image.problem and on_error == "raise":
                 allowed = "corrected files, or data.on_error=skip, which reads other images instead"
                 raise UserError("data.dataset", image.problem, allowed)
+        refuse_shares(images, "data.dataset", "numbers in pixels; data=yolo has shares of the sides")
         # Text instead of objects, as reading these in worker processes would copy their pages one after the other
         texts = [json.dumps({**vars(image), "path": ""}).encode() for image in images]
         self._texts, self._masks, self._bounds = b"".join(texts), masks, torch.tensor([0, *map(len, texts)]).cumsum(0)

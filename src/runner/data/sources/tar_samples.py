@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.data.sources.detection import objects_of
+from runner.data.sources.detection import objects_of, refuse_shares
 from runner.data.sources.listing import EXTENSIONS, is_image
 
 LARGEST_CLASS = 2**31 - 1
@@ -41,7 +41,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
         file.seek(start)
         return file.read(length)
 
-    rows, keys, kinds = list[Any](), set[str](), set[bool]()
+    rows, keys, kinds, annotated = list[Any](), set[str](), set[bool](), list[Any]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, group in itertools.groupby(_files(shard, tar), key=lambda part: part[0]):
             files = [(extension, member) for _, extension, member in group]
@@ -72,6 +72,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
                     objects, outlined = objects_of(contents["json"], f"sample {key} of {shard}")
                     number = max(objects.labels, default=0)
                     kinds.add(outlined)
+                    annotated.append(objects)
                 if len(kinds) > 1:
                     problem = f"sample {key} of {shard} has outlines, or has none, as others"
                     raise UserError("data.root", problem, "the key 'outlines' in all samples, or in none")
@@ -85,6 +86,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
             raise tarfile.ReadError("it is truncated")
         if any(map(any, itertools.chain([ending], iter(lambda: file.read(2**16), b"")))):
             raise tarfile.ReadError("something follows the end of its files, such as another tar file")
+    refuse_shares(annotated, "data.root", "boxes in pixels, or null as size")
     if not rows:
         raise UserError("data.root", f"the shard {shard} has no images")
     return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
