@@ -245,10 +245,26 @@ def test_boxes_without_an_area_are_left_out(drawn: Path) -> None:
 
 
 @needs("detection")
-def test_polygons_far_outside_of_the_image_are_refused(drawn: Path) -> None:
-    changed(drawn / "train.json", lambda it: it["annotations"][0].update(segmentation=[[0, 0, 1e9, 0, 9, 1e9]]))
+@pytest.mark.parametrize(
+    ("outline", "reason"),
+    [
+        ([[0, 0, 1e9, 0, 9, 1e9]], "is more than a side outside"),
+        ([[1, 1, 9, 9]], "three points"),
+        ([[]], "three points"),
+        ([[1, 1, 9, 1, 9, 9, 1]], "three points"),
+        ([[1, 1, 9, 1, 9, 9], [1, 1, 9, 9]], "three points"),
+        ([[1, 1, 3.3, 3.3, 9, 9]], "is a line"),
+        ([], "not a list of polygons"),
+        (None, "not a list of polygons"),
+        ([1, 1, 9, 1, 9, 9], "not a list of polygons"),
+    ],
+)
+def test_polygons_without_an_area_or_far_outside_of_the_image_are_refused(
+    drawn: Path, outline: Any, reason: str
+) -> None:
+    changed(drawn / "train.json", lambda it: it["annotations"][0].update(segmentation=outline))
     assert len(read_coco(drawn)["train"]) == 5
-    with pytest.raises(UserError, match=r"polygon of annotations\[0\]"):
+    with pytest.raises(UserError, match=rf"polygon of annotations\[0\].* {reason}"):
         read_coco(drawn, masks=True)
 
 

@@ -239,6 +239,7 @@ def boxes(**changes: Any) -> Members:
         ("boxes", [*boxes(), ("b.png", b""), ("b.json", b'{"boxes": [], "labels": [], "size": null, "outlines": []}')],
          "sample b of .* has outlines, or has none, as others"),
         ("boxes", boxes(outlines=[[[1e9, 0, 1, 1, 2, 2]]]), "the polygon of object 0 is more than"),
+        ("boxes", boxes(outlines=[[[1, 1, 9, 9]]]), "the polygon of object 0 has a part that is not three points"),
         ("class", boxes(), "sample a of .* has no class number"),
     ],
 )  # fmt: skip

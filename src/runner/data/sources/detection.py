@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import zlib
@@ -50,14 +51,34 @@ class Annotated:
             unit = f"an image of {sides[0]}x{sides[1]} pixels" if self.size else "shares of the sides"
             shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
             self.problem = self.problem or f"the box in {place} is empty, or outside of the image: {shown}"
-        if isinstance(outline, list):  # points far away take memory
-            limits = [(points[axis::2], sides[axis]) for points in outline for axis in (0, 1)]
-            if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):
-                self.problem = self.problem or f"the polygon of {place} is more than a side outside of the image"
+        if reason := _wrong_outline(outline, sides):
+            self.problem = self.problem or f"the polygon of {place} {reason}"
         self.boxes.append(inside)
         self.labels.append(label)
         self.crowd.append(crowd)
         self.outlines.append(outline)
+
+
+def _wrong_outline(outline: Any, sides: Sequence[float]) -> str:
+    """What is wrong with the polygons of an object, such as that its mask would lack a part; or nothing."""
+    if outline is None or isinstance(outline, dict):  # no masks, or run lengths
+        return ""
+    if not isinstance(outline, list) or not outline or not all(isinstance(part, list) for part in outline):
+        return f"is not a list of polygons: {str(outline)[:60]}"
+    if wrong := [part for part in outline if len(part) < 6 or len(part) % 2]:
+        return f"has a part that is not three points or more: {str(wrong[0])[:60]}"
+    if not any(map(_has_area, outline)):
+        return f"is a line: {str(outline)[:60]}"
+    limits = [(part[axis::2], sides[axis]) for part in outline for axis in (0, 1)]
+    if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):  # they take memory
+        return "is more than a side outside of the image"
+    return ""
+
+
+def _has_area(part: Sequence[float]) -> bool:
+    """Tell whether the points of a polygon are not all on one line."""
+    points = [(x - part[0], y - part[1]) for x, y in zip(part[::2], part[1::2], strict=True)]
+    return not all(math.isclose(x * b, a * y) for (x, y), (a, b) in itertools.pairwise(points))
 
 
 def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
@@ -139,10 +160,10 @@ def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, boo
         size = None if said["size"] is None else (int(said["size"][0]), int(said["size"][1]))
         image = Annotated(Path(place), int(said.get("image_id", number)), size)
         count, masks = len(said["boxes"]), "outlines" in said
-        others = said.get("crowd", [False] * count), said.get("outlines", [[]] * count)
+        others = said.get("crowd", [False] * count), said.get("outlines", [None] * count)
         for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
             right = type(label) is int and 1 <= label < 2**31 and crowd in (0, 1)
-            if not right or not isinstance(outline, list | dict):
+            if not right or (masks and outline is None):
                 raise ValueError(
                     f"object {row} has no label from 1 on, no outline, or a crowd that is not true or false"
                 )
@@ -242,7 +263,7 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
             images[_new(entry["id"], images)] = Annotated(folder / entry["file_name"], int(entry["id"]), size)
         section, place = "annotations", None
         for place, entry in enumerate(contents[section]):
-            (x, y, width, height), outline = entry["bbox"], entry["segmentation"] if masks else None
+            (x, y, width, height), outline = entry["bbox"], entry["segmentation"] or [] if masks else None
             if entry["image_id"] not in images or entry["category_id"] not in labels:
                 raise ValueError(f"no image {entry['image_id']}, or no category {entry['category_id']}")
             if width == 0 or height == 0:  # such as two of COCO's own
