@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,11 @@ def test_yolo_has_the_same_objects(drawn: Path) -> None:
 
 
 def test_names_of_yolo_may_skip_numbers(drawn: Path) -> None:
-    (drawn / "data.yaml").write_text("names: {1: tall, 3: wide}\n")
+    (drawn / "data.yaml").write_text("names: {1: tall, 3: no}\n")
     for file in (drawn / "labels").rglob("*.txt"):
         file.write_text("3 0.5 0.5 0.5 0.5\n")
     train = yolo(str(drawn))["train"]
-    assert train.classes == ("0", "tall", "2", "wide")
+    assert train.classes == ("0", "tall", "2", "no")
     assert train[0][1]["labels"].tolist() == [4]
 
 
@@ -157,7 +158,14 @@ def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("2 0.5 0.5 0.2 0.2", "class 2"), ("0 0.5 0.5 0.2", "pairs"), ("0 0.5 0.5 1.2 0.2", "outside"), ("0", "box")],
+    [
+        ("2 0.5 0.5 0.2 0.2", "class 2"),
+        ("0 0.5 0.5 0.2", "pairs"),
+        ("0 0.5 0.5 1.2 0.2", "outside"),
+        ("0", "box"),
+        ("0 0.5 0.5 -0.2 0.2", "is empty"),
+        ("0 0.5 0.5 -0.2 -0.2", "is empty"),
+    ],
 )
 def test_a_wrong_line_of_yolo_is_named_or_its_image_replaced(drawn: Path, line: str, reason: str) -> None:
     (drawn / "classes.txt").write_text("tall\nwide\n")
@@ -182,6 +190,17 @@ def test_key_points_of_yolo_follow_the_box(drawn: Path, shape: str) -> None:
     assert all(box.equal(each[1]["boxes"]) for box, each in zip(expected, yolo(str(drawn))["train"], strict=True))
     (drawn / "labels/train/000.txt").write_text("0 0.5 0.5 0.2 0.2 0.4 0.4\n")
     with pytest.raises(UserError, match=r"line 1 of .*000.txt.* the 6 numbers of kpt_shape"):
+        yolo(str(drawn))
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_text_file_of_yolo_that_is_no_file_is_not_an_image_without_objects(drawn: Path, kind: str) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    path = drawn / "labels/train/001.txt"
+    path.unlink()
+    make: Any = {"link": lambda: path.symlink_to("gone.txt"), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}
+    make[kind]()
+    with pytest.raises(UserError, match=r"001.txt cannot be read: (no such file|it is not a regular file)"):
         yolo(str(drawn))
 
 

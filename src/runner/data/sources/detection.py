@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import zlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import yaml
 from torch import Tensor
 
 from runner.base.errors import UserError, nearest_path
+from runner.base.reading import open_regular
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
@@ -310,10 +312,12 @@ def yolo(
     base, made = Path(root).expanduser(), {}
     path, plain = base / description, base / "classes.txt"
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        # As text, since YAML takes the names no and yes for false and true
+        said = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader) if path.is_file() else {}
         names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
-        known = names if isinstance(names, dict) else dict(enumerate(names))
+        numbered = names.items() if isinstance(names, dict) else enumerate(names)
+        known = {int(number): name for number, name in numbered}
         names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(max(known) + 1))
         points = math.prod(map(int, said["kpt_shape"])) if said.get("kpt_shape") else 0
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
@@ -341,8 +345,14 @@ def yolo(
 
 def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: int) -> str:
     """Add the objects of a file, with `points` numbers of key points each; returns what is wrong with it, or nothing."""
-    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines() if path.is_file() else []
-    for line, text in enumerate(lines, 1):
+    try:
+        content = b""
+        if os.path.lexists(path):
+            with open_regular(path) as file:
+                content = file.read()
+    except OSError as error:
+        return f"{path} cannot be read: {(error.strerror or str(error)).lower()}"
+    for line, text in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
         if not text.strip():
             continue
         place = f"line {line} of {path}"
@@ -358,8 +368,9 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: 
             return f"{place} has the class {label:g}, and there are {classes}, 0 to {classes - 1}"
         if len(outline) < (3 if masks else 2):
             return f"{place} has no {'polygon, which data.dataset.masks=true needs' if masks else 'box'}: {text[:60]}"
-        if len(outline) == 2:
-            outline = outline[0] + outline[1] * [[-0.5, -0.5], [0.5, 0.5]]
-        box = [*outline.min(0).tolist(), *outline.max(0).tolist()]
+        corners = [outline.min(0), outline.max(0)]
+        if len(outline) == 2:  # which of a negative side are the wrong way round
+            corners = [outline[0] - outline[1] / 2, outline[0] + outline[1] / 2]
+        box = np.concatenate(corners).tolist()
         image.add(place, box, int(label) + 1, outline=[numbers] if masks else None)
     return image.problem
