@@ -219,6 +219,14 @@ def test_bad_annotations_end_a_run_or_are_replaced_and_listed(
     assert "000.png" in listed
 
 
+def test_a_validation_split_without_any_object_is_warned_of_once(train: Callable[..., Any], drawn: Path) -> None:
+    contents = json.loads((drawn / "val.json").read_text())
+    (drawn / "val.json").write_text(json.dumps(contents | {"annotations": []}))
+    result = train(*TINY)
+    assert " ".join(result.out.split()).count("warning: val/map is nan at step 3: it cannot be computed") == 1
+    assert result.summary["best"] is None
+
+
 def test_without_the_evaluation_tool_the_error_says_what_to_install(
     rejected: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

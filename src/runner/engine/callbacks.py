@@ -148,7 +148,7 @@ class Log:
         every_steps: optimizer steps between readings; in between nothing waits for the device.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
         hardware_metrics: further training metrics, given the samples per second; must not wait for the device.
-        warn: called with a sentence when the loss jumps, and when it is 0 for the first time.
+        warn: called with a sentence when the loss jumps, and the first time that it is 0 or the monitored metric nan.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Log:
     ) -> None:
         self.every_steps, self.sinks, self.hardware_metrics, self._warn = every_steps, sinks, hardware_metrics, warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
-        self._was_zero = False
+        self._was_zero = self._was_nan = False
         self._began = (time.perf_counter(), 0, 0.0, 0.0)
 
     def on_start(self, loop: Loop) -> None:
@@ -194,6 +194,11 @@ class Log:
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split, whose time is not training time."""
+        name, step = loop.monitor[0], loop.state.position.global_step
+        if math.isnan(metrics[name]) and not self._was_nan:
+            said = "cannot be computed, as where the validation split has no object; no such evaluation is the best"
+            self._warn(f"{name} is nan at step {step}: it {said}")
+        self._was_nan |= math.isnan(metrics[name])
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
         self._began = _clock(loop)
 
