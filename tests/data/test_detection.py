@@ -152,7 +152,12 @@ def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
     with pytest.raises(UserError, match=r"val.json.*cut short"):
         read_coco(drawn)
     path.unlink()
-    with pytest.raises(UserError, match=r"val.json cannot be read"):
+    with pytest.raises(
+        UserError, match=r"^data.dataset.val_annotations: .*val.json\n.*files train.json; .*=null splits"
+    ):
+        read_coco(drawn)
+    (drawn / "images/train").rename(drawn / "photos")
+    with pytest.raises(UserError, match=r"^data.dataset.train_images: there is no folder .*images/train, .*000.png"):
         read_coco(drawn)
 
 

@@ -191,7 +191,11 @@ def test_two_ranks_find_what_one_process_finds(train: Callable[..., Any]) -> Non
         ((*TINY, "data.dataset.masks=true"), "task", "masks"),
         ((*TINY, "task.num_classes=3"), "task.num_classes", "the data says 2"),
         ((*TINY, "transform=standard"), "transform.train", "(image, target)"),
-        ((*TINY, "data.dataset.train_annotations=other.json"), "data.dataset", "other.json"),
+        (
+            (*TINY, "data.dataset.train_annotations=other.json"),
+            "data.dataset.train_annotations",
+            "train.json, val.json",
+        ),
     ],
 )
 def test_what_does_not_fit_is_a_sentence(

@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from runner.base.errors import UserError, nearest_path
+from runner.base.errors import UserError
 from runner.base.reading import open_regular
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
@@ -28,6 +28,7 @@ from runner.data.sources.listing import images_below
 OnError = Literal["raise", "skip"]
 
 _OUTSIDE = 0.01  # of a side, by which a box may lie outside of the image, as annotation tools round; it is cut off
+_SHOWN = 5  # files in a message
 _SPLITS = ("train", "val", "test")
 
 
@@ -239,7 +240,15 @@ def coco(
     for split, folder, file in zip(_SPLITS, folders, files, strict=True):
         if file is None:
             continue
+        if not (base / file).is_file():
+            there = sorted(str(path.relative_to(base)) for depth in ("*.json", "*/*.json") for path in base.glob(depth))
+            found = f"the JSON files {', '.join(there[:_SHOWN])}" if there else "no JSON file"
+            allowed = f"{base} has {found}; data.dataset.val_annotations=null splits the images of one file"
+            raise UserError(f"data.dataset.{split}_annotations", f"there is no file {base / file}", allowed)
         images, theirs, empty = _read_coco(base / file, base / (folder or ""), masks)
+        if images and not images[0].path.is_file() and not (base / (folder or "")).is_dir():
+            problem = f"there is no folder {base / (folder or '')}, and {base / file} names {images[0].path.name} in it"
+            raise UserError(f"data.dataset.{split}_images", problem, "the folder of the images, relative to data.root")
         names = names or theirs
         if differing := sorted(theirs.items() ^ names.items()):
             problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
@@ -276,7 +285,7 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
             image.add(f"{section}[{place}] of {path}", box, label, crowd, outline)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UserError("data.dataset", f"{path} cannot be read: {reason}", "", nearest_path(path)) from error
+        raise UserError("data.dataset", f"{path} cannot be read: {reason}") from error
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         where = f"{section}{'' if place is None else f'[{place}]'} of {path}"
         where = where if section != "file" else f"{path}, which is not JSON or cut short,"
