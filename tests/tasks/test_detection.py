@@ -190,6 +190,9 @@ def test_two_ranks_find_what_one_process_finds(train: Callable[..., Any]) -> Non
     [
         ((*TINY, "data.dataset.masks=true"), "task", "masks"),
         ((*TINY, "task.num_classes=3"), "task.num_classes", "the data says 2"),
+        ((*TINY, "+model.num_classes=2"), "model.num_classes", "the data says 3: 2 and the background"),
+        ((*TINY, "task=classification"), "task", "samples have boxes\n      allowed: experiment=detection"),
+        (("data=shards", "data.root=drawn", "data.dataset.target=boxes"), "task", "experiment=detection"),
         ((*TINY, "transform=standard"), "transform.train", "(image, target)"),
         (
             (*TINY, "data.dataset.train_annotations=other.json"),

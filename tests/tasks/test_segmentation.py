@@ -217,7 +217,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
     "no images": (lambda root: None, ("data.root=shapes/val/images",), "data.dataset.classes", ("classes.txt",)),
     "no folder": (lambda root: (root / "train").rename(root / "old"), (), "data.root", ("shapes/images",)),
     "logits": (lambda root: None, ("+model.pooled=true",), "task", ("(B, C, H, W)", "(2, 3)")),
-    "other task": (lambda root: None, ("task=classification",), "data.dataset", ("576 values", "a class number is expected")),
+    "other task": (lambda root: None, ("task=classification",), "task", ("samples have masks", "experiment=segmentation")),
     "other transform": (lambda root: None, ("transform=standard",), "transform.train", ("(image, target)",)),
     "samples": (lambda root: None, ("data.images=null", "transform=none"), "data.dataset", ("task=segmentation", "(24, 24)")),
 }  # fmt: skip
