@@ -118,9 +118,10 @@ def test_masks_are_those_of_polygons_and_run_lengths(drawn: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "image": (lambda it: it["annotations"][2].update(image_id=999), "annotations[2]"),
-    "category": (lambda it: it["annotations"][2].update(category_id=4), "annotations[2]"),
-    "no box": (lambda it: it["annotations"][1].pop("bbox"), "annotations[1]"),
+    "image": (lambda it: it["annotations"][2].update(image_id="101"), "image_id is '101', and the ids are such as 100"),
+    "category": (lambda it: it["annotations"][2].update(category_id=4), "category_id is 4, and the ids are such as 3"),
+    "no box": (lambda it: it["annotations"][1].pop("bbox"), "used: there is no 'bbox'"),
+    "no name": (lambda it: it["categories"][1].pop("name"), "categories[1]"),
     "text": (lambda it: it["annotations"][1].update(bbox=[1, 2, "3", 4]), "annotations[1]"),
     "outside": (lambda it: it["annotations"][0].update(bbox=[30, 2, 30, 4]), "annotations[0]"),
     "negative": (lambda it: it["annotations"][0].update(bbox=[9, 2, -3, 4]), "annotations[0]"),
@@ -129,7 +130,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
     "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),
-    "section": (lambda it: it.pop("annotations"), "annotations of"),
+    "section": (lambda it: it.pop("annotations"), "used: there is no 'annotations'"),
     "image id": (lambda it: it["images"][1].update(id=100), "id 100"),
     "category id": (lambda it: it["categories"][1].update(id=3), "categories[1]"),
     "endless": (lambda it: it["images"][1].update(width=float("inf")), "images[1]"),

@@ -187,6 +187,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
         lambda root: Image.new("L", (24, 24), 7).save(root / "val/masks/009.png"),
         ("data.num_workers=1",), "data.dataset", ("sample 9 of 'val'", "value 7"),
     ),
+    "value in val, first": (
+        lambda root: Image.new("L", (24, 24), 7).save(root / "val/masks/000.png"),
+        (), "data.dataset", ("sample 0 of 'val'", "val/images/000.png", "value 7"),
+    ),
     "padding without a class": (
         lambda root: None, ("task.ignore_index=254", "transform.sample_eval.0.ignore_index=99"), "data.dataset", ("value 255",),
     ),

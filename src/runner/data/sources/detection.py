@@ -47,19 +47,26 @@ class Annotated:
 
     def add(self, place: str, box: Sequence[float], label: int, crowd: bool = False, outline: Any = None) -> None:
         """Add an object; `place` says where it stands."""
-        sides = (self.size or (1, 1)) * 2
-        inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
-        near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
-        if not near or inside[0] >= inside[2] or inside[1] >= inside[3]:
-            unit = f"an image of {sides[0]}x{sides[1]} pixels" if self.size else "shares of the sides"
-            shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
-            self.problem = self.problem or f"the box in {place} is empty, or outside of the image: {shown}"
-        if reason := _wrong_outline(outline, sides):
+        inside, wrong = clipped(box, self.size)
+        self.problem = self.problem or (wrong and f"the box in {place} {wrong}")
+        if reason := _wrong_outline(outline, (self.size or (1, 1)) * 2):
             self.problem = self.problem or f"the polygon of {place} {reason}"
         self.boxes.append(inside)
         self.labels.append(label)
         self.crowd.append(crowd)
         self.outlines.append(outline)
+
+
+def clipped(box: Sequence[float], size: tuple[int, int] | None) -> tuple[list[float], str]:
+    """The part of a box within its image, and what is wrong with it, or nothing; for `size` see `Annotated`."""
+    sides = (size or (1, 1)) * 2
+    inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
+    near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
+    if near and inside[0] < inside[2] and inside[1] < inside[3]:
+        return inside, ""
+    unit = f"an image of {sides[0]}x{sides[1]} pixels" if size else "shares of the sides"
+    shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
+    return inside, f"is empty, or outside of the image: {shown}"
 
 
 def _wrong_outline(outline: Any, sides: Sequence[float]) -> str:
@@ -174,7 +181,7 @@ def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, boo
         if image.problem:
             raise ValueError(image.problem)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        problem = f"the objects of {place} cannot be used: {type(error).__name__}: {error}"
+        problem = f"the objects of {place} cannot be used: {_reason(error)}"
         raise UserError("data.root", problem, "JSON with size, boxes and labels, as the documentation says") from error
     return image, masks
 
@@ -275,8 +282,9 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
         section, place = "annotations", None
         for place, entry in enumerate(contents[section]):
             (x, y, width, height), outline = entry["bbox"], entry["segmentation"] or [] if masks else None
-            if entry["image_id"] not in images or entry["category_id"] not in labels:
-                raise ValueError(f"no image {entry['image_id']}, or no category {entry['category_id']}")
+            for name, known in (("image_id", images), ("category_id", labels)):
+                if entry[name] not in known:
+                    raise ValueError(f"{name} is {entry[name]!r}, and the ids are such as {next(iter(known), None)!r}")
             if width == 0 or height == 0:  # such as two of COCO's own
                 empty += 1
                 continue
@@ -289,9 +297,15 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         where = f"{section}{'' if place is None else f'[{place}]'} of {path}"
         where = where if section != "file" else f"{path}, which is not JSON or cut short,"
-        problem = f"{where} cannot be used: {type(error).__name__}: {error}"
-        raise UserError("data.dataset", problem, "a file of COCO's format") from error
+        problem = f"{where} cannot be used: {_reason(error)}"
+        allowed = "images, annotations and categories in COCO's format, see docs/howto/detection.md"
+        raise UserError("data.dataset", problem, allowed) from error
     return list(images.values()), dict(sorted(names.items())), empty
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with what was read from JSON."""
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _new(number: int, known: Container[int]) -> int:
