@@ -130,6 +130,8 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
     "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),
+    "crowd": (lambda it: it["annotations"][1].update(iscrowd="0"), "iscrowd is '0'"),
+    "one name": (lambda it: it["categories"][0].update(name="wide"), "train.json has two classes of one name, 'wide'"),
     "section": (lambda it: it.pop("annotations"), "used: there is no 'annotations'"),
     "image id": (lambda it: it["images"][1].update(id=100), "id 100"),
     "category id": (lambda it: it["categories"][1].update(id=3), "categories[1]"),
@@ -169,6 +171,7 @@ def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
         ("0 0.5 0.5 0.2", "pairs"),
         ("0 0.5 0.5 1.2 0.2", "outside"),
         ("0", "box"),
+        ("0_1 0.5 0.5 0.2 0.2", "pairs"),
         ("0 0.5 0.5 -0.2 0.2", "is empty"),
         ("0 0.5 0.5 -0.2 -0.2", "is empty"),
     ],
@@ -196,6 +199,22 @@ def test_key_points_of_yolo_follow_the_box(drawn: Path, shape: str) -> None:
     assert all(box.equal(each[1]["boxes"]) for box, each in zip(expected, yolo(str(drawn))["train"], strict=True))
     (drawn / "labels/train/000.txt").write_text("0 0.5 0.5 0.2 0.2 0.4 0.4\n")
     with pytest.raises(UserError, match=r"line 1 of .*000.txt.* the 6 numbers of kpt_shape"):
+        yolo(str(drawn))
+
+
+def test_yolo_finds_labels_of_another_unicode_form_and_counts_doubled_lines(drawn: Path) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    train = yolo(str(drawn))["train"]
+    expected = train[0][1]["boxes"]
+    assert not train.warnings
+    (drawn / "images/train/000.png").rename(drawn / "images/train/000\u00e9.png")
+    text = (drawn / "labels/train/000.txt").rename(drawn / "labels/train/000e\u0301.txt")
+    assert yolo(str(drawn))["train"][0][1]["boxes"].equal(expected)
+    text.write_text(2 * text.read_text())
+    (warning,) = yolo(str(drawn))["train"].warnings
+    assert warning.startswith("1 of 5 images have two objects with the same box and class, such as")
+    (drawn / "classes.txt").write_text("\u00e9\ne\u0301\n")
+    with pytest.raises(UserError, match=r"classes.txt has two classes of one name"):
         yolo(str(drawn))
 
 

@@ -255,7 +255,7 @@ def test_samples_without_a_mask_or_with_other_objects_are_refused(
 
 def test_classes_without_distinct_names_are_not_packed(shapes: Path, rejected: Any) -> None:
     assert (
-        "data.dataset: has two classes of one name"
+        "data.dataset.classes: the list has two classes of one name"
         in rejected("pack", *MASKS, "data.dataset.classes=[a,b,b]", "output=out").err
     )
 

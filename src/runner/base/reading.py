@@ -7,8 +7,9 @@ import os
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
+Parsed = TypeVar("Parsed", int, float)
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
 _LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
 
@@ -51,6 +52,13 @@ def read_regular(path: Path, largest: int = _LARGEST) -> bytes:
     if len(content) > largest:
         raise OSError(f"it is larger than {largest:,} bytes")
     return content
+
+
+def parsed(text: str, kind: type[Parsed]) -> Parsed:
+    """A number in the text of a file; raises `ValueError` also for `1_0`, which Python takes for 10."""
+    if "_" in text:
+        raise ValueError(f"not a number: {text!r}")
+    return kind(text)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -19,11 +19,11 @@ import yaml
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import open_regular
+from runner.base.reading import open_regular, parsed
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import images_below
+from runner.data.sources.listing import check_names, images_below, written
 
 OnError = Literal["raise", "skip"]
 
@@ -134,6 +134,10 @@ class DetectionImages(ImageFolder):
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
         super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
+        objects = ({(*box, label) for box, label in zip(each.boxes, each.labels, strict=True)} for each in images)
+        if twice := [image for image, of in zip(images, objects, strict=True) if len(of) < len(image.boxes)]:
+            said = "have two objects with the same box and class, such as"
+            self.warnings = [f"{len(twice):,} of {len(images):,} images {said} {twice[0].path}"]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
@@ -257,12 +261,13 @@ def coco(
             problem = f"there is no folder {base / (folder or '')}, and {base / file} names {images[0].path.name} in it"
             raise UserError(f"data.dataset.{split}_images", problem, "the folder of the images, relative to data.root")
         names = names or theirs
+        check_names("data.dataset", base / file, list(theirs.values()))
         if differing := sorted(theirs.items() ^ names.items()):
             problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
             raise UserError("data.dataset", problem, "the same ids and names in every file")
         made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
-        if empty:
-            made[split].warnings = [f"{base / file}: {empty:,} boxes of zero width or height are dropped"]
+        dropped = [f"{base / file}: {empty:,} boxes of zero width or height are dropped"] if empty else []
+        made[split].warnings = [*dropped, *made[split].warnings]
     return made
 
 
@@ -278,7 +283,7 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
         section, place, labels = "images", None, {number: label for label, number in enumerate(sorted(names), 1)}
         for place, entry in enumerate(contents[section]):  # noqa: B007
             size = int(entry["width"]), int(entry["height"])
-            images[_new(entry["id"], images)] = Annotated(folder / entry["file_name"], int(entry["id"]), size)
+            images[_new(entry["id"], images)] = Annotated(written(folder / entry["file_name"]), int(entry["id"]), size)
         section, place = "annotations", None
         for place, entry in enumerate(contents[section]):
             (x, y, width, height), outline = entry["bbox"], entry["segmentation"] or [] if masks else None
@@ -288,9 +293,11 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
             if width == 0 or height == 0:  # such as two of COCO's own
                 empty += 1
                 continue
-            box, crowd = (x, y, x + width, y + height), bool(entry.get("iscrowd"))
+            if (crowd := entry.get("iscrowd") or 0) not in (0, 1):
+                raise ValueError(f"iscrowd is {crowd!r}, and is 0 or 1")
+            box = (x, y, x + width, y + height)
             label, image = labels[entry["category_id"]], images[entry["image_id"]]
-            image.add(f"{section}[{place}] of {path}", box, label, crowd, outline)
+            image.add(f"{section}[{place}] of {path}", box, label, bool(crowd), outline)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UserError("data.dataset", f"{path} cannot be read: {reason}") from error
@@ -340,12 +347,13 @@ def yolo(
         names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         numbered = names.items() if isinstance(names, dict) else enumerate(names)
-        known = {int(number): name for number, name in numbered}
-        names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(max(known) + 1))
-        points = math.prod(map(int, said["kpt_shape"])) if said.get("kpt_shape") else 0
+        known = {parsed(str(place), int): name for place, name in numbered}
+        names = tuple(str(known.get(place, "")).strip() or str(place) for place in range(max(known) + 1))
+        points = math.prod(parsed(each, int) for each in said["kpt_shape"]) if said.get("kpt_shape") else 0
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
+    check_names("data.dataset", path if path.is_file() else plain, names)
     for split in _SPLITS:
         # Paths of Roboflow begin with ../, and mean the folder of the description
         folder = base / str(said.get(split) or f"images/{split}").removeprefix("../")
@@ -354,7 +362,7 @@ def yolo(
             for image in images:
                 text = image.path.with_suffix(".txt")  # beside the image where there is no folder `images`
                 head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
-                text = Path(f"{head}/labels/{tail}"[1:]) if found else text
+                text = written(Path(f"{head}/labels/{tail}"[1:]) if found else text)
                 image.problem = _add_lines(image, text, len(names), masks, points)
             if images and not any(image.boxes or image.problem for image in images):
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
@@ -380,7 +388,7 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: 
             continue
         place = f"line {line} of {path}"
         try:
-            label, *numbers = map(float, text.split())
+            label, *numbers = (parsed(each, float) for each in text.split())
             if points and len(numbers) != 4 + points:
                 return f"{place} is not a class number, a box and the {points} numbers of kpt_shape: {text[:60]}"
             numbers = numbers[:4] if points else numbers
