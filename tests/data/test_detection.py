@@ -73,11 +73,11 @@ def test_yolo_has_the_same_objects(drawn: Path) -> None:
 
 
 def test_names_of_yolo_may_skip_numbers(drawn: Path) -> None:
-    (drawn / "data.yaml").write_text("names: {1: tall, 3: wide}\n")
+    (drawn / "data.yaml").write_text("names: {1: tall, 3: no}\n")
     for file in (drawn / "labels").rglob("*.txt"):
         file.write_text("3 0.5 0.5 0.5 0.5\n")
     train = yolo(str(drawn))["train"]
-    assert train.classes == ("0", "tall", "2", "wide")
+    assert train.classes == ("0", "tall", "2", "no")
     assert train[0][1]["labels"].tolist() == [4]
 
 
@@ -152,17 +152,21 @@ def test_masks_are_those_of_polygons_and_run_lengths(drawn: Path) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "image": (lambda it: it["annotations"][2].update(image_id=999), "annotations[2]"),
-    "category": (lambda it: it["annotations"][2].update(category_id=4), "annotations[2]"),
-    "no box": (lambda it: it["annotations"][1].pop("bbox"), "annotations[1]"),
+    "image": (lambda it: it["annotations"][2].update(image_id="101"), "image_id is '101', and the ids are such as 100"),
+    "category": (lambda it: it["annotations"][2].update(category_id=4), "category_id is 4, and the ids are such as 3"),
+    "no box": (lambda it: it["annotations"][1].pop("bbox"), "used: there is no 'bbox'"),
+    "no name": (lambda it: it["categories"][1].pop("name"), "categories[1]"),
     "text": (lambda it: it["annotations"][1].update(bbox=[1, 2, "3", 4]), "annotations[1]"),
     "outside": (lambda it: it["annotations"][0].update(bbox=[30, 2, 30, 4]), "annotations[0]"),
     "negative": (lambda it: it["annotations"][0].update(bbox=[9, 2, -3, 4]), "annotations[0]"),
     "nan": (lambda it: it["annotations"][0].update(bbox=[float("nan"), 2, 9, 4]), "annotations[0]"),
+    "shares": (lambda it: [each.update(bbox=[0.5, 0.2, 0.2, 0.8]) for each in it["annotations"]], "shares of"),
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
     "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),
-    "section": (lambda it: it.pop("annotations"), "annotations of"),
+    "crowd": (lambda it: it["annotations"][1].update(iscrowd="0"), "iscrowd is '0'"),
+    "one name": (lambda it: it["categories"][0].update(name="wide"), "train.json has two classes of one name, 'wide'"),
+    "section": (lambda it: it.pop("annotations"), "used: there is no 'annotations'"),
     "image id": (lambda it: it["images"][1].update(id=100), "id 100"),
     "category id": (lambda it: it["categories"][1].update(id=3), "categories[1]"),
     "endless": (lambda it: it["images"][1].update(width=float("inf")), "images[1]"),
@@ -177,7 +181,7 @@ def test_a_mistake_in_a_coco_file_is_named_with_its_place(drawn: Path, name: str
     with pytest.raises(UserError, match=r"^data.dataset: ") as caught:
         read_coco(drawn)
     assert place in str(caught.value)
-    assert name in ("file", "names") or "train.json" in str(caught.value)
+    assert name in ("file", "names", "shares") or "train.json" in str(caught.value)
 
 
 def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
@@ -186,7 +190,12 @@ def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
     with pytest.raises(UserError, match=r"val.json.*cut short"):
         read_coco(drawn)
     path.unlink()
-    with pytest.raises(UserError, match=r"val.json cannot be read"):
+    with pytest.raises(
+        UserError, match=r"^data.dataset.val_annotations: .*val.json\n.*files train.json; .*=null splits"
+    ):
+        read_coco(drawn)
+    (drawn / "images/train").rename(drawn / "photos")
+    with pytest.raises(UserError, match=r"^data.dataset.train_images: there is no folder .*images/train, .*000.png"):
         read_coco(drawn)
 
 
@@ -248,7 +257,15 @@ def test_relative_and_absolute_file_names_have_one_fingerprint(drawn: Path, monk
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("2 0.5 0.5 0.2 0.2", "class 2"), ("0 0.5 0.5 0.2", "pairs"), ("0 0.5 0.5 1.2 0.2", "outside"), ("0", "box")],
+    [
+        ("2 0.5 0.5 0.2 0.2", "class 2"),
+        ("0 0.5 0.5 0.2", "pairs"),
+        ("0 0.5 0.5 1.2 0.2", "outside"),
+        ("0", "box"),
+        ("0_1 0.5 0.5 0.2 0.2", "pairs"),
+        ("0 0.5 0.5 -0.2 0.2", "is empty"),
+        ("0 0.5 0.5 -0.2 -0.2", "is empty"),
+    ],
 )
 def test_a_wrong_line_of_yolo_is_named_or_its_image_replaced(drawn: Path, line: str, reason: str) -> None:
     (drawn / "classes.txt").write_text("tall\nwide\n")
@@ -261,6 +278,46 @@ def test_a_wrong_line_of_yolo_is_named_or_its_image_replaced(drawn: Path, line: 
     assert len(images[0][1]["labels"]) == 1
     with pytest.raises(UserError, match=r"line 2 of .*001.txt"):
         images[1]
+
+
+@pytest.mark.parametrize("shape", ["[2, 3]", "[3, 2]"])
+def test_key_points_of_yolo_follow_the_box(drawn: Path, shape: str) -> None:
+    (drawn / "data.yaml").write_text("names: [tall, wide]\n")
+    expected = [target["boxes"] for _, target in yolo(str(drawn))["train"]]
+    for file in (drawn / "labels").rglob("*.txt"):
+        file.write_text("".join(f"{line} 0.9 0.1 1 0.2 0.8 1\n" for line in file.read_text().splitlines()))
+    (drawn / "data.yaml").write_text(f"names: [tall, wide]\nkpt_shape: {shape}\n")
+    assert all(box.equal(each[1]["boxes"]) for box, each in zip(expected, yolo(str(drawn))["train"], strict=True))
+    (drawn / "labels/train/000.txt").write_text("0 0.5 0.5 0.2 0.2 0.4 0.4\n")
+    with pytest.raises(UserError, match=r"line 1 of .*000.txt.* the 6 numbers of kpt_shape"):
+        yolo(str(drawn))
+
+
+def test_yolo_finds_labels_of_another_unicode_form_and_counts_doubled_lines(drawn: Path) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    train = yolo(str(drawn))["train"]
+    expected = train[0][1]["boxes"]
+    assert not train.warnings
+    (drawn / "images/train/000.png").rename(drawn / "images/train/000\u00e9.png")
+    text = (drawn / "labels/train/000.txt").rename(drawn / "labels/train/000e\u0301.txt")
+    assert yolo(str(drawn))["train"][0][1]["boxes"].equal(expected)
+    text.write_text(2 * text.read_text())
+    (warning,) = yolo(str(drawn))["train"].warnings
+    assert warning.startswith("1 of 5 images have two objects with the same box and class, such as")
+    (drawn / "classes.txt").write_text("\u00e9\ne\u0301\n")
+    with pytest.raises(UserError, match=r"classes.txt has two classes of one name"):
+        yolo(str(drawn))
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_text_file_of_yolo_that_is_no_file_is_not_an_image_without_objects(drawn: Path, kind: str) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    path = drawn / "labels/train/001.txt"
+    path.unlink()
+    make: Any = {"link": lambda: path.symlink_to("gone.txt"), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}
+    make[kind]()
+    with pytest.raises(UserError, match=r"001.txt cannot be read: (no such file|it is not a regular file)"):
+        yolo(str(drawn))
 
 
 def test_text_files_of_yolo_may_be_beside_the_images_and_must_be_somewhere(drawn: Path) -> None:
@@ -323,10 +380,26 @@ def test_boxes_without_an_area_are_left_out(drawn: Path) -> None:
 
 
 @needs("detection")
-def test_polygons_far_outside_of_the_image_are_refused(drawn: Path) -> None:
-    changed(drawn / "train.json", lambda it: it["annotations"][0].update(segmentation=[[0, 0, 1e9, 0, 9, 1e9]]))
+@pytest.mark.parametrize(
+    ("outline", "reason"),
+    [
+        ([[0, 0, 1e9, 0, 9, 1e9]], "is more than a side outside"),
+        ([[1, 1, 9, 9]], "three points"),
+        ([[]], "three points"),
+        ([[1, 1, 9, 1, 9, 9, 1]], "three points"),
+        ([[1, 1, 9, 1, 9, 9], [1, 1, 9, 9]], "three points"),
+        ([[1, 1, 3.3, 3.3, 9, 9]], "is a line"),
+        ([], "not a list of polygons"),
+        (None, "not a list of polygons"),
+        ([1, 1, 9, 1, 9, 9], "not a list of polygons"),
+    ],
+)
+def test_polygons_without_an_area_or_far_outside_of_the_image_are_refused(
+    drawn: Path, outline: Any, reason: str
+) -> None:
+    changed(drawn / "train.json", lambda it: it["annotations"][0].update(segmentation=outline))
     assert len(read_coco(drawn)["train"]) == 5
-    with pytest.raises(UserError, match=r"polygon of annotations\[0\]"):
+    with pytest.raises(UserError, match=rf"polygon of annotations\[0\].* {reason}"):
         read_coco(drawn, masks=True)
 
 

@@ -193,7 +193,7 @@ def test_a_file_that_is_no_whole_tar_is_named(root: Path, content: Callable[[byt
 
 
 @pytest.mark.parametrize(
-    "label", [("cls", b"dog"), ("cls", b"-1"), ("json", b"{}"), ("json", b"{"), ("txt", b"1")], ids=str
+    "label", [("cls", b"dog"), ("cls", b"1_0"), ("cls", b"-1"), ("json", b"{}"), ("json", b"{"), ("txt", b"1")], ids=str
 )
 def test_an_image_without_a_class_number_is_named(tmp_path: Path, label: tuple[str, bytes]) -> None:
     write_tar(tmp_path / "0.tar", samples([4], lambda number: label))

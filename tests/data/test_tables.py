@@ -139,6 +139,7 @@ def test_lines_are_counted_as_an_editor_does(write: Write) -> None:
         ({"label": ["a", "b", "a", "NaN", "b", "a"]}, {}, "data.dataset", "column 'label' in line 5 of .* is NaN"),
         ({"label": [1, 2, 0.5, 1, 2, 1]}, {}, "data.dataset", r"in line 4 of .* is 0\.5, which is not a class\n.*regression"),
         ({"label": [1, 2, "x", 1, 2, 1]}, {"kind": "regression"}, "data.dataset", "line 4 of .* is 'x', which is not a finite"),
+        ({"label": [1, 2, "1_0", 1, 2, 1]}, {"kind": "regression"}, "data.dataset", "line 4 of .* is '1_0'"),
         ({"label": [1, 2, "inf", 1, 2, 1]}, {"kind": "regression"}, "data.dataset", "line 4 of .* is 'inf'"),
         ({"label": [1, 0, 1, 2, 1, 0]}, {"kind": "multilabel"}, "data.dataset", r"line 5 of .* is 2\n.*0 or 1 in every"),
         ({"label": ANIMALS, "b": ANIMALS}, {"label_columns": ["label", "b"], "kind": "classification"}, "data.dataset.kind",

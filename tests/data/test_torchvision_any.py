@@ -89,6 +89,28 @@ def test_masks_and_boxes_of_pascal_voc(tmp_path: Path) -> None:
     assert target["boxes"].tolist() == [[3, 4, 12, 16]]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("<xmin>3</xmin>", "<xmin>13</xmin>", r"the box in object 0 of .*train_1.xml is empty, or outside"),
+        ("<ymax>16</ymax>", "<ymax>26</ymax>", r"the box in object 0 of .*train_1.xml is empty, or outside"),
+        ("bndbox>", "box>", r"train_1.xml cannot be used: there is no 'bndbox'"),
+        ("<name>cat</name>", "<name>helmet</name>", r"train_1.xml cannot be used: there is no 'helmet'"),
+        ("<xmin>3</xmin>", "<xmin>0.5</xmin>", r"train_1.xml cannot be used: invalid literal"),
+    ],
+)
+def test_annotations_of_pascal_voc_that_cannot_be_used_are_named(
+    tmp_path: Path, old: str, new: str, reason: str
+) -> None:
+    voc(tmp_path)
+    path = tmp_path / "VOCdevkit/VOC2012/Annotations/train_1.xml"
+    path.write_text(path.read_text().replace(old, new))
+    train = torchvision_set("VOCDetection", str(tmp_path), images=WHOLE)["train"]
+    assert len(train[0][1]["boxes"]) == 1
+    with pytest.raises(UserError, match=reason):
+        train[1]
+
+
 def test_boxes_of_coco_and_data_without_splits(tmp_path: Path) -> None:
     Image.new("RGB", (24, 20)).save(tmp_path / "a.jpg")
     box = {"id": 1, "image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": 12, "iscrowd": 0, "segmentation": []}

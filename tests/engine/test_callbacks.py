@@ -347,16 +347,17 @@ def test_the_best_state_that_was_put_off_is_handed_over_with_the_next_save(
     assert saved == [expected]
 
 
-def test_a_loss_far_above_the_lines_before_is_warned_of(bench: Any) -> None:
+def test_a_loss_far_above_the_lines_before_and_the_first_one_of_exactly_zero_are_warned_of(bench: Any) -> None:
     warnings: list[str] = []
     log = Log(1, [], warn=warnings.append)
-    losses = iter([1.0, 2.0] * 6 + [7.0, 1.0, 4.4, 6.5, 0.5])
-    loop = bench(8, validate=False, limits={"epochs": None, "max_steps": 17}).loop(log)
+    losses = iter([1.0, 2.0] * 6 + [7.0, 1.0, 4.4, 6.5, 0.5, 0.0, 1e-9, 0.0])
+    loop = bench(8, validate=False, limits={"epochs": None, "max_steps": 20}).loop(log)
     loop.state.meter.read = lambda: next(losses)
     loop.run()
     assert [text.split(", from")[0] for text in warnings] == [
         "the training loss jumped to 7 at step 13",
         "the training loss jumped to 6.5 at step 16",
+        "the training loss is exactly 0 at step 18: no target counts, or nothing is left to learn",
     ]
 
 

@@ -190,8 +190,15 @@ def test_two_ranks_find_what_one_process_finds(train: Callable[..., Any]) -> Non
     [
         ((*TINY, "data.dataset.masks=true"), "task", "masks"),
         ((*TINY, "task.num_classes=3"), "task.num_classes", "the data says 2"),
+        ((*TINY, "+model.num_classes=2"), "model.num_classes", "the data says 3: 2 and the background"),
+        ((*TINY, "task=classification"), "task", "samples have boxes\n      allowed: experiment=detection"),
+        (("data=shards", "data.root=drawn", "data.dataset.target=boxes"), "task", "experiment=detection"),
         ((*TINY, "transform=standard"), "transform.train", "(image, target)"),
-        ((*TINY, "data.dataset.train_annotations=other.json"), "data.dataset", "other.json"),
+        (
+            (*TINY, "data.dataset.train_annotations=other.json"),
+            "data.dataset.train_annotations",
+            "train.json, val.json",
+        ),
     ],
 )
 def test_what_does_not_fit_is_a_sentence(
@@ -217,6 +224,14 @@ def test_bad_annotations_end_a_run_or_are_replaced_and_listed(
     listed = (result.directory / "skipped.jsonl").read_text()
     assert "annotations[0]" in listed
     assert "000.png" in listed
+
+
+def test_a_validation_split_without_any_object_is_warned_of_once(train: Callable[..., Any], drawn: Path) -> None:
+    contents = json.loads((drawn / "val.json").read_text())
+    (drawn / "val.json").write_text(json.dumps(contents | {"annotations": []}))
+    result = train(*TINY)
+    assert " ".join(result.out.split()).count("warning: val/map is nan at step 3: it cannot be computed") == 1
+    assert result.summary["best"] is None
 
 
 def test_without_the_evaluation_tool_the_error_says_what_to_install(

@@ -113,17 +113,26 @@ def test_images_of_different_sizes_are_evaluated_one_at_a_time(train: Callable[.
 
 
 def test_a_step_in_which_no_pixel_counts_changes_no_weight(train: Callable[..., Any], shapes: Path) -> None:
-    for file in (shapes / "train" / "masks").iterdir():
-        Image.new("L", (24, 24), 255).save(file)
-    words = (*TINY, "optimizer=sgd", "optimizer.weight_decay=0", "epochs=1")
-    one, three = (weights(train(*words, f"max_steps={steps}")) for steps in (1, 3))
-    assert all(three[name].equal(one[name]) for name in one)
+    for number, file in enumerate(sorted((shapes / "train" / "masks").iterdir())):
+        Image.new("L", (24, 24), 255 if number < 19 else 1).save(file)
+    words = (*TINY, "optimizer=sgd", "optimizer.weight_decay=0", "epochs=1", "data.shuffle=false")
+    one, two = (weights(train(*words, f"max_steps={steps}")) for steps in (1, 2))
+    assert all(two[name].equal(one[name]) for name in one)
 
 
 def test_a_split_in_which_no_pixel_counts_is_a_sentence(rejected: Callable[..., Any], shapes: Path) -> None:
     for file in (shapes / "val" / "masks").iterdir():
         Image.new("L", (24, 24), 255).save(file)
     assert "the weight of every batch is 0" in rejected("train", *TINY, "threads=1", "logger=none").err
+
+
+def test_a_mask_belongs_to_an_image_whose_name_has_another_unicode_form(shapes: Path) -> None:
+    from runner.data.sources.masks import segmentation_folder
+
+    expected = segmentation_folder(str(shapes))["train"][3][1]
+    for kind, name in (("images", "003\u00e9.png"), ("masks", "003e\u0301.png")):
+        (shapes / "train" / kind / "003.png").rename(shapes / "train" / kind / name)
+    assert segmentation_folder(str(shapes))["train"][3][1].equal(expected)
 
 
 def palette(path: Path, value: int) -> None:
@@ -175,6 +184,11 @@ def white(shapes: Path) -> None:
         Image.open(file).point(lambda value: 255 * (value > 0)).save(file)
 
 
+def ignored(shapes: Path) -> None:
+    for file in shapes.glob("train/masks/*"):
+        Image.new("L", (24, 24), 255).save(file)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, ...]]] = {
     "value": (
         lambda root: Image.new("L", (24, 24), 7).save(root / "train/masks/013.png"),
@@ -186,6 +200,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
     "value in val, worker": (
         lambda root: Image.new("L", (24, 24), 7).save(root / "val/masks/009.png"),
         ("data.num_workers=1",), "data.dataset", ("sample 9 of 'val'", "value 7"),
+    ),
+    "value in val, first": (
+        lambda root: Image.new("L", (24, 24), 7).save(root / "val/masks/000.png"),
+        (), "data.dataset", ("sample 0 of 'val'", "val/images/000.png", "value 7"),
     ),
     "padding without a class": (
         lambda root: None, ("task.ignore_index=254", "transform.sample_eval.0.ignore_index=99"), "data.dataset", ("value 255",),
@@ -212,12 +230,26 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
     ),
     "no classes": (lambda root: (root / "classes.txt").unlink(), (), "data.dataset.classes", ("classes.txt",)),
     "black and white": (white, (), "data.dataset.values", ("0 and 255",)),
+    "all ignored": (ignored, (), "data.dataset.values", ("only the values 255",)),
+    "all of no class": (lambda root: None, ("data.dataset.values=[7,8,9]",), "data.dataset.values", ("only the values 255",)),
+    "two masks": (
+        lambda root: Image.new("L", (24, 24)).save(root / "train/masks/003.bmp"),
+        (), "data.root", ("003.bmp", "003.png", "two masks"),
+    ),
+    "JPEG": (
+        lambda root: Image.new("L", (24, 24)).save((root / "train/masks/003.png").rename(root / "train/masks/003.jpg")),
+        (), "", ("003.jpg", "JPEG changes values"),
+    ),
+    "class twice": (
+        lambda root: (root / "classes.txt").write_text("ground\ndisc\ndisc"),
+        (), "data.root", ("classes.txt has two classes", "disc"),
+    ),
     "values": (white, ("data.dataset.values=[0,255]",), "data.dataset.values", ("3 classes",)),
     "no size": (lambda root: None, ("data.image_size=null",), "transform.sample_train.0", ("size is null", "data.image_size")),
     "no images": (lambda root: None, ("data.root=shapes/val/images",), "data.dataset.classes", ("classes.txt",)),
     "no folder": (lambda root: (root / "train").rename(root / "old"), (), "data.root", ("shapes/images",)),
     "logits": (lambda root: None, ("+model.pooled=true",), "task", ("(B, C, H, W)", "(2, 3)")),
-    "other task": (lambda root: None, ("task=classification",), "data.dataset", ("576 values", "a class number is expected")),
+    "other task": (lambda root: None, ("task=classification",), "task", ("samples have masks", "experiment=segmentation")),
     "other transform": (lambda root: None, ("transform=standard",), "transform.train", ("(image, target)",)),
     "samples": (lambda root: None, ("data.images=null", "transform=none"), "data.dataset", ("task=segmentation", "(24, 24)")),
 }  # fmt: skip

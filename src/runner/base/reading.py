@@ -6,9 +6,11 @@ import json
 import os
 import stat
 from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
+Parsed = TypeVar("Parsed", int, float)
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
 LARGEST_TEXT = 2**24  # bytes of a list of names
 LARGEST_DATA = 2**32  # bytes of annotations, or of an index
@@ -17,7 +19,7 @@ _MOST_VALUES, _DEEPEST = 100_000, 100  # of YAML
 _LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading; a named pipe, socket or device never blocks.
 
     Raises:
@@ -70,8 +72,8 @@ def read_text(path: Path, largest: int = LARGEST_TEXT) -> str:
     return read_regular(path, largest).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_yaml(path: Path) -> Any:
-    """The content of a small YAML file.
+def read_yaml(path: Path, as_text: bool = False) -> Any:
+    """The content of a small YAML file; `as_text` keeps every value as it is written, so that the name `no` is not false.
 
     Raises:
         OSError: as `read_regular`.
@@ -90,9 +92,16 @@ def read_yaml(path: Path) -> Any:
             count += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
             bounded(count, _MOST_VALUES, "values with those that aliases stand for")
             bounded(len(begun), _DEEPEST, "levels of nesting")
-        return yaml.safe_load(text)
+        return yaml.load(text, yaml.BaseLoader if as_text else yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} is not plain YAML: {' '.join(str(error).split())}") from error
+
+
+def parsed(text: str, kind: type[Parsed]) -> Parsed:
+    """A number in the text of a file; raises `ValueError` also for `1_0`, which Python takes for 10."""
+    if "_" in text:
+        raise ValueError(f"not a number: {text!r}")
+    return kind(text)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

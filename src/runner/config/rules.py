@@ -17,10 +17,12 @@ from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
 from runner.config.schema.train import Train
-from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect
+from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
 
 Broken = Iterator[tuple[str, ...]]
 
+_WHOLE = {"runner.data.sources.masks": "segmentation", "mask": "segmentation"}
+_WHOLE |= {"runner.data.sources.detection": "detection", "boxes": "detection"}
 _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 
 
@@ -212,7 +214,13 @@ def never_evaluates(config: Train) -> bool:
 
 def _of_samples(config: Train) -> Broken:
     """Samples that are not pairs of image and target: what needs such pairs is refused."""
-    data = config.data
+    data, task = config.data, str(config.task["_target_"])
+    source = str(data.dataset.get("_target_")).rpartition(".")[0]
+    kind = _WHOLE.get(data.dataset.get("target", "") if source.endswith(".shards") else source)
+    if kind and task.startswith("runner.") and f".{kind}." not in task and not isinstance(config, Pack):
+        message = f"is {task.rpartition('.')[2]}, and samples have {'masks' if kind == 'segmentation' else 'boxes'}"
+        yield "task", message, f"experiment={kind}, which also selects the transform and the model"
+        return
     if data.images is None:
         if data.collate is not None:
             message = "makes batches of samples of any kind, and data.images=null says that they are (image, target)"

@@ -150,7 +150,7 @@ class Log:
             the run, counted from the start of the epoch, and at the end of each epoch, where an evaluation waits anyway.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
         hardware_metrics: further training metrics, given the samples per second; must not wait for the device.
-        warn: called with a sentence when the loss jumps.
+        warn: called with a sentence when the loss jumps, and the first time that it is 0 or the monitored metric nan.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class Log:
     ) -> None:
         self.every_steps, self.sinks, self.hardware_metrics, self._warn = every_steps, sinks, hardware_metrics, warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
+        self._was_zero = self._was_nan = False
         self._began = (time.perf_counter(), 0, 0.0, 0.0)
 
     def on_start(self, loop: Loop) -> None:
@@ -183,7 +184,7 @@ class Log:
         loss = loop.state.meter.read()
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
-        self._warn_of_spike(loss, step)
+        self._warn_of_loss(loss, step)
         # Speed is of training alone: pauses such as compilation and evaluations are subtracted
         now = _clock(loop)
         passed, samples, waited, paused = (after - before for after, before in zip(now, self._began, strict=True))
@@ -200,6 +201,11 @@ class Log:
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split, whose time is not training time."""
+        name, step = loop.monitor[0], loop.state.position.global_step
+        if math.isnan(metrics[name]) and not self._was_nan:
+            said = "cannot be computed, as where the validation split has no object; no such evaluation is the best"
+            self._warn(f"{name} is nan at step {step}: it {said}")
+        self._was_nan |= math.isnan(metrics[name])
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
         self._began = _clock(loop)
 
@@ -207,7 +213,10 @@ class Log:
         """Restart the clock."""
         self._began = _clock(loop)
 
-    def _warn_of_spike(self, loss: float, step: int) -> None:
+    def _warn_of_loss(self, loss: float, step: int) -> None:
+        if loss == 0 and not self._was_zero:
+            self._warn(f"the training loss is exactly 0 at step {step}: no target counts, or nothing is left to learn")
+        self._was_zero |= loss == 0
         usual = statistics.median(self._losses) if len(self._losses) == _SPIKE_WINDOW else 0.0
         if loss > _SPIKE * usual > 0:
             self._warn(f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before")

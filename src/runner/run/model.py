@@ -171,10 +171,11 @@ def build_model(
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
     """
-    facts = _model_facts(task.outputs(data.classes), data)
+    outputs = task.outputs(data.classes)
+    facts, background = _model_facts(outputs, data), outputs == (num_classes_of(task) or outputs) + 1
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
-    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
+    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None}, background)
 
     # Hooks see every tensor as it is registered, so an absurd size is refused before its memory is filled
     with _of_bounded_size():
@@ -323,11 +324,12 @@ def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     return node | {name: _plain(facts[name]) for name in open_}
 
 
-def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
+def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any], background: bool = False) -> None:
     for name, fact in facts.items():
         given = node.get(name)
         if given is not None and fact is not None and _plain(given) != _plain(fact):
-            problem = f"is {given}, but the data says {fact}"
+            one_more = f": {fact - 1} and the background" if background and name == "num_classes" else ""
+            problem = f"is {given}, but the data says {fact}{one_more}"
             raise UserError(f"{key}.{name}", problem, f"{key}.{name}=null to take it from the data, or other data")
 
 

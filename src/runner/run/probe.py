@@ -61,9 +61,11 @@ def _probe_evaluation(task: Task, steps: TaskSteps | Any, model: nn.Module, loss
     """Evaluate a few samples."""
     own = hasattr(task, "evaluation_step")
     allowed = "" if own else "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
-    batch = evaluated_batch(data).data
+    batch, split = evaluated_batch(data), data.val or data.test or data.train_for_eval
+    if data.evaluated is not None and (check := getattr(split.loader, "check", None)) is not None:
+        check(batch.targets.cpu(), batch.indices.cpu())
     with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
-        found = steps.evaluated(batch)
+        found = steps.evaluated(batch.data)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
         of = "the monitored metric val/loss" if lacks[0] == "loss" else "its metrics"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import math
+import os
 import zlib
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError, nearest_path
-from runner.base.reading import LARGEST_DATA, bounded, read_regular, read_text, read_yaml
+from runner.base.errors import UserError
+from runner.base.reading import LARGEST_DATA, bounded, open_regular, parsed, read_regular, read_text, read_yaml
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import images_below, is_inside, unread_warnings
+from runner.data.sources.listing import check_names, images_below, is_inside, unread_warnings, written
 
 OnError = Literal["raise", "skip"]
 
 _OUTSIDE = 0.01  # of a side, by which a box may lie outside of the image, as annotation tools round; it is cut off
+_SHOWN = 5  # files in a message
 _SPLITS = ("train", "val", "test")
 
 
@@ -46,21 +50,56 @@ class Annotated:
 
     def add(self, place: str, box: Sequence[float], label: int, crowd: bool = False, outline: Any = None) -> None:
         """Add an object; `place` says where it stands."""
-        sides = (self.size or (1, 1)) * 2
-        inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
-        near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
-        if not near or inside[0] >= inside[2] or inside[1] >= inside[3]:
-            unit = f"an image of {sides[0]}x{sides[1]} pixels" if self.size else "shares of the sides"
-            shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
-            self.problem = self.problem or f"the box in {place} is empty, or outside of the image: {shown}"
-        if isinstance(outline, list):  # points far away take memory
-            limits = [(points[axis::2], sides[axis]) for points in outline for axis in (0, 1)]
-            if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):
-                self.problem = self.problem or f"the polygon of {place} is more than a side outside of the image"
+        inside, wrong = clipped(box, self.size)
+        self.problem = self.problem or (wrong and f"the box in {place} {wrong}")
+        if reason := _wrong_outline(outline, (self.size or (1, 1)) * 2):
+            self.problem = self.problem or f"the polygon of {place} {reason}"
         self.boxes.append(inside)
         self.labels.append(label)
         self.crowd.append(crowd)
         self.outlines.append(outline)
+
+
+def clipped(box: Sequence[float], size: tuple[int, int] | None) -> tuple[list[float], str]:
+    """The part of a box within its image, and what is wrong with it, or nothing; for `size` see `Annotated`."""
+    sides = (size or (1, 1)) * 2
+    inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
+    near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
+    if near and inside[0] < inside[2] and inside[1] < inside[3]:
+        return inside, ""
+    unit = f"an image of {sides[0]}x{sides[1]} pixels" if size else "shares of the sides"
+    shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
+    return inside, f"is empty, or outside of the image: {shown}"
+
+
+def _wrong_outline(outline: Any, sides: Sequence[float]) -> str:
+    """What is wrong with the polygons of an object, such as that its mask would lack a part; or nothing."""
+    if outline is None or isinstance(outline, dict):  # no masks, or run lengths
+        return ""
+    if not isinstance(outline, list) or not outline or not all(isinstance(part, list) for part in outline):
+        return f"is not a list of polygons: {str(outline)[:60]}"
+    if wrong := [part for part in outline if len(part) < 6 or len(part) % 2]:
+        return f"has a part that is not three points or more: {str(wrong[0])[:60]}"
+    if not any(map(_has_area, outline)):
+        return f"is a line: {str(outline)[:60]}"
+    limits = [(part[axis::2], sides[axis]) for part in outline for axis in (0, 1)]
+    if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):  # they take memory
+        return "is more than a side outside of the image"
+    return ""
+
+
+def _has_area(part: Sequence[float]) -> bool:
+    """Tell whether the points of a polygon are not all on one line."""
+    points = [(x - part[0], y - part[1]) for x, y in zip(part[::2], part[1::2], strict=True)]
+    return not all(math.isclose(x * b, a * y) for (x, y), (a, b) in itertools.pairwise(points))
+
+
+def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
+    """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are shares of the sides."""
+    sized = [image for image in images if image.size and image.boxes]
+    if sized and max(number for image in sized for box in image.boxes for number in box) <= 1:
+        problem = f"no number of a box is above 1, as shares of the sides are, such as of {sized[0].path}"
+        raise UserError(key, problem, allowed)
 
 
 class DetectionImages(ImageFolder):
@@ -90,6 +129,7 @@ class DetectionImages(ImageFolder):
             if image.problem and on_error == "raise":
                 allowed = "corrected files, or data.on_error=skip, which reads other images instead"
                 raise UserError("data.dataset", image.problem, allowed)
+        refuse_shares(images, "data.dataset", "numbers in pixels; data=yolo has shares of the sides")
         # Text instead of objects, as reading these in worker processes would copy their pages one after the other
         texts = [json.dumps({**vars(image), "path": ""}).encode() for image in images]
         self._texts, self._masks, self._bounds = b"".join(texts), masks, torch.tensor([0, *map(len, texts)]).cumsum(0)
@@ -97,6 +137,10 @@ class DetectionImages(ImageFolder):
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
         super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
+        objects = ({(*box, label) for box, label in zip(each.boxes, each.labels, strict=True)} for each in images)
+        if twice := [image for image, of in zip(images, objects, strict=True) if len(of) < len(image.boxes)]:
+            said = "have two objects with the same box and class, such as"
+            self.warnings = [f"{len(twice):,} of {len(images):,} images {said} {twice[0].path}"]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
@@ -133,10 +177,10 @@ def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, boo
         size = None if said["size"] is None else (int(said["size"][0]), int(said["size"][1]))
         image = Annotated(Path(place), int(said.get("image_id", number)), size)
         count, masks = len(said["boxes"]), "outlines" in said
-        others = said.get("crowd", [False] * count), said.get("outlines", [[]] * count)
+        others = said.get("crowd", [False] * count), said.get("outlines", [None] * count)
         for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
             right = type(label) is int and 1 <= label < 2**31 and crowd in (0, 1)
-            if not right or not isinstance(outline, list | dict):
+            if not right or (masks and outline is None):
                 raise ValueError(
                     f"object {row} has no label from 1 on, no outline, or a crowd that is not true or false"
                 )
@@ -144,7 +188,7 @@ def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, boo
         if image.problem:
             raise ValueError(image.problem)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        problem = f"the objects of {place} cannot be used: {type(error).__name__}: {error}"
+        problem = f"the objects of {place} cannot be used: {_reason(error)}"
         raise UserError("data.root", problem, "JSON with size, boxes and labels, as the documentation says") from error
     return image, masks
 
@@ -212,14 +256,23 @@ def coco(
     for split, folder, file in zip(_SPLITS, folders, files, strict=True):
         if file is None:
             continue
+        if not (base / file).is_file():
+            there = sorted(str(path.relative_to(base)) for depth in ("*.json", "*/*.json") for path in base.glob(depth))
+            found = f"the JSON files {', '.join(there[:_SHOWN])}" if there else "no JSON file"
+            allowed = f"{base} has {found}; data.dataset.val_annotations=null splits the images of one file"
+            raise UserError(f"data.dataset.{split}_annotations", f"there is no file {base / file}", allowed)
         images, theirs, empty = _read_coco(base / file, base / (folder or ""), base, masks)
+        if images and not images[0].path.is_file() and not (base / (folder or "")).is_dir():
+            problem = f"there is no folder {base / (folder or '')}, and {base / file} names {images[0].path.name} in it"
+            raise UserError(f"data.dataset.{split}_images", problem, "the folder of the images, relative to data.root")
         names = names or theirs
+        check_names("data.dataset", base / file, list(theirs.values()))
         if differing := sorted(theirs.items() ^ names.items()):
             problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
             raise UserError("data.dataset", problem, "the same ids and names in every file")
         made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
-        if empty:
-            made[split].warnings = [f"{base / file}: {empty:,} boxes of zero width or height are dropped"]
+        dropped = [f"{base / file}: {empty:,} boxes of zero width or height are dropped"] if empty else []
+        made[split].warnings = [*dropped, *made[split].warnings]
     return made
 
 
@@ -238,27 +291,36 @@ def _read_coco(path: Path, folder: Path, root: Path, masks: bool) -> tuple[list[
                 problem = f"{section}[{place}] of {path} names a file outside of {root}: {entry['file_name']}"
                 raise UserError("data.dataset", problem, "data.root=FOLDER with a folder above all images")
             size = int(entry["width"]), int(entry["height"])
-            images[_new(entry["id"], images)] = Annotated(folder / entry["file_name"], int(entry["id"]), size)
+            images[_new(entry["id"], images)] = Annotated(written(folder / entry["file_name"]), int(entry["id"]), size)
         section, place = "annotations", None
         for place, entry in enumerate(contents[section]):
-            (x, y, width, height), outline = entry["bbox"], entry["segmentation"] if masks else None
-            if entry["image_id"] not in images or entry["category_id"] not in labels:
-                raise ValueError(f"no image {entry['image_id']}, or no category {entry['category_id']}")
+            (x, y, width, height), outline = entry["bbox"], entry["segmentation"] or [] if masks else None
+            for name, known in (("image_id", images), ("category_id", labels)):
+                if entry[name] not in known:
+                    raise ValueError(f"{name} is {entry[name]!r}, and the ids are such as {next(iter(known), None)!r}")
             if width == 0 or height == 0:  # such as two of COCO's own
                 empty += 1
                 continue
-            box, crowd = (x, y, x + width, y + height), bool(entry.get("iscrowd"))
+            if (crowd := entry.get("iscrowd") or 0) not in (0, 1):
+                raise ValueError(f"iscrowd is {crowd!r}, and is 0 or 1")
+            box = (x, y, x + width, y + height)
             label, image = labels[entry["category_id"]], images[entry["image_id"]]
-            image.add(f"{section}[{place}] of {path}", box, label, crowd, outline)
+            image.add(f"{section}[{place}] of {path}", box, label, bool(crowd), outline)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise UserError("data.dataset", f"{path} cannot be read: {reason}", "", nearest_path(path)) from error
+        raise UserError("data.dataset", f"{path} cannot be read: {reason}") from error
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         where = f"{section}{'' if place is None else f'[{place}]'} of {path}"
         where = where if section != "file" else f"{path}, which is not JSON or cut short,"
-        problem = f"{where} cannot be used: {type(error).__name__}: {error}"
-        raise UserError("data.dataset", problem, "a file of COCO's format") from error
+        problem = f"{where} cannot be used: {_reason(error)}"
+        allowed = "images, annotations and categories in COCO's format, see docs/howto/detection.md"
+        raise UserError("data.dataset", problem, allowed) from error
     return list(images.values()), dict(sorted(names.items())), empty
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with what was read from JSON."""
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _new(number: int, known: Container[int]) -> int:
@@ -279,8 +341,8 @@ def yolo(
 
     A line is a class number from 0 on, and centre, width and height of a box, or the points of a polygon; all in shares of
     the sides. `description` is a YAML file with `names`, and the folders of images as `train`, `val` and `test`, relative to
-    `root`. Without it, they are `images/train`, `images/val` and `images/test`, and `classes.txt` has the names. `masks` makes
-    masks of polygons.
+    `root`. Without it, they are `images/train`, `images/val` and `images/test`, and `classes.txt` has the names. With
+    `kpt_shape` in it, the numbers of key points follow a box, and are not used. `masks` makes masks of polygons.
 
     Raises:
         UserError: if a file is missing or a line is wrong; it names both.
@@ -290,15 +352,18 @@ def yolo(
         base, description = base.parent, base.name
     path, plain = base / description, base / "classes.txt"
     try:
-        said = read_yaml(path) if path.exists() else {}
+        said = read_yaml(path, as_text=True) if path.exists() else {}
         names = said["names"] if path.exists() else read_text(plain).rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
-        known = names if isinstance(names, dict) else dict(enumerate(names))
+        numbered = names.items() if isinstance(names, dict) else enumerate(names)
+        known = {parsed(str(place), int): name for place, name in numbered}
         count = bounded(max(known) + 1, 10 * len(known) + 1000, f"numbers of classes for {len(known):,} names")
-        names = tuple(str(known.get(number, "")).strip() or str(number) for number in range(count))
+        names = tuple(str(known.get(place, "")).strip() or str(place) for place in range(count))
+        points = math.prod(parsed(each, int) for each in said["kpt_shape"]) if said.get("kpt_shape") else 0
     except (OSError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
+    check_names("data.dataset", path if path.is_file() else plain, names)
     for split in _SPLITS:
         # Paths of Roboflow begin with ../, and mean the folder of the description
         name = str(said.get(split) or f"images/{split}").removeprefix("../")
@@ -312,8 +377,8 @@ def yolo(
             for image in images:
                 text = image.path.with_suffix(".txt")  # beside the image where there is no folder `images`
                 head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
-                text = Path(f"{head}/labels/{tail}"[1:]) if found else text
-                image.problem = _add_lines(image, text, len(names), masks)
+                text = written(Path(f"{head}/labels/{tail}"[1:]) if found else text)
+                image.problem = _add_lines(image, text, len(names), masks, points)
             if images and not any(image.boxes or image.problem for image in images):
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
                 raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
@@ -325,15 +390,24 @@ def yolo(
     return made
 
 
-def _add_lines(image: Annotated, path: Path, classes: int, masks: bool) -> str:
-    """Add the objects of a file; returns what is wrong with it, or nothing."""
-    lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines() if path.is_file() else []
-    for line, text in enumerate(lines, 1):
+def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: int) -> str:
+    """Add the objects of a file, with `points` numbers of key points each; returns what is wrong with it, or nothing."""
+    try:
+        content = b""
+        if os.path.lexists(path):
+            with open_regular(path) as file:
+                content = file.read()
+    except OSError as error:
+        return f"{path} cannot be read: {(error.strerror or str(error)).lower()}"
+    for line, text in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
         if not text.strip():
             continue
         place = f"line {line} of {path}"
         try:
-            label, *numbers = map(float, text.split())
+            label, *numbers = (parsed(each, float) for each in text.split())
+            if points and len(numbers) != 4 + points:
+                return f"{place} is not a class number, a box and the {points} numbers of kpt_shape: {text[:60]}"
+            numbers = numbers[:4] if points else numbers
             outline = np.array(numbers).reshape(-1, 2)
         except ValueError:
             return f"{place} is not a class number and pairs of numbers: {text[:60]}"
@@ -341,8 +415,9 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool) -> str:
             return f"{place} has the class {label:g}, and there are {classes}, 0 to {classes - 1}"
         if len(outline) < (3 if masks else 2):
             return f"{place} has no {'polygon, which data.dataset.masks=true needs' if masks else 'box'}: {text[:60]}"
-        if len(outline) == 2:
-            outline = outline[0] + outline[1] * [[-0.5, -0.5], [0.5, 0.5]]
-        box = [*outline.min(0).tolist(), *outline.max(0).tolist()]
+        corners = [outline.min(0), outline.max(0)]
+        if len(outline) == 2:  # which of a negative side are the wrong way round
+            corners = [outline[0] - outline[1] / 2, outline[0] + outline[1] / 2]
+        box = np.concatenate(corners).tolist()
         image.add(place, box, int(label) + 1, outline=[numbers] if masks else None)
     return image.problem

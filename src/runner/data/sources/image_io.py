@@ -145,6 +145,10 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
         if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
+        if opened.format in _REDUCIBLE:
+            raise ValueError(
+                "JPEG changes values, so that they are other classes; masks are PNG, BMP, GIF and TIFF files"
+            )
         if opened.format == "PPM":  # Pillow stretches grey values to 255
             raise ValueError("PPM files, PGM among them, are not read as masks, but PNG, BMP, GIF and TIFF are")
         layout = opened.tile[0][3] if opened.tile else None
@@ -183,8 +187,8 @@ def smaller_file(
             image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)  # large JPEGs are reduced while decoding
             image = image.transpose(_TURNS[turn]) if turn in _TURNS else image
             image.info.clear()
-            image.save(file := io.BytesIO(), "JPEG", quality=quality)
-            return "jpg", file.getvalue()
+            image.save(encoded := io.BytesIO(), "JPEG", quality=quality)
+            return "jpg", encoded.getvalue()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import time
+import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,6 +96,19 @@ def is_inside(name: str, *folders: Path) -> bool:
     places = {os.path.normpath(path), os.path.realpath(path)}
     known = [*map(os.path.abspath, folders), *map(os.path.realpath, folders)]
     return any(Path(place).is_relative_to(folder) for place in places for folder in known)
+
+
+def written(path: Path) -> Path:
+    """The file of a path, also if its name has another Unicode form there, as macOS and Linux write é; else the path."""
+    forms = (path.with_name(unicodedata.normalize(form, path.name)) for form in ("NFC", "NFD"))
+    return next((each for each in (path, *forms) if os.path.lexists(each)), path)
+
+
+def check_names(key: str, where: Path | str, names: Sequence[str]) -> None:
+    """Raise `UserError` if two classes have one name."""
+    counts = Counter(unicodedata.normalize("NFC", name) for name in names)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise UserError(key, f"{where} has two classes of one name, '{twice[0]}'", "a different name for each class")
 
 
 def is_image(name: str) -> bool:

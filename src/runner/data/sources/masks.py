@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +18,7 @@ from runner.base.reading import read_text
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
-from runner.data.sources.listing import images_below
+from runner.data.sources.listing import check_names, images_below
 
 _IGNORED = 255
 _LOOKED_AT = 8  # masks
@@ -94,7 +97,7 @@ def segmentation_folder(
         values: what masks have for each class, such as [0, 255]; other values become 255. None for class numbers.
 
     Raises:
-        UserError: if a folder, a mask or the names of the classes are missing, or masks have only the values 0 and 255.
+        UserError: if a folder, a mask or the names of the classes are missing, or masks have no values that count.
         ValueError: if `values` do not fit the classes.
     """
     base = Path(root).expanduser()
@@ -109,17 +112,14 @@ def segmentation_folder(
     except (OSError, ValueError) as error:
         raise UserError("data.dataset.classes", f"cannot read {listed.absolute()}: {error}") from error
     names = [name.strip() for name in names if name.strip()]
+    check_names("data.dataset.classes" if classes else "data.root", "the list" if classes else listed, names)
     check_values(values, names)
-    decoding, pairs = Decoding(None, channels, max_pixels=max_pixels), {}
-    for split, folder in folders.items():
-        pairs[split] = _pairs(folder / "images", folder / "masks")
-    if values is None:
-        files = [mask for _, mask in pairs["train"]]
-        allowed = "[0, 255] if white is class 1, or [0, 1] if it does stand for no class"
-        refuse_white(
-            len(files), lambda index: read_mask(files[index], max_pixels=max_pixels), "dataset.values", allowed
-        )
-    return {split: MaskFolder(files, names, decoding, values) for split, files in pairs.items()}
+    decoding = Decoding(None, channels, max_pixels=max_pixels)
+    pairs = {split: _pairs(folder / "images", folder / "masks") for split, folder in folders.items()}
+    made = {split: MaskFolder(files, names, decoding, values) for split, files in pairs.items()}
+    allowed = "[0, 255] if white is class 1, or [0, 1] if it does stand for no class"
+    refuse_ignored(len(made["train"]), made["train"].mask, "dataset.values", allowed, mapped=values is not None)
+    return made
 
 
 def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
@@ -127,9 +127,12 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
         if not folder.is_dir() or not any(images_below(folder)):
             allowed = "a folder with images/ and masks/, or with train/ and perhaps val/ and test/ that have both"
             raise UserError("data.root", f"there are no image files in {folder.absolute()}", allowed)
-    by_name = {path.relative_to(masks).with_suffix(""): path for path in images_below(masks)}
+    by_name = dict[str, Path]()
+    for path in sorted(images_below(masks)):
+        if (other := by_name.setdefault(_stem(path, masks), path)) is not path:
+            raise UserError("data.root", f"{other} and {path} are two masks of one image", "one mask of each image")
     unread: list[Path] = []
-    files = {path: path.relative_to(images).with_suffix("") for path in sorted(images_below(images, unread))}
+    files = {path: _stem(path, images) for path in sorted(images_below(images, unread))}
     if unread:
         problem = f"{len(unread):,} images are of a type that is not read, such as {unread[0].absolute()}"
         raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
@@ -139,14 +142,20 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     return [(path, by_name[name]) for path, name in files.items()]
 
 
-def refuse_white(count: int, mask: Callable[[int], Tensor], key: str, allowed: str) -> None:
-    """Refuse masks of 0 and 255 alone: 255 does not count, so nothing would be learned from the white pixels."""
-    found = set[int]()
-    for index in range(0, count, max(1, count // _LOOKED_AT)):
-        try:
+def _stem(path: Path, folder: Path) -> str:
+    """What an image and its mask have in common, in whatever Unicode form the system writes it."""
+    return unicodedata.normalize("NFC", str(path.relative_to(folder).with_suffix("")))
+
+
+def refuse_ignored(count: int, mask: Callable[[int], Tensor], key: str, allowed: str, mapped: bool = False) -> None:
+    """Refuse masks of 255 alone, which does not count, and of 0 and 255, unless their values were `mapped` to classes."""
+    found, step = set[int](), max(1, count // _LOOKED_AT)
+    # All of them are read only if some are of 255 alone
+    for index in itertools.chain(range(0, count, step), range(count if step > 1 else 0)):
+        if index == 0 and found - {_IGNORED}:
+            break
+        with contextlib.suppress(UserError):  # said, or skipped, when it is used
             found |= {*mask(index).flatten().tolist()}
-        except UserError:  # said, or skipped, when it is used
-            continue
-    if found == {0, _IGNORED}:
-        problem = f"masks have only the values 0 and {_IGNORED}, and {_IGNORED} does not count"
-        raise UserError(f"data.{key}", problem, allowed)
+    if found == {_IGNORED} or (found == {0, _IGNORED} and not mapped):
+        shown = f"{_IGNORED}, which stands" if found == {_IGNORED} else f"0 and {_IGNORED}, and {_IGNORED} stands"
+        raise UserError(f"data.{key}", f"masks of training have only the values {shown} for no class", allowed)

@@ -30,8 +30,8 @@ from runner.data.sources.detection import objects_of, with_objects
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding, read_image, read_mask
 from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import times_of
-from runner.data.sources.masks import refuse_white, with_mask
+from runner.data.sources.listing import check_names, times_of
+from runner.data.sources.masks import refuse_ignored, with_mask
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed, retried
 from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files, usable
 
@@ -184,7 +184,7 @@ def shards(
             raise UserError("data.root", problem, "all tar files, or no pack.json beside them")
     if target == "mask":
         allowed = "class numbers, as `pack data=segmentation_folder data.dataset.values=[0,255]` writes them"
-        refuse_white(len(result["train"]), lambda index: result["train"][index][1], "root", allowed)
+        refuse_ignored(len(result["train"]), lambda index: result["train"][index][1], "root", allowed)
     result["train"].unsaved = [(file, index) for index, file in made if file is not None]
     return result
 
@@ -257,8 +257,9 @@ def _classes(path: str, largest: int, target: Kind) -> list[str]:
         return []
     if largest - (target == "boxes") >= len(names):  # labels begin with 1
         raise UserError("data.root", f"a sample is of class {largest}, and {path} has only {len(names)} lines")
-    if "" in names or len(set(names)) < len(names):
-        raise UserError("data.root", f"{path} has an empty line, or a name twice", "a different name in each line")
+    if "" in names:
+        raise UserError("data.root", f"{path} has an empty line", "a name in each line")
+    check_names("data.root", path, names)
     return names
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError, nearest
-from runner.base.reading import bounded
+from runner.base.reading import bounded, parsed
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
@@ -53,7 +53,7 @@ class Table:
         """An entry as a number; raises `UserError` if it is none, or not finite."""
         text = self.text(column, row)
         try:
-            number = float(text)
+            number = parsed(text, float)
         except ValueError:
             number = math.nan
         if not math.isfinite(number) or isinstance(self.columns[column][row], bool):
@@ -243,7 +243,7 @@ def column_targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[
 def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple[str, ...]]:
     def as_number(name: str) -> float | None:
         try:
-            return float(name)
+            return parsed(name, float)
         except ValueError:
             return None
 

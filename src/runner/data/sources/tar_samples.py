@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.data.sources.detection import objects_of
+from runner.base.reading import parsed
+from runner.data.sources.detection import objects_of, refuse_shares
 from runner.data.sources.listing import EXTENSIONS, is_hidden, is_image, is_unread
 
 LARGEST_CLASS = 2**31 - 1
@@ -52,7 +53,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
         file.seek(start)
         return file.read(length)
 
-    rows, keys, kinds = list[Any](), set[str](), set[bool]()
+    rows, keys, kinds, annotated = list[Any](), set[str](), set[bool](), list[Any]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for key, group in itertools.groupby(_files(shard, tar), key=lambda part: part[0]):
             files = [(extension, member) for _, extension, member in group]
@@ -86,6 +87,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
                     objects, outlined = objects_of(contents["json"], f"sample {key} of {shard}")
                     number = max(objects.labels, default=0)
                     kinds.add(outlined)
+                    annotated.append(objects)
                 if len(kinds) > 1:
                     problem = f"sample {key} of {shard} has outlines, or has none, as others"
                     raise UserError("data.root", problem, "the key 'outlines' in all samples, or in none")
@@ -99,6 +101,7 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
             raise tarfile.ReadError("it is truncated")
         if any(map(any, itertools.chain([ending], iter(lambda: file.read(2**16), b"")))):
             raise tarfile.ReadError("something follows the end of its files, such as another tar file")
+    refuse_shares(annotated, "data.root", "boxes in pixels, or null as size")
     if not rows:
         raise UserError("data.root", f"the shard {shard} has no images")
     return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
@@ -137,7 +140,11 @@ def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile
 def _class_number(shard: str, key: str, contents: Mapping[str, bytes], label: str) -> int:
     number: Any = None
     with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
-        number = int(contents["cls"]) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
+        number = (
+            parsed(contents["cls"].decode(), int)
+            if "cls" in contents
+            else json.loads(contents.get("json", b"{}")).get(label)
+        )
     if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
         problem = f"sample {key} of {shard} has no class number"
         allowed = f"a number from 0 to {LARGEST_CLASS:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"

@@ -8,13 +8,43 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from runner.base.errors import UserError, nearest
+from runner.data.sources.detection import clipped
 from runner.data.sources.masks import check_values, renumbered
 from runner.instrument.nested import mapped_items
 
 _CHOOSERS = ("train", "split", "image_set")  # arguments that name a split
 _SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "valid"), "test": ("test",)}
 _UNPICKLE = ("LSUN", "LSUNClass")  # whatever their files hold
+
+
+class Boxes(Dataset[tuple[Any, Any]]):
+    """Pascal VOC, wrapped for torchvision.transforms.v2: what is wrong with annotations is said with their file.
+
+    Raises:
+        UserError: if a sample cannot be used.
+    """
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped, self.targets, self.classes = wrapped, wrapped.targets, getattr(wrapped, "classes", None)
+
+    def __len__(self) -> int:
+        return len(self._wrapped)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        file = self._wrapped.annotations[index]
+        try:
+            image, target = self._wrapped[index]
+        except (LookupError, TypeError, ValueError) as error:
+            cause = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            allowed = "objects of the 20 classes of Pascal VOC, with a bndbox of whole numbers; data=coco for others"
+            raise UserError("data.dataset", f"{file} cannot be used: {cause}", allowed) from error
+        for number, box in enumerate(target["boxes"].tolist()):
+            if wrong := clipped(box, tuple(image.shape[:0:-1]))[1]:
+                raise UserError(f"the box in object {number} of {file} {wrong}")
+        return image, target
 
 
 def _with_numbers(image: Any, target: Any, values: Sequence[int] | None) -> Any:
@@ -76,6 +106,7 @@ def torchvision_set(
         if images is not None:
             dataset = datasets.wrap_dataset_for_transforms_v2(dataset)
             dataset.transforms = functools.partial(_with_numbers, values=values)
+            dataset = Boxes(dataset) if name == "VOCDetection" else dataset
         if labels:
             dataset.classes = labels
         found[split] = dataset
