@@ -43,7 +43,7 @@ def run(composition: Composition) -> float:
             config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles"
         )
         report.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
-        report.warnings(training.warnings)
+        report.warnings(found.warnings if found else [], training.warnings)
         measured = measure(config, training, folder, report.line)
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
         record: dict[str, Any] = {"overrides": mask_words(composition.overrides)}
