@@ -1,4 +1,4 @@
-"""Runs that an earlier version wrote and that were killed: they are continued and used, and what is gone is left out.
+"""Runs that an earlier version wrote and that were killed: they are continued and used, and removed settings are ignored.
 
 `tests/fixtures/8baf830f` was written by `tests/support/write_old_runs.py`, at the commit that it is named after.
 """
@@ -20,6 +20,7 @@ from runner.checkpoint import file
 from runner.config import keys
 from runner.config.gone import GONE, Gone
 from runner.config.schema import VERBS
+from runner.sweeps.ledger import Ledger
 from runner.sweeps.plan import identity
 from runner.tracking.environment import environment
 
@@ -38,26 +39,32 @@ def old(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GONE, "old.key", Gone(INSTEAD))
     monkeypatch.setitem(GONE, "old.usual", Gone(INSTEAD, default=1))
     monkeypatch.setitem(GONE, "older.*", Gone(INSTEAD, default=False))
-    monkeypatch.setitem(GONE, "on_oom", Gone(INSTEAD, values={"fewer": "raise", float: ...}))
+    monkeypatch.setitem(GONE, "accumulate", Gone(INSTEAD, values={"fewer": 1, float: ...}))
     monkeypatch.setitem(GONE, "optimizer", Gone(INSTEAD, values={"ancient": "adamw"}))
     monkeypatch.setitem(GONE, "position.old", Gone(""))
 
 
 AGED = {"old": {"key": 3, "usual": 1}, "older": {"one": False, "two": False}}
-NAMED = f"old.key=3 (instead: {INSTEAD}), on_oom=fewer (instead: {INSTEAD})"
+NAMED = {f"old.key=3 (instead: {INSTEAD})", f"accumulate=fewer (instead: {INSTEAD})"}
 
 
 def make_older(folder: Path) -> None:
     """Add keys and values that are gone to the files of a run."""
     for path in folder.glob("checkpoints/*"):
         contents = file.read(path)
-        aged = yaml.safe_load(contents["config"]) | AGED | {"on_oom": "fewer"}
+        aged = yaml.safe_load(contents["config"]) | AGED | {"accumulate": "fewer"}
         position = contents["position"] | {"old": 1}
         file.write(path, contents | {"config": yaml.safe_dump(aged), "position": position})
-    config = yaml.safe_load((folder / "config.yaml").read_text()) | AGED | {"on_oom": "fewer"}
+    config = yaml.safe_load((folder / "config.yaml").read_text()) | AGED | {"accumulate": "fewer"}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    words = [*words_of(folder), "old.key=3", "older.one=true", "on_oom=fewer"]
+    words = [*words_of(folder), "old.key=3", "older.one=true", "accumulate=fewer"]
     (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
+
+
+def warned(text: str) -> list[tuple[str, set[str]]]:
+    """What each warning of settings of an earlier version is about, and the settings that it names."""
+    lines = [line.partition(": settings of an earlier version have no effect: ") for line in text.splitlines()]
+    return [(where.removeprefix("warning: "), set(named.split(", "))) for where, said, named in lines if said]
 
 
 def words_of(folder: Path) -> list[str]:
@@ -96,7 +103,7 @@ def test_a_killed_run_is_resumed_evaluated_predicted_and_reported(accepted: Call
     assert len(Path("rows.csv").read_text().splitlines()) > 1
     result = accepted("train", f"ckpt_path={name}")
     assert_expected(result.directory, name)
-    assert "earlier version" not in result.err + result.out
+    assert len(warned(result.err + result.out)) <= 1
     accepted("report", name, str(result.directory), "json=report.json")
     rows = json.loads(Path("report.json").read_text())["runs"]
     assert [row["status"] for row in rows] == ["died", "finished"]
@@ -111,19 +118,19 @@ def test_a_sweep_half_done_is_continued_by_its_command(
     ledger = Path("sweep/sweep.jsonl")
     if older:
         text = ledger.read_text().replace('"base": {', '"base": {"old.key": 3, "old.usual": 1, ')
-        text = text.replace('"on_oom": "raise"', '"on_oom": "fewer"').replace('"epochs=3"', '"epochs=3", "old.key=3"')
+        text = text.replace('"accumulate": 1', '"accumulate": "fewer"').replace('"epochs=3"', '"epochs=3", "old.key=3"')
         for rate in RATES:  # as a version with these keys knew the jobs
             job = [word if not word.startswith("optimizer.lr=") else f"optimizer.lr={rate}" for word in words]
-            values = compose(*job).values
+            values = compose(*job).values | Ledger(Path("sweep")).read().was
             before, after = (
-                identity(each, job, ["optimizer.lr"]) for each in (values, values | AGED | {"on_oom": "fewer"})
+                identity(each, job, ["optimizer.lr"]) for each in (values, values | AGED | {"accumulate": "fewer"})
             )
             assert before in text
             text = text.replace(before, after)
         ledger.write_text(text.replace('"base": {', '"base": {"older.one": false, "older.two": false, '))
     result = accepted("train", "--multirun", *base, f"optimizer.lr={','.join(RATES)}", "sweep.dir=sweep")
     assert "1 of 3 jobs have finished already" in result.out
-    assert result.out.count(f"earlier version have no effect: {NAMED}") == older
+    assert warned(result.err + result.out) == ([("sweep", NAMED)] if older else [])
     assert [json.loads(line)["folder"] for line in ledger.read_text().splitlines() if '"started"' in line] == [
         "0",
         "1",
@@ -145,8 +152,7 @@ def test_a_sweep_half_done_is_continued_by_its_command(
 def test_what_is_gone_is_dropped_from_a_checkpoint_with_one_warning(accepted: Callable[..., Any], words: Any) -> None:
     make_older(Path("plain"))
     result = accepted(*words, "ckpt_path=plain")
-    (said,) = [line for line in (result.err + result.out).splitlines() if "earlier version" in line]
-    assert said.endswith(f"settings of an earlier version have no effect: {NAMED}")
+    assert [named for _, named in warned(result.err + result.out)] == [NAMED]
     assert "older" not in result.out
     if words == ("train",):
         assert_expected(result.directory, "plain")
@@ -159,21 +165,19 @@ def test_the_same_command_without_what_is_gone_continues_an_older_run(accepted: 
     make_older(Path("plain"))
     (Path("plain") / lost).unlink(missing_ok=True)
     folder = Path(shutil.move("plain", "outputs/digits/run"))
-    result = accepted("train", *words, "resume=auto", *(["on_oom=raise"] if lost == "config.yaml" else []))
+    result = accepted("train", *words, "resume=auto", *(["accumulate=1"] if lost == "config.yaml" else []))
     assert result.directory == folder
     assert_expected(folder, "plain")
 
 
 def test_a_report_shows_older_runs_without_what_is_gone(accepted: Callable[..., Any]) -> None:
-    for name in ("plain", "averaged"):
+    for name in ("plain", "shards"):
         make_older(Path(name))
-    with Path("averaged/overrides.yaml").open("a") as words:
-        words.write("- on_oom={[\n")  # from somebody else
-    accepted("report", "plain", "averaged", "json=report.json")
+    with Path("shards/overrides.yaml").open("a") as words:
+        words.write("- accumulate={[\n")  # from somebody else
+    accepted("report", "plain", "shards", "json=report.json")
     found = json.loads(Path("report.json").read_text())
-    assert [note for note in found["notes"] if "earlier version" in note] == [
-        f"plain, averaged: settings of an earlier version have no effect: {NAMED}"
-    ]
+    assert warned("\n".join(found["notes"])) == [("plain, shards", NAMED)]
     assert "older" not in json.dumps(found["runs"])
 
 
@@ -192,10 +196,10 @@ CONFIG = "# @package _global_\n# x\n# train\nold:\n  key: 1\n"
         (("ckpt_path=plain", "old.key=1"), "old.key", "no longer exists"),
         (("--config-dir=own", "experiment=old"), "old.key", "no longer exists"),
         (("--config-dir=own", "+experiment=old", "--multirun", "seed=1,2"), "old.key", "no longer exists"),
-        (("on_oom=fewer",), "on_oom", "can no longer be fewer"),
-        (("on_oom=0.5",), "on_oom", "can no longer be 0.5"),
-        (("--multirun", "on_oom=raise,fewer"), "on_oom", "can no longer be fewer"),
-        (("ckpt_path=plain", "on_oom=fewer"), "on_oom", "can no longer be fewer"),
+        (("accumulate=fewer",), "accumulate", "can no longer be fewer"),
+        (("accumulate=0.5",), "accumulate", "can no longer be 0.5"),
+        (("--multirun", "accumulate=1,fewer"), "accumulate", "can no longer be fewer"),
+        (("ckpt_path=plain", "accumulate=fewer"), "accumulate", "can no longer be fewer"),
         (("fsdp.lazy_init=true",), "fsdp.lazy_init", "no longer exists"),
         (("optimizer=ancient",), "optimizer", "can no longer be ancient"),
     ],

@@ -65,7 +65,7 @@ def words_without(words: Iterable[str]) -> list[str]:
     for word in words:
         key, _, value = word.partition("=")
         entry = _entry(key_of(word))
-        with contextlib.suppress(UserError):  # what is not YAML is no value that a key ever had
+        with contextlib.suppress(UserError):  # text that cannot be read is kept
             value = value if entry is None else plain(value, key)
         if (now := value if entry is None else entry.now(value)) is not ...:
             kept.append(word if now is value else f"{key}={shown(now)}")
