@@ -25,6 +25,7 @@ from runner.base.reading import open_regular
 from runner.checkpoint import layout
 from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
+from runner.config.gone import drop
 
 FORMAT = 2
 KEYS = (
@@ -168,6 +169,7 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
     # The metadata has one text for each part, so a reader decodes only what it needs
     texts = {key: text for key, text in header.metadata.items() if key not in ("format", "sha256", "digests")}
     values = {key: text if key == "config" else json.loads(text) for key, text in texts.items()}
+    drop({"position": values.get("position")})  # fields of earlier versions
     named: dict[str, set[str]] = {key: set() for key in values}
 
     # Contents are first built without values, so that no tensor is read of a file that is not a checkpoint.

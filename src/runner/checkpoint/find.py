@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 from runner.base.errors import UserError, nearest_path
 from runner.base.reading import modified, read_summary, start_time
 from runner.checkpoint.file import DamagedCheckpoint, Parts, read
+from runner.config.gone import drop, warning
+from runner.config.yaml_files import plain
 
 SUFFIX = ".safetensors"
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -127,9 +130,14 @@ def _newest(folder: Path) -> list[Path]:
     return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]
 
 
+def _loaded(path: Path, contents: dict[str, Any], warnings: list[str]) -> LoadedCheckpoint:
+    was = drop(copy.deepcopy(plain(contents["config"], str(path))))
+    return LoadedCheckpoint(path, contents, [*warnings, *warning(str(path), was)])
+
+
 def _load_file(path: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
     try:
-        return LoadedCheckpoint(path, read(path, parts, later), [])
+        return _loaded(path, read(path, parts, later), [])
     except DamagedCheckpoint as error:
         # A file that was named is not replaced silently: the error names the newest valid one, and the user decides
         for other in _newest(path.parent):
@@ -151,7 +159,7 @@ def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> L
         raise UserError(key, f"{folder} has no checkpoint (last or step_* with {SUFFIX})")
     for path in candidates:
         try:
-            return LoadedCheckpoint(path, read(path, parts, later), warnings)
+            return _loaded(path, read(path, parts, later), warnings)
         except DamagedCheckpoint as error:
             warnings.append(str(error))
     raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))

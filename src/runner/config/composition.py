@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import Problem
-from runner.config.keys import key_of, within
+from runner.config.gone import explained
+from runner.config.keys import at, key_of, within
 from runner.config.sources import Sources
 from runner.config.yaml_files import line_of
 
@@ -107,5 +108,5 @@ class Composition:
             known = dataclasses.replace(self, group_choices=self.given_choices, primary="")
         return [
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
-            for problem in problems
+            for problem in (explained(problem, at(self.values, problem.key)) for problem in problems)
         ]

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 
 from runner.base.errors import Problem, nearest
 from runner.config import keys
+from runner.config.gone import explained
 from runner.config.sources import Sources
 from runner.config.synonyms import by_class, key_meant, value_meant
 
@@ -113,7 +114,7 @@ def _checked_group(override: Override, word: str, options: list[str]) -> str | P
     names = selected(override)
     for name in names:
         if name not in options and name not in ("null", "") and not name.startswith("_"):
-            return _no_option(key, name, options)
+            return explained(_no_option(key, name, options), name)
     # Selecting none and others at once contradicts itself
     if "none" in names and len(names) > 1 and not override.is_sweep_override():
         others = ",".join(name for name in names if name != "none")
@@ -204,7 +205,7 @@ def unknown_key(key: str, word: str, schema: type, groups: Iterable[str], known:
     A key whose last part is the name of exactly one known key is taken for that one (`lr` for `optimizer.lr`).
     """
     close = keys.closest(key, sorted({*keys.all_keys(schema), *groups, *known}))
-    return Problem(key, "is not a key", keys.ANY_KEY, close, f"the override {word}")
+    return explained(Problem(key, "is not a key", keys.ANY_KEY, close, f"the override {word}"))
 
 
 _NAME = re.compile(r"[A-Za-z_][\w./-]*")

@@ -11,18 +11,17 @@ from typing import Any
 
 import yaml
 
-from runner.base.errors import UserError, first_line, nearest
+from runner.base.errors import UserError, nearest
 from runner.base.secrets import mask_values, unmasked
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
+from runner.config.gone import drop
 from runner.config.keys import at, flatten, within
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
-
-_LONGEST = 2**18  # characters; configs have about six thousand, and reading takes a second for each such length
-_TAGS = [f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")]
+from runner.config.yaml_files import plain
 
 
 def dump(config: Train | dict[str, Any]) -> str:
@@ -38,42 +37,16 @@ class _WithoutAliases(yaml.SafeDumper):
         return True
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Reads texts, numbers, lists and mappings with text as keys; refuses what would take much time or memory."""
-
-    yaml_constructors = {  # noqa: RUF012  as PyYAML has it
-        None: yaml.SafeLoader.yaml_constructors[None],
-        **{tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _TAGS},
-    }
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        # A few lines of aliases of aliases stand for more values than fit into memory.
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has YAML aliases")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has a key that is not text")
-        return super().construct_mapping(node, deep)
-
-
 def load(text: str, where: str) -> dict[str, Any]:
-    """YAML text as plain containers.
+    """YAML text as plain containers, without what is gone.
 
     Raises:
         UserError: if `text` is not a YAML mapping or asks for objects.
     """
-    # A config is short; longer text is an attempt to exhaust memory
-    if len(text) > _LONGEST:
-        raise UserError(f"{where}: its config is not plain YAML: it has over {_LONGEST:,} characters")
-    try:
-        values = yaml.load(text, Loader=_PlainLoader)
-    except Exception as error:  # the reader raises whatever a value's text makes Python raise
-        raise UserError(f"{where}: its config is not plain YAML: {first_line(error)}") from error
+    values = copy.deepcopy(plain(text, where))
     if not isinstance(values, dict):
         raise UserError(f"{where}: its config is not a mapping")
+    drop(values)
     return values
 
 

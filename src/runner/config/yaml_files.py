@@ -1,8 +1,9 @@
-"""YAML files with the lines that their keys stand on."""
+"""YAML files: with the lines that their keys stand on, and untrusted text as plain containers."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import yaml
 from runner.base.errors import ConfigError, Problem, UserError, first_line
 from runner.config.sources import text_of
 
+_LONGEST = 2**18  # characters; configs have about six thousand, and reading takes a second for each such length
+_TAGS = [f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")]
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -69,3 +72,40 @@ def line_of(path: Path, key: str) -> int | None:
 def place(path: Path, node: yaml.Node) -> str:
     """The place of a node, as `file:line:column`."""
     return f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads texts, numbers, lists and mappings with text as keys; refuses what would take much time or memory."""
+
+    yaml_constructors = {  # noqa: RUF012  as PyYAML has it
+        None: yaml.SafeLoader.yaml_constructors[None],
+        **{tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _TAGS},
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # A few lines of aliases of aliases stand for more values than fit into memory.
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has YAML aliases")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has a key that is not text")
+        return super().construct_mapping(node, deep)
+
+
+@functools.lru_cache(maxsize=8)
+def plain(text: str, where: str) -> Any:
+    """YAML text as plain containers, which nobody may change.
+
+    Raises:
+        UserError: if it is not YAML, is long, or asks for objects.
+    """
+    # A config is short; longer text is an attempt to exhaust memory
+    if len(text) > _LONGEST:
+        raise UserError(f"{where}: its config is not plain YAML: it has over {_LONGEST:,} characters")
+    try:
+        return yaml.load(text, Loader=_PlainLoader)
+    except Exception as error:  # the reader raises whatever a value's text makes Python raise
+        raise UserError(f"{where}: its config is not plain YAML: {first_line(error)}") from error

@@ -17,6 +17,7 @@ from runner.config import keys
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
+from runner.config.gone import words_without
 from runner.config.keys import key_of, within
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
@@ -113,7 +114,7 @@ def _unlike(folder: Path, composition: Composition) -> list[str]:
             return settings_changed(read_regular(path).decode(), str(path), values, composition)
         path = folder / "overrides.yaml"
         # Overrides are stored with secrets masked, so they are compared masked
-        words = {*read_overrides(folder)} ^ {*mask_words(composition.overrides)}
+        words = {*words_without(read_overrides(folder))} ^ {*mask_words(composition.overrides)}
     except (OSError, ValueError, UserError) as error:
         raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return sorted({keys.key_of(word) for word in words} - {"resume"})

@@ -20,6 +20,7 @@ from runner.base.errors import UserError
 from runner.base.files import writing
 from runner.base.reading import is_number, number_or_none, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_words
+from runner.config.gone import drop, words_without
 from runner.config.keys import key_of
 
 NAME = "sweep.jsonl"
@@ -86,6 +87,8 @@ class Records:
     """Whether a crash left the last line incomplete."""
     outside: list[str] = field(default_factory=list)
     """Folders of jobs that are ignored, as they are links or not in the sweep: a ledger may come from someone else."""
+    was: dict[str, Any] = field(default_factory=dict)
+    """Settings of the base that are gone, by dotted key, see `runner.config.gone`."""
 
     @property
     def flags(self) -> list[str]:
@@ -196,6 +199,8 @@ class Ledger:
             if event == "launch":
                 # A launch without its facts is useless to readers, so it is skipped
                 if all(key in found for key in _OF_LAUNCH) and _has_types(found):
+                    records.was |= drop(found["base"])
+                    found["jobs"] = {job: words_without(words) for job, words in (found["jobs"] or {}).items()}
                     records.launches.append(found)
                     records.retried.clear()
                 return True
@@ -206,7 +211,7 @@ class Ledger:
                 return True
             entry = Entry(
                 folder=self.folder / name,
-                overrides=[str(word) for word in found["overrides"]],
+                overrides=words_without(map(str, found["overrides"])),
                 status=event,
                 launch=len(records.launches) - 1,
                 sentence=_text(found.get("sentence")),

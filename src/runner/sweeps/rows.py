@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from runner.base.reading import number_or_none, read_json, read_overrides, read_summary
 from runner.base.secrets import mask_text, mask_words
+from runner.config.gone import words_without
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
 from runner.run.directory import works
@@ -64,11 +65,13 @@ class Scan:
         rows: in the order of their folders; those of a sweep as its ledger has them, with the jobs that have not started.
         notes: what was ignored or could not be read.
         sweeps: their ledgers, by folder.
+        was: settings in ledgers that are gone, see `runner.config.gone`.
     """
 
     rows: list[JobRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sweeps: dict[Path, Records] = field(default_factory=dict)
+    was: dict[str, Any] = field(default_factory=dict)
     _visited: set[Path] = field(default_factory=set)
     _around: dict[Path, Records] = field(default_factory=dict)  # the ledgers beside runs that were added by themselves
 
@@ -118,6 +121,7 @@ class Scan:
     def _read(self, folder: Path) -> Records:
         """The ledger in a folder, with a note on what it has elsewhere."""
         records = Ledger(folder).read()
+        self.was |= records.was
         if outside := list(dict.fromkeys(records.outside)):  # a job has several lines
             ignored = f"ignored {amount(len(outside), 'job')} of {NAME} whose folder is a link or not in the sweep"
             self.notes.append(f"{folder}: {ignored}: {outside[0]}{', ...' if len(outside) > 1 else ''}")
@@ -175,7 +179,7 @@ def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
     words = entry.overrides if entry is not None else []
     if not words:
         with contextlib.suppress(OSError, ValueError):  # a run that failed early has none
-            words = mask_words(read_overrides(folder))
+            words = mask_words(words_without(read_overrides(folder)))
     content, failed, why = summary or {}, status in FAILED, None if entry is None else entry.why
     best = found if isinstance(found := content.get("best"), dict) else {}
     step = number_or_none(best.get("global_step"))

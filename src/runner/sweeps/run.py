@@ -19,7 +19,8 @@ from runner.base.secrets import mask_text, mask_words
 from runner.base.truth import is_true
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
-from runner.config.keys import key_of
+from runner.config.gone import warning, words_without
+from runner.config.keys import key_of, within
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
 from runner.config.resolve import resolve_config
@@ -28,7 +29,7 @@ from runner.launch.jobs import Ended, Job, Launcher, run
 from runner.run.directory import works
 from runner.sweeps.folder import base_changed
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, compared, outcome, outcome_of
-from runner.sweeps.plan import Plan, Planned, code_of
+from runner.sweeps.plan import Plan, Planned, code_of, identity
 from runner.sweeps.rows import command_alone
 from runner.sweeps.view import Display, headline_of
 from runner.tracking.formats import number
@@ -112,6 +113,14 @@ class Sweep:
         if self.records.torn:
             self.say(f"{self.ledger.path}: its last line is incomplete, as after a crash, and does not count")
         known = self.records.jobs
+        for text in warning(str(self.folder), self.records.was):
+            self.say(f"warning: {text}")
+        # A sweep of an earlier version knows its jobs by settings that are gone, too
+        was = self.records.was = {key: each for key, each in self.records.was.items() if not within(key, plan.swept)}
+        if was and plan.jobs is not None:
+            own = [identity(job.composition.values | was, job.composition.overrides, plan.swept) for job in plan.jobs]
+            renamed = [dataclasses.replace(job, identity=name) for job, name in zip(plan.jobs, own, strict=True)]
+            self.plan = plan = dataclasses.replace(plan, jobs=renamed)
         # A ledger of other settings would compare results that do not belong together
         if self.records.launches:
             if found := base_changed(self.records, plan):
@@ -152,7 +161,7 @@ class Sweep:
         found = 0
         for path in runs:
             with contextlib.suppress(OSError, ValueError, UserError):  # a run that cannot be read is none of them
-                job = by_words.get(compared(read_overrides(path)))
+                job = by_words.get(compared(words_without(read_overrides(path))))
                 if job is None:
                     continue
                 if (path / "config.yaml").is_file():

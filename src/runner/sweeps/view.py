@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from runner.config.gone import warning
 from runner.config.keys import key_of
 from runner.run.directory import works
 from runner.sweeps.ledger import ENDED, Records
@@ -62,7 +63,8 @@ def look(folder: Path) -> View:
     rows = rows_in(folder, scan)
     done = not any(map(works, scan.sweeps)) and not any(row.status == "running" for row in rows)
     left = seconds_left(scan.sweeps[folder]) if folder in scan.sweeps and not done else None
-    return View(folder, rows, [*scan.sweeps], seconds_left=left, done=done, notes=scan.notes)
+    notes = [*scan.notes, *warning(str(folder), scan.was)]
+    return View(folder, rows, [*scan.sweeps], seconds_left=left, done=done, notes=notes)
 
 
 class Display:

@@ -66,7 +66,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
             if search:
                 search.run(sweep, launcher())
             else:
-                sweep.run(Listed(plan.jobs or ()), launcher())
+                sweep.run(Listed(sweep.plan.jobs or ()), launcher())
         except KeyboardInterrupt:  # before the launcher listened to signals, or after
             sweep.status = PREEMPTED
         except UserError as error:  # such as a full disk

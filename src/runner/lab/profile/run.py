@@ -44,7 +44,7 @@ def run(composition: Composition) -> float:
             config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles"
         )
         report.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
-        report.warnings(training.warnings)
+        report.warnings(found.warnings if found else [], training.warnings)
         core_wait = CoreWait()
         measured = measure(config, training, folder, report.line)
         waited = core_wait.share()

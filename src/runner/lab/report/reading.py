@@ -18,9 +18,11 @@ from typing import Any
 
 from runner.base.errors import UserError, nearest_path
 from runner.base.reading import is_number, open_regular, read_json, read_regular
+from runner.config.gone import drop, warning
 from runner.config.keys import flatten, key_of
 from runner.config.output_folders import holds_run
 from runner.config.targets import called
+from runner.config.yaml_files import plain
 from runner.sweeps.rows import JobRow, Scan, comparable
 from runner.tracking.formats import label
 from runner.tracking.jsonl import parse, read_records
@@ -28,8 +30,6 @@ from runner.tracking.jsonl import parse, read_records
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
 _LARGEST = 2**28  # bytes of a metrics file
 _OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
-_DEEPEST = 64  # levels of a config
-_NESTING = ("[", "{", "- ", "-\n", "? ", "?\n")  # what begins another level on the same line or the next
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
 """Names beside keys and metrics that `columns` and `sort` know."""
@@ -198,6 +198,8 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
             if path.is_dir() or holds_run(path.parent):
                 scan.add(path if path.is_dir() else path.parent)
     runs = [_run(row) for row in scan.rows if row.status != "pending"]
+    was = {key: value for run in runs for key, value in drop(run.config).items()}
+    scan.notes += warning(", ".join(given), scan.was | was)
     if not runs:
         raise UserError(key, f"{', '.join(given)} holds no run", "such as outputs/digits, or 'outputs/**'")
     pending = Counter(row.folder for row in scan.rows if row.status == "pending")
@@ -235,7 +237,7 @@ def read_config(path: Path) -> dict[str, Any]:
         # Runs share most of their sections, and reading YAML is what takes the time.
         for section in _SECTION.split(text):
             found |= _section(section)
-    except (OSError, ValueError):
+    except (OSError, ValueError, UserError):
         return {}
     return found
 
@@ -243,24 +245,8 @@ def read_config(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=10_000)
 def _section(text: str) -> dict[str, Any]:
     """One top-level key of a config file."""
-    import yaml
-
-    if not text.strip():
-        return {}
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        # Only suspicious text is parsed twice, as most configs are harmless
-        if "*" in text or sum(map(text.count, _NESTING)) > _DEEPEST:
-            depth = 0
-            for event in yaml.parse(text, Loader=loader):
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                # A few lines of aliases can stand for gigabytes, and the reader of deep nesting runs out of stack.
-                if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
-                    raise ValueError("it has aliases, or is nested too deeply")
-        content = yaml.load(text, Loader=loader)
-        return flatten(content) if isinstance(content, dict) else {}
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError("it is not plain YAML") from error
+    content = plain(text, "config.yaml")
+    return flatten(content) if isinstance(content, dict) else {}
 
 
 def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:

@@ -1,0 +1,88 @@
+"""Keys and values that are gone: what files of earlier versions may still have, and what to do instead.
+
+A key that ends needs one line in `GONE`. Files are read without it, and on a command line it is a mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.base.errors import Problem, UserError
+from runner.config.keys import flatten, key_of
+from runner.config.validate import shown
+from runner.config.yaml_files import plain
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A key that is gone, or values that a key no longer takes."""
+
+    instead: str  # what to do, for people
+    default: Any = ...  # the value that nobody is warned of
+    values: Mapping[Any, Any] | None = None  # what replaces a value, or type of values, that is gone; None: the key is
+
+    def now(self, value: Any) -> Any:
+        """What replaces a value of a file: itself if it is still allowed, `...` for the default of this version."""
+        if self.values is None:
+            return ...
+        return next((new for old, new in self.values.items() if value == old or type(value) is old), value)
+
+
+GONE: dict[str, Gone] = {
+    "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
+}
+"""By dotted key, which stands for all keys inside it, too; `KEY.*` for those alone. `position.NAME` is a field of a checkpoint."""
+
+
+def _entry(key: str) -> Gone | None:
+    found = GONE.get(key)
+    while found is None and key:
+        key = key.rpartition(".")[0]
+        found = GONE.get(key) or GONE.get(f"{key}.*")
+    return found
+
+
+def drop(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Remove and replace what is gone in the content of a file; returns what was there by dotted key."""
+    was = dict[str, Any]()
+    for name, value in [*values.items()] if isinstance(values, dict) else ():
+        key = f"{prefix}{name}"
+        now = value if (entry := _entry(key)) is None else entry.now(value)
+        inner = drop(value, f"{key}.") if now is value else flatten(value, key)
+        values[name], was = now, was | inner
+        if now is ... or (inner and now == {}):  # or nothing is left of a section
+            del values[name]
+    return was
+
+
+def words_without(words: Iterable[str]) -> list[str]:
+    """The overrides in a file without what is gone."""
+    kept = list[str]()
+    for word in words:
+        key, _, value = word.partition("=")
+        entry = _entry(key_of(word))
+        with contextlib.suppress(UserError):  # text that cannot be read is kept
+            value = value if entry is None else plain(value, key)
+        if (now := value if entry is None else entry.now(value)) is not ...:
+            kept.append(word if now is value else f"{key}={shown(now)}")
+    return kept
+
+
+def warning(where: str, was: Mapping[str, Any]) -> list[str]:
+    """A warning that names what was dropped, unless all of it was the default."""
+    found = [(key, value, entry) for key, value in was.items() if (entry := _entry(key)) and value != entry.default]
+    named = ", ".join(f"{key}={shown(value)} (instead: {entry.instead})" for key, value, entry in found)
+    return [f"{where}: settings of an earlier version have no effect: {named}"] if found else []
+
+
+def explained(problem: Problem, value: Any = ...) -> Problem:
+    """The problem of a key with a value; says what to do instead if it, or a key inside it, is gone."""
+    for key, each in flatten(value, problem.key).items():
+        if (entry := _entry(key)) is not None and (entry.values is None or entry.now(each) is not each):
+            message = "no longer exists" if entry.values is None else f"can no longer be {shown(each)}"
+            return dataclasses.replace(problem, key=key, message=message, allowed=entry.instead, nearest="")
+    return problem
