@@ -23,7 +23,7 @@ from runner.data.samples import Collate, stacked
 from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.image_io import Decoding
 from runner.data.splits import make_splits
-from runner.data.transforms.augment import Pipeline
+from runner.data.transforms.augment import Pipeline, as_shown
 from runner.data.workers import as_numbers
 from runner.instrument.nested import mapped_items, tensors_in, tensors_moved
 
@@ -125,6 +125,8 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
     def split(name: str, training: bool) -> SplitData:
         return SplitData(loaders.build(name, training, fields, collate=collate), prepare)
 
+    shown = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
+    shown += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
     folders = [dataset for dataset, _ in parts.values() if isinstance(dataset, ImageFolder)]
     return assembled(
         loaders,
@@ -136,7 +138,7 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
         mean=[],
         std=[],
         example=(torch.empty(0, device=device), torch.empty(0, device=device)),
-        choices=[("workers", str(choice.workers), choice.reason)] if choice.reason else [],
+        choices=shown,
         warnings=[*dict.fromkeys(text for each in folders for text in each.warnings), *unkept, *choice.warnings],
         trial=repeated(len(tried)),
         repeated=repeated,

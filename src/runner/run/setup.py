@@ -20,7 +20,7 @@ from runner.config.frozen import to_plain
 from runner.config.keys import key_of, within
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
-from runner.config.resolve import resolve_config, resolve_with_checkpoint
+from runner.config.resolve import resolve_config, resolve_with_checkpoint, statistics_of_others
 from runner.config.schema.train import Train
 from runner.distributed.world import restarted
 from runner.run.directory import RunDirectory, slurm_job, unfinished, works
@@ -56,6 +56,9 @@ def resolve(composition: Composition) -> Setup:
             ckpt_path = again.path
     if ckpt_path is None:
         config = resolve_config(composition, Train)
+        # An earlier run may have had them, and a new one is refused
+        if again is None and (problems := statistics_of_others(config, composition)):
+            raise ConfigError(problems)
         # The user may have meant to continue a run that ended early, so a warning names it
         if not (composition.resumes or restarted() or composition.job_dir):
             warnings = _left_behind(composition)
