@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +79,65 @@ class SavedBuffers:
             if buffers or module._buffers:
                 module._buffers.clear()
                 module._buffers.update(buffers)
+
+
+class SavedAttributes:
+    """The attributes of an object as they are now, with what their tensors, generators, lists, sets and mappings contain.
+
+    Other objects are kept as they are, such as modules, whose buffers `SavedBuffers` puts back.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._own: dict[str, Any] = getattr(owner, "__dict__", {})
+        self._before, self._inside = dict(self._own), dict[int, tuple[str, Any, Any]]()
+        found = [*self._own.items()]
+        while found:
+            name, value = found.pop()
+            if isinstance(value, _CONTENTS) and id(value) not in self._inside:
+                self._inside[id(value)] = name, value, (kept := _contents(value))
+                found += [(name, each) for each in kept.values()] if isinstance(kept, dict) else []
+
+    def restore(self) -> list[str]:
+        """Put them back; returns the names of those that had changed."""
+        names = {**self._before, **self._own}
+        changed = {name for name in names if not _same(self._own.get(name, ...), self._before.get(name, ...))}
+        self._own.clear()
+        self._own.update(self._before)
+        for name, value, kept in self._inside.values():
+            now = _contents(value)
+            if (
+                [*now] == [*kept] and all(map(_same, now.values(), kept.values()))
+                if isinstance(kept, dict)
+                else torch.equal(now, kept)
+            ):
+                continue
+            changed.add(name)
+            if isinstance(value, Tensor):
+                value.detach().copy_(kept)
+            elif isinstance(value, torch.Generator):
+                value.set_state(kept)
+            else:
+                value.clear()
+                add = value.extend if isinstance(value, list | deque) else value.update
+                add(kept if isinstance(value, dict) else kept.values())
+        return [name for name in names if name in changed]
+
+
+_CONTENTS = (Tensor, torch.Generator, dict, list, tuple, set, deque)
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether two are one object, or equal numbers or texts."""
+    plain = isinstance(now, int | float | str | bytes) and type(now) is type(before)
+    return now is before or bool(plain and now == before)
 
 
 def _is_writable(buffer: Tensor) -> bool:
