@@ -212,8 +212,7 @@ def _train(
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
-        RankBuffers(run, record),
-        RankMemory(run, record),
+        *(RankBuffers(run, record), RankMemory(run, record)),
         saving.callback,
     ]
     loop = Loop(

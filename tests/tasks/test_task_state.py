@@ -82,7 +82,7 @@ def test_trials_change_no_attribute_and_one_warning_names_those_of_a_step(train:
     stateful, counts = train(*WORDS), train(*WORDS, "task._target_=own_tasks.Counts")
     assert counts.summary["weights_sha256"] == stateful.summary["weights_sha256"]
     (warning,) = [line for line in (counts.out + counts.err).splitlines() if "attributes" in line]
-    assert "step, seen, recent, noise" in warning
+    assert "step, seen, noise, recent" in warning
     assert "state_dict" in warning
     losses = [each["loss"] for each in counts.metrics if each["split"] == "val"]
     assert 7 < losses[0] < 10 < 14 < losses[1] < 17, "7 steps an epoch were counted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -126,7 +127,8 @@ class ParallelStep:
 @contextlib.contextmanager
 def own_draws(epoch: int, batch: int, rank: int, device: torch.device) -> Iterator[None]:
     """Within, torch's generators give each rank other numbers in each batch, as for dropout; afterwards they are as before."""
-    seed = hash((torch.initial_seed(), epoch, batch, rank))
+    place = f"{torch.initial_seed()} {epoch} {batch} {rank}"
+    seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):
         # torch.manual_seed takes a stack trace while no GPU is in use

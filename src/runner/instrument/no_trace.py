@@ -89,29 +89,26 @@ class SavedAttributes:
 
     def __init__(self, owner: object) -> None:
         self._own: dict[str, Any] = getattr(owner, "__dict__", {})
-        self._before, self._inside = dict(self._own), dict[int, tuple[str, Any, Any]]()
-        found = [*self._own.items()]
+        self._contents, found = dict[int, tuple[str, Any, Any]](), [("", self._own)]
         while found:
-            name, value = found.pop()
-            if isinstance(value, _CONTENTS) and id(value) not in self._inside:
-                self._inside[id(value)] = name, value, (kept := _contents(value))
-                found += [(name, each) for each in kept.values()] if isinstance(kept, dict) else []
+            name, value = found.pop(0)
+            kinds = Tensor | torch.Generator | dict | list | tuple | set | deque
+            if isinstance(value, kinds) and id(value) not in self._contents:
+                self._contents[id(value)] = name, value, (kept := _contents(value))
+                found += [(name or key, each) for key, each in kept.items()] if isinstance(kept, dict) else []
 
     def restore(self) -> list[str]:
         """Put them back; returns the names of those that had changed."""
-        names = {**self._before, **self._own}
-        changed = {name for name in names if not _same(self._own.get(name, ...), self._before.get(name, ...))}
-        self._own.clear()
-        self._own.update(self._before)
-        for name, value, kept in self._inside.values():
+        changed = dict[str, None]()
+        for name, value, kept in self._contents.values():
             now = _contents(value)
-            if (
-                [*now] == [*kept] and all(map(_same, now.values(), kept.values()))
-                if isinstance(kept, dict)
-                else torch.equal(now, kept)
-            ):
+            if isinstance(kept, dict):
+                moved = [key for key in {**kept, **now} if not _same(now.get(key, ...), kept.get(key, ...))]
+            else:
+                moved = [] if torch.equal(now, kept) else [name]
+            if not moved:
                 continue
-            changed.add(name)
+            changed |= dict.fromkeys([name] if name else moved)
             if isinstance(value, Tensor):
                 value.detach().copy_(kept)
             elif isinstance(value, torch.Generator):
@@ -120,10 +117,7 @@ class SavedAttributes:
                 value.clear()
                 add = value.extend if isinstance(value, list | deque) else value.update
                 add(kept if isinstance(value, dict) else kept.values())
-        return [name for name in names if name in changed]
-
-
-_CONTENTS = (Tensor, torch.Generator, dict, list, tuple, set, deque)
+        return list(changed)
 
 
 def _contents(value: Any) -> Any:
@@ -135,7 +129,6 @@ def _contents(value: Any) -> Any:
 
 
 def _same(now: Any, before: Any) -> bool:
-    """Whether two are one object, or equal numbers or texts."""
     plain = isinstance(now, int | float | str | bytes) and type(now) is type(before)
     return now is before or bool(plain and now == before)
 

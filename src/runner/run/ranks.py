@@ -297,11 +297,7 @@ class RankMemory:
 
 
 class RankBuffers:
-    """A callback that compares the buffers of the ranks after some steps, and warns once of those that differ.
-
-    Only the first rank's are kept. Running statistics of normalisation layers are estimates of one number from other samples,
-    so they may differ.
-    """
+    """A callback that warns once of buffers that differ between ranks, but for running statistics of normalisation layers."""
 
     def __init__(self, run: Run, record: RunRecord) -> None:
         self._roots, self._warn, self._steps = (run.model, run.loss), record.console.warn, 0
@@ -311,10 +307,10 @@ class RankBuffers:
         self._steps += 1
         if world().size == 1 or self._steps not in _COMPARED:
             return
-        modules = [named for root in self._roots for named in root.named_modules()]
         own = {
             f"{name}.{part}".strip("."): weights_sha256({part: buffer})
-            for name, module in modules
+            for root in self._roots
+            for name, module in root.named_modules()
             if not isinstance(module, _NormBase)
             for part, buffer in module.named_buffers(recurse=False)
         }
