@@ -81,6 +81,9 @@ class SavedBuffers:
                 module._buffers.update(buffers)
 
 
+_KEPT = (Tensor, torch.Generator, dict, list, tuple, set, deque)
+
+
 class SavedAttributes:
     """The attributes of an object as they are now, with what their tensors, generators, lists, sets and mappings contain.
 
@@ -92,8 +95,7 @@ class SavedAttributes:
         self._contents, found = dict[int, tuple[str, Any, Any]](), [("", self._own)]
         while found:
             name, value = found.pop(0)
-            kinds = Tensor | torch.Generator | dict | list | tuple | set | deque
-            if isinstance(value, kinds) and id(value) not in self._contents:
+            if isinstance(value, _KEPT) and id(value) not in self._contents:
                 self._contents[id(value)] = name, value, (kept := _contents(value))
                 found += [(name or key, each) for key, each in kept.items()] if isinstance(kept, dict) else []
 
