@@ -40,6 +40,8 @@ def run(words: list[str], root: str) -> Path:
     # Weights are evaluated at the end, as the best of many evaluations of 100 images would be chosen by chance
     common = [
         "data.dataset._target_=distillation.few_digits",
+        "data.normalize.mean=[0.3053]",
+        "data.normalize.std=[0.3761]",
         "model=small_cnn",
         "threads=1",
         "evaluate.every_epochs=60",

@@ -25,7 +25,7 @@ from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
 from runner.engine.window import needs_window
-from runner.instrument.no_trace import preserved_buffers
+from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run.auto_lr import auto_lr
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress
@@ -37,8 +37,8 @@ from runner.run.length import plan_length
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
-from runner.run.probe import FirstSamples, probe
-from runner.run.ranks import RankMemory, check_same, shard_model, synchronize_norms, uneven_loss
+from runner.run.probe import FirstSamples, probe, unsaved
+from runner.run.ranks import RankBuffers, RankMemory, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, hardware_metrics_of
 from runner.run.run_record import RunRecord
 from runner.run.saving import Saving, build_loggers, open_loggers
@@ -87,7 +87,7 @@ def build_run(
     task, model, loss = build_task_model_loss(config, data, fresh)
     config = with_facts(config, task, data)
     place(model, loss, device, config.channels_last, precision.weights)
-    warnings = synchronize_norms(config, model)
+    warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
     with shapes_on_failure(model, config.watch.shapes, aligned):
         probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
@@ -102,6 +102,7 @@ def build_run(
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds
         toggled = toggle(config, model_of(model), loss, precision, samples.send)
+    warnings += unsaved(task, attributes.restore())
 
     # From here on, a rank may have a part of each weight
     freezing.follow_parameters(shard_model(config, model, hardware, warnings))
@@ -110,7 +111,6 @@ def build_run(
     state, kernels = build_state(config, task, model, loss, freezing, hardware=hardware, length=length, monitor=monitor)
     toggled.compile_step_of(state.optimizer)
 
-    # Step
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
     step = build_step(config, length.plan.batch_size, state)
     warnings += slow_guard(parts, state, hardware)
@@ -213,7 +213,7 @@ def _train(
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
-        RankMemory(run, record),
+        *(RankBuffers(run, record), RankMemory(run, record)),
         saving.callback,
     ]
     loop = Loop(

@@ -117,7 +117,7 @@ def test_what_it_cannot_be_combined_with(problems: Any, words: tuple[str, ...], 
     ("words", "reason"),
     [
         (("data=synthetic", "data.dataset.kind=regression"), "not one class per sample"),
-        (("data.dataset._target_=unlisted.Unlisted", "data.split.stratified=false"), "are not known without reading"),
+        (("data=own", "data.dataset._target_=unlisted.Unlisted"), "are not known without reading"),
     ],
 )
 def test_targets_without_classes_are_refused(

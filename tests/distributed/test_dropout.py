@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,12 @@ def test_ranks_draw_other_numbers_in_each_batch_whatever_was_drawn_before() -> N
         assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(masks[-1], masks[-2])
     assert not any(torch.equal(some, other) for some, other in itertools.combinations(masks[:-1], 2))
+
+
+def test_the_numbers_of_a_rank_follow_from_a_hash_that_no_version_of_python_changes() -> None:
+    torch.manual_seed(3)
+    with own_draws(1, 2, 1, torch.device("cpu")):
+        assert torch.initial_seed() == int(hashlib.sha256(b"3 1 2 1").hexdigest()[:14], 16)
 
 
 @pytest.mark.slow

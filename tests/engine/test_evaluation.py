@@ -209,3 +209,17 @@ def test_nothing_to_evaluate_is_an_error_and_no_number(bench: Any, model: Model)
     one.images, one.targets = one.images[:0], one.targets[:0]
     with pytest.raises(BadMetric, match="no sample"):
         one.evaluate(model)
+
+
+def test_each_batch_draws_the_numbers_of_its_place_without_a_visit_of_every_backend(
+    bench: Any, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, expected = [], [float(torch.rand((), generator=torch.Generator().manual_seed(place))) for place in range(2)]
+
+    def drawing(data: Any) -> dict[str, Any]:
+        found.append(float(torch.rand(())))
+        return {"loss": torch.zeros(())}
+
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it takes a stack trace while no GPU is in use"))
+    evaluate(model, bench(8, batch_size=4).source, drawing, metrics={})
+    assert found[:2] == expected

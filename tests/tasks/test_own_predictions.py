@@ -197,7 +197,7 @@ MASKS = (
     "task._target_=own_predictions.Shown", "data.normalize.mean=[0.4,0.4,0.4]", "data.normalize.std=[0.2,0.2,0.2]",
 )  # fmt: skip
 BOXES = (
-    *COMMON, "data.dataset._target_=own_predictions.Boxes", "model._target_=own_predictions.Count",
+    *COMMON, "data=own", "data.dataset._target_=own_predictions.Boxes", "model._target_=own_predictions.Count",
     "task._target_=own_predictions.Detect",
 )  # fmt: skip
 GREY = (

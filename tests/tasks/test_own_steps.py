@@ -227,7 +227,7 @@ COMMON = (
 )
 COLLATE = "data.collate._target_=own_steps.scenes"
 VECTORS = (
-    *COMMON, "data.images=[]", "data.dataset._target_=own_steps.Digits", "model._target_=own_steps.VAE",
+    *COMMON, "data=own", "data.images=[]", "data.dataset._target_=own_steps.Digits", "model._target_=own_steps.VAE",
     "task._target_=own_steps.Reconstruction", "loss=none", "log.every_steps=1",
 )  # fmt: skip
 BOXES = (
@@ -236,7 +236,7 @@ BOXES = (
     "task._target_=own_steps.CountBoxes",
 )  # fmt: skip
 PAIRS = (
-    "transform=none", "epochs=1", "data.images=[]", "data.dataset._target_=own_steps.Pairs", "task.num_classes=3",
+    "transform=none", "epochs=1", "data=own", "data.images=[]", "data.dataset._target_=own_steps.Pairs", "task.num_classes=3",
     "model=mlp", "model.hidden=[8]", "model.in_channels=1", "model.image_size=[8,8]",
 )  # fmt: skip
 

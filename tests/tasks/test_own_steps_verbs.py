@@ -160,8 +160,8 @@ VECTORS = (
     "task._target_=own_steps.Reconstruction",
 )  # fmt: skip
 BOXES = (
-    *COMMON, "data.images=[image]", "data.dataset._target_=own_steps.Scenes", "model._target_=own_steps.Pooled",
-    "task._target_=own_steps.CountBoxes",
+    *COMMON, "data=own", "data.images=[image]", "data.dataset._target_=own_steps.Scenes",
+    "model._target_=own_steps.Pooled", "task._target_=own_steps.CountBoxes",
 )  # fmt: skip
 NORMED = (*VECTORS, "model._target_=own_steps.Normed")
 

@@ -91,7 +91,7 @@ def part_with(which: Which = "auto") -> Parts:
 
     def part(contents: dict[str, Any]) -> tuple[str, ...]:
         try:
-            return ("model", "loss") if weights_of(contents, which)[1] == "raw" else ("averaged",)
+            return ("metrics", *(("model", "loss") if weights_of(contents, which)[1] == "raw" else ("averaged",)))
         except UserError:  # raised again by whoever takes them
             return ()
 

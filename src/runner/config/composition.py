@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from runner.base.errors import Problem
 from runner.config.gone import explained
 from runner.config.keys import at, key_of, within
-from runner.config.sources import Sources
-from runner.config.yaml_files import line_of
+from runner.config.sources import Option, Sources
+from runner.config.yaml_files import inherited_by, line_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class Composition:
             if option is None or not (option.is_global or within(key, [section])):
                 continue
             inside = key if option.is_global else key.removeprefix(f"{section}.")
-            # An option may inherit a key from the base of its group
-            for path in (option.path, option.path.with_name("_base.yaml")):
+            for path in self._files_of(option):
                 if line := line_of(path, inside):
                     return f"{path}:{line}"
                 if key == section and path == option.path:
@@ -92,6 +91,13 @@ class Composition:
         file = self.sources.primary(self.primary) if self.primary else None
         line = line_of(file, key) if file is not None else None
         return f"{file}:{line}" if line else ""
+
+    def _files_of(self, option: Option) -> Iterator[Path]:
+        """The file of an option, and those of its group that it inherits keys from, nearest first."""
+        yield option.path
+        for name in reversed(inherited_by(option.path)):
+            if (other := self.sources.option(option.group, name)) is not None and other.path != option.path:
+                yield from self._files_of(other)
 
     def _sets_part(self, choice: tuple[str, str]) -> bool:
         """Tell whether the option of a group sets the keys of that group, and not those of the top level."""

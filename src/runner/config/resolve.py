@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.base import slurm
@@ -16,10 +17,13 @@ from runner.config.merge import PREPARATION, merge_with_checkpoint, says, two_ra
 from runner.config.rules import conflicts
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
-from runner.config.targets import FACTS, bind, preferred_data
+from runner.config.targets import FACTS, bind, preferred_data, targets_in
 from runner.config.validate import nodes, shown, typed
+from runner.config.yaml_files import compose, walk
 
 T = TypeVar("T", bound=Train)
+
+_IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
 def problems_in(
@@ -55,6 +59,8 @@ def problems_in(
     left_over = [key for key, value in keys.walk(values) if value is None and not says(key, composition.overrides)]
     problems = [each for each in problems if not (each.kind == "argument" and each.key in left_over)]
     problems = [_of_an_option(problem, composition) for problem in problems]
+    if imports and config is not None and not (problems or where or may_resume(composition)):
+        problems = statistics_of_others(config, composition)
     return config, composition.with_origins(problems, where)
 
 
@@ -63,11 +69,41 @@ def problems_without_imports(composition: Composition, schema: type[T]) -> list[
 
     Where a checkpoint has the last say on the config, these are the values on the command line of a wrong type.
     """
-    if composition.values.get("ckpt_path") is None and not (composition.resumes or slurm.restarted()):
+    if not may_resume(composition):
         return problems_in(composition.values, composition, schema, imports=False)[1]
     given = set(map(keys.key_of, composition.overrides))
     wrong = [problem for problem in typed(schema, composition.values)[1] if problem.key in given]
     return composition.with_origins(wrong)
+
+
+def may_resume(composition: Composition) -> bool:
+    """Tell whether a checkpoint may have the last say on the config."""
+    return composition.values.get("ckpt_path") is not None or composition.resumes or slurm.restarted()
+
+
+def statistics_of_others(config: Train, composition: Composition) -> list[Problem]:
+    """A problem if images would be normalised with the numbers that a file gives for other data than those that are read."""
+    data, origin = config.data, composition.origin("data.normalize.mean")
+    mean, composed = data.normalize.mean, keys.at(composition.values, "data.normalize.mean")
+    # ImageNet's numbers are for photographs of any data set
+    if (
+        mean in (None, _IMAGENET)
+        or mean != composed
+        or data.images == []
+        or not origin
+        or says("data.normalize", composition.overrides)
+    ):
+        return []
+    file, read = Path(origin.rpartition(":")[0]), {target for _, target in targets_in(data.dataset)}
+    targets = ("dataset._target_", "data.dataset._target_")
+    own = {str(node.value) for name, _, node in walk(compose(file)) if name in targets}
+    # Another class around the same data has the same numbers, and those of trained weights replace them
+    replaced = _with_preferred_data(config, composition.overrides).data.normalize != data.normalize
+    if not own or own & read or replaced:
+        return []
+    problem = f"has the numbers of {file.parent.name}={file.stem}, and '{data.dataset['_target_']}' reads other data"
+    allowed = "data=own, or data.normalize.mean and data.normalize.std of these data"
+    return [Problem("data.normalize", problem, allowed, origin=origin)]
 
 
 def _of_an_option(problem: Problem, composition: Composition) -> Problem:

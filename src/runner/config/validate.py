@@ -58,7 +58,8 @@ def _untyped(section: type, key: str, value: Any) -> Problem | None:
     """A problem that pydantic does not find: a number that is not finite, and true or false for 1 and 0."""
     annotation = keys.find(section, key)
     if isinstance(value, str) and value == "???":  # what Hydra calls a mandatory value
-        return Problem(key, "is missing", "a value" if annotation is None else keys.describe(annotation))
+        allowed = "a value" if annotation is None else keys.describe(annotation)
+        return Problem(key, "is missing", "package.module.Name" if key.endswith("._target_") else allowed)
     if (
         isinstance(value, bool)
         and annotation not in (None, Any)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,12 @@ def line_of(path: Path, key: str) -> int | None:
         return next((at.start_mark.line + 1 for name, at, _ in walk(compose(path)) if name == key), None)
     except UserError:
         return None
+
+
+def inherited_by(path: Path) -> list[str]:
+    """The names in the defaults list of a file that can be read: options of its own group that it inherits keys from."""
+    found = [node.value for name, _, node in walk(compose(path)) if re.fullmatch(r"defaults\.\d+", name)]
+    return [name for name in found if isinstance(name, str) and name != "_self_"]
 
 
 def place(path: Path, node: yaml.Node) -> str:

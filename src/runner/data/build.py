@@ -32,7 +32,7 @@ from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, 
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageList
 from runner.data.splits import Parts, make_splits, targets_of
-from runner.data.transforms.augment import Pipeline
+from runner.data.transforms.augment import Pipeline, as_shown
 from runner.data.transforms.mixing import Mixing
 from runner.data.whole_samples import read_whole_samples
 
@@ -82,7 +82,8 @@ def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype:
     if data.image_size is not None and not cropped and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
-    mean, std, choices = _normalization(data, parts["train"], loaders.sample_eval, channels)
+    mean, std, reason = _normalization(data, parts["train"], loaders.sample_eval, channels)
+    choices = [as_shown(mean, std, reason)]
 
     # Mixing needs the number of classes to make probabilities of targets
     mixing = None
@@ -205,17 +206,16 @@ def _class_counts(dataset: Dataset[Any], indices: Indices, classes: tuple[str, .
 
 def _normalization(
     data: Data, part: tuple[Dataset[Any], Indices], transforms: list[SampleTransform], channels: int
-) -> tuple[list[float], list[float], list[tuple[str, str, str]]]:
-    """Mean and deviation, as they are set or measured on the training split; and a row to show, if they were measured."""
-    mean, std, row = data.normalize.mean, data.normalize.std, []
+) -> tuple[list[float], list[float], str]:
+    """Mean and deviation, as they are set or measured on the training split; and where they are from, if they were measured."""
+    mean, std, reason = data.normalize.mean, data.normalize.std, ""
     if mean is None or std is None:
         mean, std = _measure(part, transforms, data.on_error == "skip")
-        means, deviations = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
-        row = [("normalize", f"mean {means}, std {deviations}", "measured on the training split")]
+        reason = "measured on the training split"
     if len(mean) not in (1, channels):
         problem = f"has {len(mean)} values, but the images have {channels} channels"
         raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
-    return mean, std, row
+    return mean, std, reason
 
 
 def _measure(

@@ -22,7 +22,7 @@ from runner.data.samples import Collate, stacked
 from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.image_io import Decoding
 from runner.data.splits import make_splits
-from runner.data.transforms.augment import Pipeline
+from runner.data.transforms.augment import Pipeline, as_shown
 from runner.data.workers import as_numbers
 from runner.instrument.nested import mapped_items, tensors_in, tensors_moved
 
@@ -122,6 +122,8 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
     def split(name: str, training: bool) -> SplitData:
         return SplitData(loaders.build(name, training, fields, collate=collate), prepare)
 
+    shown = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
+    shown += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
     return assembled(
         loaders,
         split,
@@ -132,7 +134,7 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
         mean=[],
         std=[],
         example=(torch.empty(0, device=device), torch.empty(0, device=device)),
-        choices=[("workers", str(choice.workers), choice.reason)] if choice.reason else [],
+        choices=shown,
         warnings=[*unkept, *choice.warnings],
         trial=repeated(len(tried)),
         repeated=repeated,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
 from runner.distributed.sharding import is_sharded
 from runner.distributed.share import rows
 from runner.distributed.world import World
-from runner.instrument.no_trace import SavedBuffers, SavedRNG
+from runner.instrument.no_trace import SavedAttributes, SavedBuffers, SavedRNG
 
 _Objective = Callable[[Any], Tensor]
 
@@ -52,7 +53,7 @@ class ParallelStep:
             )
         self._norms = [module for module in self._model.modules() if isinstance(module, GlobalBatchNorm)]
         self._parallel: DistributedDataParallel | None = None
-        self._trained: tuple[bool, ...] = ()
+        self._task, self._trained = state.task, tuple[bool, ...]()
 
     def objective(self, data: Any) -> Tensor:
         """The mean loss of this rank's rows; its backward pass averages the gradients."""
@@ -76,13 +77,15 @@ class ParallelStep:
         if self._find_unused:  # the order is never changed
             return
         # The extra backward must leave no trace: buffers and generators are put back
-        buffers, generators = SavedBuffers(self._model, self._learner.loss), SavedRNG()
+        buffers, attributes = SavedBuffers(self._model, self._learner.loss), SavedAttributes(self._task)
+        generators = SavedRNG()
         with parts.autocast():
             loss = self._parallel(batch.data)
         loss.backward()
         for parameter in self._learner.parameters():
             parameter.grad = None
         buffers.restore()
+        attributes.restore()
         generators.restore()
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
@@ -124,7 +127,8 @@ class ParallelStep:
 @contextlib.contextmanager
 def own_draws(epoch: int, batch: int, rank: int, device: torch.device) -> Iterator[None]:
     """Within, torch's generators give each rank other numbers in each batch, as for dropout; afterwards they are as before."""
-    seed = hash((torch.initial_seed(), epoch, batch, rank))
+    place = f"{torch.initial_seed()} {epoch} {batch} {rank}"
+    seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):
         # torch.manual_seed takes a stack trace while no GPU is in use

@@ -73,7 +73,8 @@ def evaluate(
                 break
             place = ranks.rank + number * ranks.size
             # A step that draws random numbers draws those of its batch: in each evaluation, in `eval`, and on any rank
-            torch.manual_seed(place)
+            seed = torch.default_generator.manual_seed if batch.indices.device.type == "cpu" else torch.manual_seed
+            seed(place)  # torch.manual_seed takes a stack trace while no GPU is in use
             with autocast():
                 found = evaluation(batch.data)
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.

@@ -112,6 +112,7 @@ class TrainState:
     has_terms: bool = False  # whether the task may give any
     terms: dict[str, RunningMean] = field(default_factory=dict)  # further scalars of a task's step, by name
     loss: nn.Module = field(default_factory=nn.Identity)  # most have no tensors
+    task: Any = None  # its state is saved if it has a `state_dict`
     freezing: Freezing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +166,7 @@ class TrainState:
                 "last": dict(self.last_metrics),
                 "train": self.meter.state_dict(),
                 **({"terms": {name: mean.state_dict() for name, mean in terms.items()}} if terms else {}),
+                **({"task": self.task.state_dict()} if hasattr(self.task, "state_dict") else {}),
             },
         }
 
@@ -174,6 +176,7 @@ class TrainState:
         load_weights(self.model, state["model"])
         if saved := state.get("loss"):
             load_weights(self.loss, saved, "loss")
+        load_task(self.task, state)
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"])
@@ -230,6 +233,16 @@ def load_weights(model: nn.Module, weights: dict[str, Any], what: str = "model")
     # Some models, such as MNASNet, refuse a state dict without version metadata, which a checkpoint does not keep.
     own.update({name: divided_like(value, own[name]) for name, value in weights.items()})
     model.load_state_dict(own)
+
+
+def load_task(task: Any, contents: Mapping[str, Any]) -> None:
+    """Let a task go on from its state in a checkpoint, if it has one; `ValueError` if the task cannot load it."""
+    if "task" not in contents["metrics"] or not hasattr(task, "load_state_dict"):
+        return
+    try:
+        task.load_state_dict(contents["metrics"]["task"])
+    except Exception as error:  # of a custom class, or of a state in a file from somebody else
+        raise ValueError(f"the task {type(task).__name__} cannot load its state: {error or type(error)}") from error
 
 
 def list_problems(names: Mapping[str, Sequence[str]]) -> str:

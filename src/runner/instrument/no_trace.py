@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,6 +79,60 @@ class SavedBuffers:
             if buffers or module._buffers:
                 module._buffers.clear()
                 module._buffers.update(buffers)
+
+
+_KEPT = (Tensor, torch.Generator, dict, list, tuple, set, deque)
+
+
+class SavedAttributes:
+    """The attributes of an object as they are now, with what their tensors, generators, lists, sets and mappings contain.
+
+    Other objects are kept as they are, such as modules, whose buffers `SavedBuffers` puts back.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._own: dict[str, Any] = getattr(owner, "__dict__", {})
+        self._contents, found = dict[int, tuple[str, Any, Any]](), [("", self._own)]
+        while found:
+            name, value = found.pop(0)
+            if isinstance(value, _KEPT) and id(value) not in self._contents:
+                self._contents[id(value)] = name, value, (kept := _contents(value))
+                found += [(name or key, each) for key, each in kept.items()] if isinstance(kept, dict) else []
+
+    def restore(self) -> list[str]:
+        """Put them back; returns the names of those that had changed."""
+        changed = dict[str, None]()
+        for name, value, kept in self._contents.values():
+            now = _contents(value)
+            if isinstance(kept, dict):
+                moved = [key for key in {**kept, **now} if not _same(now.get(key, ...), kept.get(key, ...))]
+            else:
+                moved = [] if torch.equal(now, kept) else [name]
+            if not moved:
+                continue
+            changed |= dict.fromkeys([name] if name else moved)
+            if isinstance(value, Tensor):
+                value.detach().copy_(kept)
+            elif isinstance(value, torch.Generator):
+                value.set_state(kept)
+            else:
+                value.clear()
+                add = value.extend if isinstance(value, list | deque) else value.update
+                add(kept if isinstance(value, dict) else kept.values())
+        return list(changed)
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
+
+
+def _same(now: Any, before: Any) -> bool:
+    plain = isinstance(now, int | float | str | bytes) and type(now) is type(before)
+    return now is before or bool(plain and now == before)
 
 
 def _is_writable(buffer: Tensor) -> bool:

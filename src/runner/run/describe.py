@@ -127,9 +127,14 @@ def _class(node: dict[str, Any]) -> str:
 
 
 def _data(data: Data) -> str:
-    """The name of the data set; where only the kind of its files has one, the name of its folder too."""
+    """The name of the data set; with its folder where only the kind of its files has one, and with its class or function if it
+    is not shipped."""
     where = Path(str(data.dataset.get("path") or data.dataset.get("root") or data.root)).absolute().name
-    return f"{where} ({data.name})" if data.name in ("image_folder", "csv", "huggingface") else data.name
+    if data.name in ("image_folder", "csv", "huggingface"):
+        return f"{where} ({data.name})"
+    # The name may be that of the option whose data set was replaced
+    own = _class(data.dataset)
+    return data.name if data.dataset["_target_"].startswith("runner.") or own == data.name else f"{own} ({data.name})"
 
 
 def _preferred(config: Train, channels: int) -> list[Row]:

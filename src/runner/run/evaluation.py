@@ -17,7 +17,7 @@ from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
-from runner.engine.state import load_weights
+from runner.engine.state import load_task, load_weights
 from runner.engine.weight_average import prefix
 from runner.instrument.no_trace import preserved_rng
 from runner.run.batch_size import explaining_memory
@@ -168,5 +168,6 @@ def load_best(run: Run, contents: dict[str, Any]) -> str:
     """Load the weights of a checkpoint that its best evaluation used, and its loss; returns what they are, see `weights_of`."""
     weights, kind = weights_of(contents)
     load_weights(run.model, weights)
+    load_task(run.task, contents)
     load_weights(run.loss, loss_of(contents, kind, run.config, run.loss), "loss")
     return kind

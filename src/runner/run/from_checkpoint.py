@@ -24,7 +24,7 @@ from runner.config.schema.verbs import Weights
 from runner.data.build import read_data
 from runner.data.module import DataModule, SplitData, callables
 from runner.data.transforms.augment import Pipeline
-from runner.engine.state import load_weights
+from runner.engine.state import load_task, load_weights
 from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim, timestamp
 from runner.run.finetune import explaining
@@ -132,9 +132,11 @@ class ResolvedCheckpoint(Generic[T]):
         pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
         return prepared(self.input_pipeline(_CPU), pixels)
 
-    def load_weights(self, model: nn.Module, loss: nn.Module | None = None) -> None:
-        """Load the selected weights into a model, and what belongs to them into a loss."""
+    def load_weights(self, model: nn.Module, task: Task, loss: nn.Module | None = None) -> None:
+        """Load the selected weights into a model, what belongs to them into a loss, and the state of the task."""
         weights, kind = self.weights
+        with explaining(str(self.found.path), "", "the task that it was trained with"):
+            load_task(task, self.found.contents)
         load_weights_of(self.found, model, weights)
         if loss is not None:
             load_weights_of(self.found, loss, loss_of(self.found.contents, kind, self.config, loss), "loss")
@@ -145,7 +147,7 @@ class ResolvedCheckpoint(Generic[T]):
         task = build_task(self.config, data, fetch_weights=False)
         model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
         modules = build_modules(task, model, nn.Identity())
-        self.load_weights(modules)
+        self.load_weights(modules, task)
         modules.to(device)
         if self.config.channels_last:
             modules.to(memory_format=torch.channels_last)

@@ -59,6 +59,7 @@ def build_state(
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, loss, optimizer, length),
         loss=loss,
+        task=task,
     )
     state.freezing = freezing
     return state, kernels

@@ -82,6 +82,16 @@ def _probe_steps(steps: TaskSteps | Any, model: nn.Module, loss: nn.Module, data
             raise UserError("task", "its loss has no gradient, so nothing can be trained", allowed)
 
 
+def unsaved(task: Task, changed: list[str]) -> list[str]:
+    """A warning about attributes that a step of the task changes and no checkpoint has."""
+    if not changed or hasattr(task, "state_dict"):
+        return []
+    which = (
+        f"steps of {type(task).__name__} change its attributes {', '.join(changed)}, which a checkpoint does not have"
+    )
+    return [f"{which}: keep them in buffers of a module, or define state_dict and load_state_dict"]
+
+
 class FirstSamples(NamedTuple):
     """Sends copies of the first training samples through the model."""
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from runner.base.cores import cores
 from runner.base.errors import ConfigError, Problem, UserError
@@ -42,6 +43,7 @@ from runner.tasks.task import Task
 T = TypeVar("T", bound=Train)
 
 _TRIED = 32  # targets
+_COMPARED = (1, 10, 100, 1000)  # steps after which buffers are compared
 _WEIGHTS = "different initial weights"
 
 
@@ -292,6 +294,31 @@ class RankMemory:
         if not self._gradients:
             gradients = (parameter.grad for _, parameter in self._run.state.named_parameters())
             self._gradients = _bytes(gradient for gradient in gradients if gradient is not None)
+
+
+class RankBuffers:
+    """A callback that warns once of buffers that differ between ranks, but for running statistics of normalisation layers."""
+
+    def __init__(self, run: Run, record: RunRecord) -> None:
+        self._roots, self._warn, self._steps = (run.model, run.loss), record.console.warn, 0
+
+    def on_step(self, loop: Any) -> None:
+        """Compare them."""
+        self._steps += 1
+        if world().size == 1 or self._steps not in _COMPARED:
+            return
+        own = {
+            f"{name}.{part}".strip("."): weights_sha256({part: buffer})
+            for root in self._roots
+            for name, module in root.named_modules()
+            if not isinstance(module, _NormBase)
+            for part, buffer in module.named_buffers(recurse=False)
+        }
+        others = world().gather(own)
+        if differing := [name for name in own if any(each.get(name) != own[name] for each in others)]:
+            self._steps = max(_COMPARED)
+            which = f"buffers differ between processes, and only the first one's are kept: {', '.join(differing)}"
+            self._warn(f"{which}; a state of each sample, or a queue, needs devices=1")
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from runner.config.gone import words_without
 from runner.config.keys import key_of, within
 from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
-from runner.config.resolve import resolve_config, resolve_with_checkpoint
+from runner.config.resolve import resolve_config, resolve_with_checkpoint, statistics_of_others
 from runner.config.schema.train import Train
 from runner.distributed.world import restarted
 from runner.run.directory import RunDirectory, slurm_job, unfinished, works
@@ -57,6 +59,9 @@ def resolve(composition: Composition) -> Setup:
             ckpt_path = again.path
     if ckpt_path is None:
         config = resolve_config(composition, Train)
+        # An earlier run may have had them, and a new one is refused
+        if again is None and (problems := statistics_of_others(config, composition)):
+            raise ConfigError(problems)
         # The user may have meant to continue a run that ended early, so a warning names it
         if not (composition.resumes or restarted() or composition.job_dir):
             warnings = _left_behind(composition)
@@ -90,34 +95,41 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
         return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
-    return unfinished(composition.runs, lambda run: of_job in (None, slurm_job(run)) and not _unlike(run, composition))
+    unlike = _compared_with(composition)
+    return unfinished(composition.runs, lambda run: of_job in (None, slurm_job(run)) and not unlike(run))
 
 
 def _left_behind(composition: Composition) -> list[str]:
     """A warning if a run with the settings of one that starts ended early and has a checkpoint."""
 
+    unlike = _compared_with(composition)
+
     def same(run: Path) -> bool:
-        return find.resumable(run) and not (works(run) or _unlike(run, composition))
+        return find.resumable(run) and not (works(run) or unlike(run))
 
     found, _ = unfinished(composition.runs, same, most=20)
     command = f"python -m runner train {shlex.quote(f'ckpt_path={found.path}')}" if found else ""
     return [f"a run with the same settings has not finished; to continue it: {command}"] if found else []
 
 
-def _unlike(folder: Path, composition: Composition) -> list[str]:
-    """Keys in which a run has other settings than a command; by its words if it wrote no config. ValueError: unreadable."""
-    path = folder / "config.yaml"
-    try:
-        # The config has every setting; a run that was killed before it wrote one has only its overrides
-        if os.path.lexists(path):
-            values = to_plain(resolve_config(composition, Train))
-            return settings_changed(read_regular(path).decode(), str(path), values, composition)
-        path = folder / "overrides.yaml"
-        # Overrides are stored with secrets masked, so they are compared masked
-        words = {*words_without(read_overrides(folder))} ^ {*mask_words(composition.overrides)}
-    except (OSError, ValueError, UserError) as error:
-        raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    return sorted({keys.key_of(word) for word in words} - {"resume"})
+def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
+    """A function that gives the keys in which a run has other settings than a command; ValueError if it cannot be read."""
+    config = functools.cache(lambda: resolve_config(composition, Train))
+
+    def unlike(folder: Path) -> list[str]:
+        path = folder / "config.yaml"
+        try:
+            # The config has every setting; a run that was killed before it wrote one has only its overrides
+            if os.path.lexists(path):
+                return settings_changed(read_regular(path).decode(), str(path), to_plain(config()), composition)
+            path = folder / "overrides.yaml"
+            # Overrides are stored with secrets masked, so they are compared masked
+            words = {*words_without(read_overrides(folder))} ^ {*mask_words(composition.overrides)}
+        except (OSError, ValueError, UserError) as error:
+            raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        return sorted({keys.key_of(word) for word in words} - {"resume"})
+
+    return unlike
 
 
 def why_occupied(composition: Composition) -> UserError | None:
@@ -128,7 +140,7 @@ def why_occupied(composition: Composition) -> UserError | None:
     if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
         return None
     try:
-        if not (unlike := _unlike(fixed, composition)):
+        if not (unlike := _compared_with(composition)(fixed)):
             return None
         reason = f"holds a run of other settings ({', '.join(unlike[:5])})"
     except ValueError as error:

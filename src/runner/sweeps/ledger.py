@@ -144,7 +144,7 @@ class Ledger:
         for path in self.folder.glob("*/overrides.yaml"):
             if path.parent.name not in records.folders and not path.parent.is_symlink():
                 with contextlib.suppress(OSError, ValueError):  # a run that cannot be read is none of them
-                    found[compared(read_overrides(path.parent))] = path.parent
+                    found[compared(words_without(read_overrides(path.parent)))] = path.parent
         return found
 
     def require_file(self) -> None:

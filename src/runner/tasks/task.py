@@ -33,6 +33,8 @@ class Task:
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
     and of what `predict_step` gave for it, without the axis of the batch.
 
+    Attributes that change while training are saved and restored by optional methods `state_dict()` and `load_state_dict(state)`.
+
     An optional method `wrong_target(targets, training)` checks targets (N, ...) of the data set, of the training split or
     another, before they are used. It returns the index of the first invalid one and a clause about it, or None. An optional
     attribute `expected` says in an error what targets are allowed. An optional `activation` (`softmax` or `sigmoid`) makes

@@ -19,6 +19,7 @@ from runner.config.schema.verbs import Eval
 from runner.distributed.world import world
 from runner.engine.evaluation import evaluate
 from runner.engine.step import Supervised
+from runner.instrument.no_trace import SavedAttributes
 from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal
 from runner.run.evaluation import warn_of_nonfinite
 from runner.run.from_checkpoint import (
@@ -87,8 +88,10 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last, precision.weights)
         # A model that does not fit the data is a sentence before the first batch.
+        attributes = SavedAttributes(task)
         probe(task, model, loss, splits)
-        resolved.load_weights(model, loss)
+        attributes.restore()
+        resolved.load_weights(model, task, loss)
         limit = config.limit.eval_batches
         measure = functools.partial(evaluate, loss=loss, autocast=precision.autocast, limit=limit)
         # Tables such as the confusion matrix are metrics that are not single numbers

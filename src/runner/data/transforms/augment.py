@@ -274,3 +274,11 @@ class Pipeline:
             return normalised
         # Two operations instead of one fused: they round the same wherever in a batch a pixel is.
         return images.to(self._dtype, memory_format=self._format, copy=True).mul_(scale).sub_(shift)
+
+
+def as_shown(mean: Sequence[float] | None, std: Sequence[float] | None, reason: str = "") -> tuple[str, str, str]:
+    """What images are normalised with, as a row of (label, value, reason)."""
+    if mean is None or std is None:
+        return "normalize", "none", "pixels in [0, 1]"
+    means, deviations = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
+    return "normalize", f"mean {means}, std {deviations}", reason

@@ -82,7 +82,7 @@ def run(composition: Composition) -> float:
         if resolved is not None:
             if own := (resolved.config.data == config.data):
                 check_classes(resolved.classes, training.data.classes)
-            resolved.load_weights(training.model, training.loss if own else None)
+            resolved.load_weights(training.model, training.task, training.loss if own else None)
             kind = resolved.weights[1]
         averaged = "" if kind in ("", "raw") else f", averaged weights ({kind})"
         where = f"{found.path}{averaged}" if found else "untrained"
