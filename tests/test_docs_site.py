@@ -26,7 +26,6 @@ from runner.config import keys
 from runner.config.changes import CHANGES
 from runner.config.schema import VERBS
 from runner.config.sources import Sources
-from runner.lab.check.table import BUILD, CHECKS
 from runner.verbs.show import _commented
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -53,16 +52,6 @@ def test_the_page_of_all_keys_has_every_key_and_option(hook: ModuleType) -> None
     options = [f"{group}={option.name}" for group in groups for option in Sources().options(group)]
     assert [name for name in options if f"### `{name}`\n" not in page] == []
     assert [name for name in options if f"`{name}`" not in hook.all_options()] == []
-
-
-def test_every_check_is_on_its_page_in_the_words_of_the_code_and_with_what_to_do() -> None:
-    page = (DOCS / "reference" / "verbs" / "check.md").read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page if line.startswith("| ")]
-    listed = {row[1].strip("`"): row for row in rows if len(row) == 5 and row[1].startswith("`")}
-    assert {name: (group, finds) for name, (group, _, finds, *_) in listed.items()} == {
-        check.name: (check.group, check.finds) for check in (BUILD, *CHECKS)
-    }
-    assert [name for name, row in listed.items() if not row[3] or not row[4]] == []
 
 
 @pytest.mark.parametrize("document", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
