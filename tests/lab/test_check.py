@@ -111,7 +111,9 @@ def test_short_words_stand_for_keys() -> None:
 
 
 def test_the_docs_list_every_check_what_it_finds_and_what_to_do() -> None:
-    cells = re.findall(r"^\| (\w+) \| `([\w-]+)` \| (.*?) \| [^|]+ \| [^|]+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    cells = re.findall(
+        r"^\| (\w+) \| `([\w-]+)` \| (.*?) \| [^|]+ \| [^|]+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert [row for row in cells if row[0] != "config"] == [(each.group, each.name, each.finds) for each in CHECKS]
 
 
