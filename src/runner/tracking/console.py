@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from time import perf_counter
@@ -210,14 +210,18 @@ class Console:
         self._on_terminal(lambda terminal: terminal.stop())
 
     @contextlib.contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
-        """Gives a function to call before each of `total` parts, with its name; a bar shows them, or now and then a line."""
-        begun, due, quiet = -1, 0.0, _COUNTED_QUIET_S
+    def counting(self, what: str, total: int, costs: Sequence[float] = ()) -> Iterator[Callable[..., None]]:
+        """Gives a function to call before each of `total` parts, with its name; a bar shows them, or now and then a line.
+
+        Both have the time left, which assumes that the parts take as long as each other, or in the ratio of `costs`.
+        """
+        begun, due, quiet, began, costs = -1, 0.0, _COUNTED_QUIET_S, perf_counter(), costs or [1.0] * total
 
         def begin(name: str = "") -> None:
             nonlocal begun, due, quiet
             begun += 1
-            texts = [name] if name else []
+            done, elapsed = sum(costs[:begun]), perf_counter() - began
+            texts = [name] * bool(name) + ([f"eta {duration(elapsed / done * (sum(costs) - done))}"] if done else [])
             # Without a terminal, lines become rarer the longer it takes
             if self._terminal is None and perf_counter() - self._shown_at >= quiet:
                 quiet = min(2 * quiet, _QUIET_S)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 import traceback
 from collections import Counter
 from typing import Any
 
+from runner.base import durations
 from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.app import Composition
 from runner.config.schema.verbs import Check as Settings
@@ -25,6 +27,13 @@ from runner.tracking.verb_report import Report
 
 _MOST_CLASSES = 12  # that the report lists
 _OF_DATA = ("data", "labels", "baselines", "batches", "splits", "shortcuts")  # groups that look at pairs alone
+_COSTS = {
+    "overfit": 15,
+    "zero-input": 10,
+    "learning-rate": 20,
+    "training": 200,
+    "short-training": 15,
+}  # of other checks
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
 
 
@@ -88,11 +97,16 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
     """Build the run and run the checks. If the build fails, the data can still be checked."""
     results: Results = {}
     errors: dict[str, str] = {}
-    with console.counting("check", 1 + len(chosen)) as begin:
+    left = math.inf if context.config.max_time is None else durations.seconds(context.config.max_time)
+    with console.counting("check", 1 + len(chosen), [_COSTS.get(each.name, 1) for each in (BUILD, *chosen)]) as begin:
         for each in (BUILD, *chosen):
             begin(each.name)
             before = time.monotonic()
+            # How long the data takes is for `samples` to say, and a training was asked for
+            limited = each.group not in (BUILD.group, "samples", *_OF_DATA) and each.name != "training"
+            context.deadline = before + left if limited else math.inf
             results[each] = run_check(each, context, errors), time.monotonic() - before
+            left -= results[each][1] if limited else 0.0
             if each is BUILD and results[each][0].status == "pass":
                 config = context.config
                 console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
@@ -105,6 +119,7 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     One that raises has failed; later ones that raise the same are skipped: `errors` collects the first check of each.
     """
     try:
+        context.in_time()
         if not each.any_task:
             need(not context.whole, "samples are not pairs of image and target")
             need(each.group in _OF_DATA or context.supervised, "the task computes its steps itself")
