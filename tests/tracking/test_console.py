@@ -356,7 +356,9 @@ def test_counting_without_a_terminal_says_more_and_more_rarely_how_far_it_is(clo
         for clock[0] in range(1, 300):
             begin()
     lines = [line.split("  ", 1) for line in stream.getvalue().splitlines()]
-    assert lines[:3] == [["find-lr", f"{at}/300  eta 4:{left}"] for at, left in ((5, 55), (15, 45), (35, 25))]
+    assert lines[:3] == [
+        ["find-lr", f"{at}/300{left}"] for at, left in ((5, ""), (15, "  eta 4:45"), (35, "  eta 4:25"))
+    ]
     assert [line[1].split("/")[0] for line in lines[3:]] == ["75", "135", "195", "255"]
 
 

@@ -42,6 +42,7 @@ _COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 _COUNTED_QUIET_S = 5.0  # doubled after each line, up to the next number
+_SHOWN_LEFT = 0.05  # share of the parts, from which on the time left is shown
 _QUIET_S = 60.0  # without a bar; then a line says how far the run is
 _NOTABLE_WAIT = 0.1
 _COMMAND = "python -m runner"
@@ -213,7 +214,7 @@ class Console:
     def counting(self, what: str, total: int, costs: Sequence[float] = ()) -> Iterator[Callable[..., None]]:
         """Gives a function to call before each of `total` parts, with its name; a bar shows them, or now and then a line.
 
-        Both have the time left, which assumes that the parts take as long as each other, or in the ratio of `costs`.
+        Once a twentieth is done, both show the time left: all parts take as long, or `costs` are the ratios of their times.
         """
         begun, due, quiet, began, costs = -1, 0.0, _COUNTED_QUIET_S, perf_counter(), costs or [1.0] * total
 
@@ -221,7 +222,9 @@ class Console:
             nonlocal begun, due, quiet
             begun += 1
             done, elapsed = sum(costs[:begun]), perf_counter() - began
-            texts = [name] * bool(name) + ([f"eta {duration(elapsed / done * (sum(costs) - done))}"] if done else [])
+            texts = [name] if name else []
+            if done >= _SHOWN_LEFT * sum(costs):
+                texts.append(f"eta {duration(elapsed / done * (sum(costs) - done))}")
             # Without a terminal, lines become rarer the longer it takes
             if self._terminal is None and perf_counter() - self._shown_at >= quiet:
                 quiet = min(2 * quiet, _QUIET_S)

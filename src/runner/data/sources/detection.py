@@ -33,7 +33,7 @@ class Annotated:
 
     path: Path
     image_id: int
-    size: tuple[int, int] | None  # width and height in pixels that boxes refer to; None for shares of the sides
+    size: tuple[int, int] | None  # width and height in pixels that boxes refer to; None for fractions of them
     problem: str = ""  # why it cannot be used
     boxes: list[list[float]] = field(default_factory=list)  # left, top, right, bottom
     labels: list[int] = field(default_factory=list)  # 1 to the number of classes
@@ -46,9 +46,9 @@ class Annotated:
         inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
         near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
         if not near or inside[0] >= inside[2] or inside[1] >= inside[3]:
-            unit = f"an image of {sides[0]}x{sides[1]} pixels" if self.size else "shares of the sides"
-            shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
-            self.problem = self.problem or f"the box in {place} is empty, or outside of the image: {shown}"
+            unit = f"in an image of {sides[0]}x{sides[1]} pixels" if self.size else "as fractions of width and height"
+            shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} {unit}"
+            self.problem = self.problem or f"the box in {place} is empty or outside of the image: {shown}"
         if isinstance(outline, list):  # points far away take memory
             limits = [(points[axis::2], sides[axis]) for points in outline for axis in (0, 1)]
             if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):
@@ -320,7 +320,7 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool) -> str:
         except ValueError:
             return f"{place} is not a class number and pairs of numbers: {text[:60]}"
         if label not in range(classes):
-            return f"{place} has the class {label:g}, and there are {classes}, 0 to {classes - 1}"
+            return f"{place} has class {label:g}, but the classes are 0 to {classes - 1}"
         if len(outline) < (3 if masks else 2):
             return f"{place} has no {'polygon, which data.dataset.masks=true needs' if masks else 'box'}: {text[:60]}"
         if len(outline) == 2:

@@ -27,13 +27,8 @@ from runner.tracking.verb_report import Report
 
 _MOST_CLASSES = 12  # that the report lists
 _OF_DATA = ("data", "labels", "baselines", "batches", "splits", "shortcuts")  # groups that look at pairs alone
-_COSTS = {
-    "overfit": 15,
-    "zero-input": 10,
-    "learning-rate": 20,
-    "training": 200,
-    "short-training": 15,
-}  # of other checks
+_LIMITED = ("outputs", "model", "loss", "loop", "steps")  # groups that `max_time` limits
+_COSTS = {"build": 5, "overfit": 15, "zero-input": 10, "learning-rate": 20, "short-training": 15}  # in those of others
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
 
 
@@ -98,12 +93,12 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
     results: Results = {}
     errors: dict[str, str] = {}
     left = math.inf if context.config.max_time is None else durations.seconds(context.config.max_time)
-    with console.counting("check", 1 + len(chosen), [_COSTS.get(each.name, 1) for each in (BUILD, *chosen)]) as begin:
+    costs = _COSTS | ({"training": context.config.train_steps} if context.config.train else {})
+    with console.counting("check", 1 + len(chosen), [costs.get(each.name, 1) for each in (BUILD, *chosen)]) as begin:
         for each in (BUILD, *chosen):
             begin(each.name)
             before = time.monotonic()
-            # How long the data takes is for `samples` to say, and a training was asked for
-            limited = each.group not in (BUILD.group, "samples", *_OF_DATA) and each.name != "training"
+            limited = each.group in _LIMITED and each.name != "training"  # which the user asked for
             context.deadline = before + left if limited else math.inf
             results[each] = run_check(each, context, errors), time.monotonic() - before
             left -= results[each][1] if limited else 0.0
