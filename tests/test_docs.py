@@ -281,9 +281,9 @@ def shared_by_all(group: str) -> set[str]:
 
 
 def top_values(page: str) -> dict[str, Any]:
-    """The keys of the verbs with their defaults; where several verbs have a key, that of the verb the page is about."""
+    """The keys of the verbs with their defaults: of the verb that the page is about, else of `train`, else of any."""
     values: dict[str, Any] = {}
-    for name in sorted(VERBS, key=lambda verb: verb == page):
+    for name in sorted(VERBS, key=lambda verb: (verb == page, verb == "train")):
         content = yaml.safe_load((shipped() / f"{name}.yaml").read_text())
         content.pop("defaults")
         values |= keys.flatten(content)

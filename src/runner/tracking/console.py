@@ -212,19 +212,15 @@ class Console:
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int, costs: Sequence[float] = ()) -> Iterator[Callable[..., None]]:
-        """Gives a function to call before each of `total` parts, with its name; a bar shows them, or now and then a line.
-
-        Once a twentieth is done, both show the time left: all parts take as long, or `costs` are the ratios of their times.
-        """
+        """Gives a function to call before each of `total` parts, with its name; shows them, and the time left by their `costs`."""
         begun, due, quiet, began, costs = -1, 0.0, _COUNTED_QUIET_S, perf_counter(), costs or [1.0] * total
 
         def begin(name: str = "") -> None:
             nonlocal begun, due, quiet
             begun += 1
-            done, elapsed = sum(costs[:begun]), perf_counter() - began
-            texts = [name] if name else []
-            if done >= _SHOWN_LEFT * sum(costs):
-                texts.append(f"eta {duration(elapsed / done * (sum(costs) - done))}")
+            texts, done = [name] if name else [], sum(costs[:begun])
+            if done >= _SHOWN_LEFT * sum(costs) > 0:
+                texts.append(f"eta {duration((perf_counter() - began) * (sum(costs) / done - 1))}")
             # Without a terminal, lines become rarer the longer it takes
             if self._terminal is None and perf_counter() - self._shown_at >= quiet:
                 quiet = min(2 * quiet, _QUIET_S)

@@ -87,12 +87,7 @@ _ENTRIES = (
         "Copy an option to your config folder: `copy model=vit_tiny my_conf`.",
         "runner.verbs.copy",
     ),
-    Verb(
-        "env",
-        "Show the environment: versions, devices and settings that a run depends on.",
-        "runner.verbs.env",
-        aliases={"json=true": "--json", "json=-": "--json"},
-    ),
+    Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env"),
     Verb(
         "eval",
         "Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix.",

@@ -147,10 +147,9 @@ def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for split, stats in vars(context).get("stats", {}).items():
-        classes: dict[str, int] = {}
-        if len(stats.targets) and is_classes(stats.targets):
-            counts = Counter(stats.targets.tolist())
-            classes = {label: counts[number] for number, label in enumerate(context.splits.classes)}
+        known = len(stats.targets) and is_classes(stats.targets)
+        counts = Counter(stats.targets.tolist() if known else ())
+        classes = {label: counts[number] for number, label in enumerate(context.splits.classes if known else ())}
         found[split] = {"samples": stats.samples, "read": stats.read, "classes": classes}
     return found
 
