@@ -1,4 +1,4 @@
-.PHONY: install test test-all test-fast coverage lint format types check docs docs-serve torture same-bits benchmark clean
+.PHONY: install test test-all test-fast coverage lint format types check docs docs-generate docs-serve torture same-bits benchmark clean
 
 install:  ## install with everything that development needs
 	python -m pip install -e ".[dev]"
@@ -34,6 +34,9 @@ check: lint types test  ## what a change has to pass
 
 docs:  ## the documentation as a site in site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict
+
+docs-generate:  ## write what is taken from the code, such as tables of keys, into the pages
+	python scripts/docs_hook.py
 
 docs-serve:  ## the site on http://127.0.0.1:8000, built again when a page changes
 	NO_MKDOCS_2_WARNING=1 python -m mkdocs serve

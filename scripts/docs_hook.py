@@ -1,7 +1,8 @@
-"""Hook of mkdocs: fills in what the documentation takes from the code, so that it cannot go stale.
+"""What the documentation takes from the code: `python scripts/docs_hook.py` writes it into the pages.
 
-A line `<!-- generated: NAME ARGUMENT... -->` in a page is replaced by the text of the function `NAME` in `GENERATED`. The
-changelog, the security policy and the rules for contributors, which are in the root of the repository, become pages.
+The text of the function `NAME` in `GENERATED` goes between the lines `<!-- generated: NAME ARGUMENT... -->` and
+`<!-- end of generated -->`; the second line is added where it is missing. As a hook of mkdocs, this file also turns the
+changelog, the security policy and the rules for contributors, which are in the root of the repository, into pages.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ ROOT_PAGES = {
     "project/contributing.md": "CONTRIBUTING.md",
     "project/security_policy.md": "SECURITY.md",
 }
-_MARK = re.compile(r"^<!-- generated: (\w+)((?: \S+)*) -->$", re.MULTILINE)
+_END = "<!-- end of generated -->"
+# A mark and, if there is one, what was generated for it.
+_MARK = re.compile(
+    rf"^(<!-- generated: (\w+)((?: \S+)*) -->)$(?:(?:(?!^<!-- generated: ).)*?^{_END}$)?", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -49,6 +54,11 @@ def link_of(page: str) -> str:
     """A link to a page of the documentation, from a page that is one folder deep."""
     path = Path(page).relative_to("docs")
     return f"[{path.stem}](../{path})"
+
+
+def anchor_of(name: str) -> str:
+    """A target of links, as HTML, because Markdown in a repository has no other."""
+    return f'<a id="{name}"></a>'
 
 
 def _keys_of(path: Path, section: str, option: str) -> Iterator[Commented]:
@@ -72,7 +82,7 @@ def _section_of(option: Option) -> str:
 def _cells(found: Commented, anchor: str = "", notes: str = "") -> list[str]:
     """Key, default and meaning."""
     value = f"`{found.value}`".replace("|", "\\|") if found.value else ""
-    return [f"`{found.key}`" + anchor, value, cell(found.comment) + notes]
+    return [anchor + f"`{found.key}`", value, cell(found.comment) + notes]
 
 
 def _row(found: Commented, verb: str) -> list[str]:
@@ -83,7 +93,7 @@ def _row(found: Commented, verb: str) -> list[str]:
     notes = [f"values: {cell(kind)}"] if kind != "any value" else []
     if verb == "train":
         notes.append(f"change when resuming: {declared(found.key).value}")
-    anchor = f"{{ #{found.key} }}" if verb == "train" else f"{{ #{verb}.{found.key} }}"
+    anchor = anchor_of(found.key if verb == "train" else f"{verb}.{found.key}")
     return _cells(found, anchor, f"<br><small>{'; '.join([*notes, link_of(page)])}</small>")
 
 
@@ -109,8 +119,8 @@ def all_keys() -> str:
                 text += [f"Every `{group}` has", table(head, rows)]
             text += [f"### `{group}={option.name}`", option.description]
             found = [each for each in _keys_of(own, section, option.name) if each.comment]
-            anchor = f"{{ #{group.replace('/', '.')}-{option.name}-%s }}"
-            of_option = [_cells(each, anchor % each.key) for each in found]
+            start = f"{group.replace('/', '.')}-{option.name}"
+            of_option = [_cells(each, anchor_of(f"{start}-{each.key}")) for each in found]
             text += [table(head, of_option)] if of_option else []
     return "\n\n".join(text)
 
@@ -171,24 +181,6 @@ def all_verbs() -> str:
     return table(("verb", "what it does"), rows)
 
 
-def check_findings() -> str:
-    """Every finding of `check`, in the words of the code, with what to do as docs/reference/verbs/check.md has it."""
-    from runner.lab.check.table import BUILD, CHECKS
-
-    lines = (DOCS / "reference" / "verbs" / "check.md").read_text(encoding="utf-8").splitlines()
-    advice = {
-        row[1].strip(" `"): row[4].strip() for row in (line.strip("|").split(" | ") for line in lines) if len(row) == 5
-    }
-    text, group = [], ""
-    rows: list[list[str]] = []
-    for check in (BUILD, *CHECKS):
-        if check.group != group:
-            text += [table(("finding", "what was found", "what to do"), rows)] if rows else []
-            text, group, rows = [*text, f"### Findings: {check.group}"], check.group, []
-        rows.append([f"`{check.name}`{{ #{check.name} }}", cell(check.finds), advice.get(check.name, "").rstrip(" |")])
-    return "\n\n".join([*text, table(("finding", "what was found", "what to do"), rows)])
-
-
 def other_names() -> str:
     """Names that other programs have, by the key that the messages suggest for them."""
     from runner.config.synonyms import MEANINGS
@@ -203,7 +195,6 @@ GENERATED: dict[str, Callable[..., str]] = {
     "all_keys": all_keys,
     "all_options": all_options,
     "all_verbs": all_verbs,
-    "check_findings": check_findings,
     "component": component,
     "keys": keys_of_runs,
     "keys_of_verb": keys_of_verb,
@@ -234,12 +225,25 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     return files
 
 
+def filled(markdown: str) -> str:
+    """A page with what its marks stand for."""
+    return _MARK.sub(lambda mark: f"{mark[1]}\n\n{GENERATED[mark[2]](*mark[3].split())}\n\n{_END}", markdown)
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the marks of a page by what they stand for."""
-    return _MARK.sub(lambda mark: GENERATED[mark[1]](*mark[2].split()), markdown)
+    """A page as the code is now, so that the site is current while a page is edited."""
+    return filled(markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Mark the tables whose rows docs/assets/site.css takes apart on a phone: of keys, and of keys of other programs."""
     html = re.sub(r"<table>(?=\s*<thead>\s*<tr>\s*<th>key</th>\s*<th>default</th>)", '<table data-rows="keys">', html)
     return html.replace("<table>", '<table data-rows="pairs">') if page.url.startswith("coming_from/") else html
+
+
+if __name__ == "__main__":
+    for path in DOCS.rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        if (now := filled(text)) != text:
+            path.write_text(now, encoding="utf-8")
+            print(path.relative_to(ROOT))

@@ -26,7 +26,6 @@ from runner.config import keys
 from runner.config.changes import CHANGES
 from runner.config.schema import VERBS
 from runner.config.sources import Sources
-from runner.lab.check.table import CHECKS
 from runner.verbs.show import _commented
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -49,29 +48,35 @@ def test_the_page_of_all_keys_has_every_key_and_option(hook: ModuleType) -> None
     groups = set(Sources().groups())
     of_options = {place.key for place in _commented(Sources()) if place.comment}
     leaves = {key for key in known - sections - groups if key in of_options}
-    assert sorted(key for key in leaves if f"| `{key}`{{" not in page) == []
+    assert sorted(key for key in leaves if f"</a>`{key}` |" not in page) == []
     options = [f"{group}={option.name}" for group in groups for option in Sources().options(group)]
     assert [name for name in options if f"### `{name}`\n" not in page] == []
     assert [name for name in options if f"`{name}`" not in hook.all_options()] == []
 
 
-def test_every_finding_of_check_is_listed_with_what_to_do(hook: ModuleType) -> None:
-    rows = [line.split(" | ") for line in hook.check_findings().splitlines() if line.startswith("| `")]
-    advised = {re.sub(r"\W*`([\w-]+)`.*", r"\1", row[0]) for row in rows if row[2].strip(" |")}
-    assert advised == {check.name for check in CHECKS} | {"build"}
+@pytest.mark.parametrize("document", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
+def test_what_is_generated_in_a_page_is_current(hook: ModuleType, document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert hook.filled(text) == text, "run `make docs-generate`"
 
 
-def test_marks_are_replaced_and_pages_of_the_root_have_their_links(hook: ModuleType) -> None:
+def test_marks_are_filled_again_and_pages_of_the_root_have_their_links(hook: ModuleType) -> None:
     marks = [mark for page in DOCS.rglob("*.md") for mark in hook._MARK.findall(page.read_text(encoding="utf-8"))]
-    assert {name for name, _ in marks} == set(hook.GENERATED)
-    assert "<!-- generated" not in hook.on_page_markdown("<!-- generated: all_verbs -->")
+    assert {name for _, name, _ in marks} == set(hook.GENERATED)
+    page = "Before.\n\n<!-- generated: keys seed -->\n\nBetween.\n\n<!-- generated: all_verbs -->\n\nAfter.\n"
+    filled = hook.filled(page)
+    ended = page.replace("-->", "--> <!-- end of generated -->")
+    assert re.sub(r"^\|.*\n", "", filled, flags=re.M).split() == ended.split()
+    assert "| `seed` | `0` |" in filled
+    assert "[`eval`](../reference/verbs/eval.md)" in filled
+    assert hook.filled(filled.replace("| `0` |", "| `1` |")) == filled
     assert "(migrating.md)" in hook.root_page("project/changelog.md")
     assert "(../explanation/architecture.md)" in hook.root_page("project/contributing.md")
 
 
 def test_a_mark_for_a_table_of_keys_gives_their_defaults_and_meanings(hook: ModuleType) -> None:
-    table = hook.on_page_markdown("<!-- generated: keys grad_clip.* seed -->").splitlines()
-    assert [line.split(" | ")[0] for line in table[2:]] == [
+    table = hook.filled("<!-- generated: keys grad_clip.* seed -->").splitlines()
+    assert [line.split(" | ")[0] for line in table[4:-2]] == [
         f"| `{key}`" for key in ("grad_clip.norm", "grad_clip.value", "grad_clip.agc", "seed")
     ]
     assert "| `optimizer.lr` | `0.02` | learning rate of Muon; " in hook.component("optimizer=muon", "optimizer.lr")
@@ -85,14 +90,14 @@ def test_a_mark_for_a_table_of_keys_gives_their_defaults_and_meanings(hook: Modu
 )
 def test_a_mark_with_a_pattern_that_no_key_matches_fails(hook: ModuleType, mark: str) -> None:
     with pytest.raises(ValueError, match=f"no key matches '{re.escape(mark.split()[-1])}'"):
-        hook.on_page_markdown(f"<!-- generated: {mark} -->")
+        hook.filled(f"<!-- generated: {mark} -->")
 
 
 def test_a_mark_with_an_unknown_option_or_verb_fails(hook: ModuleType) -> None:
     with pytest.raises(UserError, match="focla"):
-        hook.on_page_markdown("<!-- generated: component loss=focla -->")
+        hook.filled("<!-- generated: component loss=focla -->")
     with pytest.raises(AssertionError, match="no verb 'evla'"):
-        hook.on_page_markdown("<!-- generated: keys_of_verb evla -->")
+        hook.filled("<!-- generated: keys_of_verb evla -->")
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -70,7 +70,7 @@ def _help() -> str:
     *others, last = [verb.name for verb in VERBS.values() if verb.takes_config]
     return "\n".join(
         [
-            "runner trains PyTorch image models: classification, multi-label and regression.",
+            "runner trains PyTorch models: classification, segmentation, detection, regression and custom training steps.",
             "",
             "  python -m runner VERB [key=value ...] [group=option ...] [Hydra flags]",
             "",
@@ -79,7 +79,7 @@ def _help() -> str:
             "",
             "examples",
             "  python -m runner train                                    digits, no download needed",
-            "  python -m runner train data=fashion_mnist model=small_cnn +amp=true seed=1",
+            "  python -m runner train data=fashion_mnist model=small_cnn amp=true seed=1",
             "  python -m runner train --multirun optimizer.lr=0.1,0.01 seed=0,1,2",
             "  python -m runner train ckpt_path=last epochs=60           resume the newest run",
             "  python -m runner eval ckpt_path=outputs/digits/<run>",

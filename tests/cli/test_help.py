@@ -275,9 +275,19 @@ def test_a_reader_that_has_seen_enough_is_no_failure(workdir):
     assert done.stderr == ""
 
 
-def test_env_as_json_is_json_alone(accepted):
-    result = accepted("env", "--json")
-    assert "torch" in json.dumps(json.loads(result.out))
+@pytest.mark.parametrize("word", ["--json", "json=true", "json=-"])
+def test_json_has_one_meaning_however_it_is_spelled(accepted, trained, word):
+    assert "torch" in json.dumps(json.loads(accepted("env", word).out))
+    assert len(json.loads(accepted("report", str(trained), word).out)["runs"]) == 1
+    for name, verb in VERBS.items():
+        if "json" in (SCHEMAS[name].__dataclass_fields__ if verb.takes_config else ()):
+            assert verb.expand_shorthand(["seed=1", word]) == ["seed=1", "json=true"]
+
+
+def test_help_names_every_kind_of_task_and_no_plus_sign(accepted):
+    out = accepted("--help").out
+    assert [word for word in ("classification", "segmentation", "detection", "regression") if word not in out] == []
+    assert " +" not in out
 
 
 def test_the_module_and_the_command_are_the_same_program():

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from runner.lab.check.context import CheckContext
+from runner.lab.check.result import need
 from runner.lab.check.table import CHECKS
 from runner.verbs._table import VERBS
 
@@ -110,8 +112,35 @@ def test_short_words_stand_for_keys() -> None:
     ]
 
 
-def test_the_docs_list_every_check_and_what_it_finds() -> None:
-    cells = re.findall(r"^\| (\w+) \| `([\w-]+)` \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+def test_after_max_time_the_data_are_checked_and_nothing_else(run: Callable[..., Any]) -> None:
+    result = run(*QUICK[:3], "max_time=1e-9", "json=true", "only=[data,labels,overfit,logits,short-training]")
+    found = {each["name"]: each for each in json.loads(result.out)["checks"]}
+    late = [name for name, each in found.items() if each["evidence"].startswith("not run to its end within max_time=")]
+    assert late == ["logits", "overfit", "short-training"]
+    assert {found[name]["status"] for name in late} == {"skip"}
+    assert {found[name]["status"] for name in ("build", "readable", "leakage", "class-order")} == {"pass"}
+
+
+@pytest.mark.parametrize("name", ["overfit", "zero-input", "learning-rate", "short-training"])
+def test_a_check_that_trains_ends_between_two_steps_when_its_time_is_over(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    asked = []
+
+    def in_time(context: CheckContext) -> None:
+        asked.append(name)
+        need(len(asked) <= 4, "late")
+
+    monkeypatch.setattr(CheckContext, "in_time", in_time)
+    result = run(*QUICK[:3], "json=true", f"only=[{name}]")
+    assert json.loads(result.out)["checks"][-1]["evidence"] == "late"
+    assert len(asked) == 5
+
+
+def test_the_docs_list_every_check_what_it_finds_and_what_to_do() -> None:
+    cells = re.findall(
+        r"^\| (\w+) \| `([\w-]+)` \| (.*?) \| [^|]+ \| [^|]+ \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert [row for row in cells if row[0] != "config"] == [(each.group, each.name, each.finds) for each in CHECKS]
 
 

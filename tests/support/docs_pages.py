@@ -1,4 +1,4 @@
-"""The hook of the documentation, and pages with the tables that it fills in."""
+"""The hook of the documentation, and the pages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def hook() -> ModuleType:
 
 @cache
 def rendered(page: Path) -> str:
-    """The text of a page with its generated tables."""
+    """The text of a page; without what is generated if it lists everything."""
     text = page.read_text(encoding="utf-8")
-    return text if page.name in _LISTS else hook().on_page_markdown(text)
+    return hook()._MARK.sub("", text) if page.name in _LISTS else text

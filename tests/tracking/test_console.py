@@ -355,5 +355,17 @@ def test_counting_without_a_terminal_says_more_and_more_rarely_how_far_it_is(clo
         assert not stream.getvalue()
         for clock[0] in range(1, 300):
             begin()
-    lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == [f"{at}/300" for at in (5, 15, 35, 75, 135, 195, 255)]
+    lines = [line.split("  ", 1) for line in stream.getvalue().splitlines()]
+    assert lines[:3] == [
+        ["find-lr", f"{at}/300{left}"] for at, left in ((5, ""), (15, "  eta 4:45"), (35, "  eta 4:25"))
+    ]
+    assert [line[1].split("/")[0] for line in lines[3:]] == ["75", "135", "195", "255"]
+
+
+def test_the_time_left_of_parts_of_different_length_follows_their_costs(clock):
+    stream = FakeTerminal()
+    with Console(None, stream=stream).counting("check", 3, [1, 1, 8]) as begin:
+        for clock[0], name in enumerate(("build", "labels", "overfit")):
+            begin(name)
+    shown = [line for line in re.split("[\x1b\n\r]", stream.getvalue()) if "eta" in line]
+    assert sorted({line.split("eta ")[1].strip() for line in shown}) == ["0:08", "0:09"]

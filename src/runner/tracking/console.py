@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from time import perf_counter
@@ -42,6 +42,7 @@ _COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 _COUNTED_QUIET_S = 5.0  # doubled after each line, up to the next number
+_SHOWN_LEFT = 0.05  # share of the parts, from which on the time left is shown
 _QUIET_S = 60.0  # without a bar; then a line says how far the run is
 _NOTABLE_WAIT = 0.1
 _COMMAND = "python -m runner"
@@ -216,14 +217,16 @@ class Console:
             self._log = None
 
     @contextlib.contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
-        """Gives a function to call before each of `total` parts, with its name; a bar shows them, or now and then a line."""
-        begun, due, quiet = -1, 0.0, _COUNTED_QUIET_S
+    def counting(self, what: str, total: int, costs: Sequence[float] = ()) -> Iterator[Callable[..., None]]:
+        """Gives a function to call before each of `total` parts, with its name; shows them, and the time left by their `costs`."""
+        begun, due, quiet, began, costs = -1, 0.0, _COUNTED_QUIET_S, perf_counter(), costs or [1.0] * total
 
         def begin(name: str = "") -> None:
             nonlocal begun, due, quiet
             begun += 1
-            texts = [name] if name else []
+            texts, done = [name] if name else [], sum(costs[:begun])
+            if done >= _SHOWN_LEFT * sum(costs) > 0:
+                texts.append(f"eta {duration((perf_counter() - began) * (sum(costs) / done - 1))}")
             # Without a terminal, lines become rarer the longer it takes
             if self._terminal is None and perf_counter() - self._shown_at >= quiet:
                 quiet = min(2 * quiet, _QUIET_S)

@@ -47,7 +47,7 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     if not verb.takes_config:
         main = importlib.import_module(verb.module).main
         if not asks_for_help:
-            return int(main(argv))
+            return int(main([verb.aliases.get(word, word) for word in argv]))
         print(f"{verb.help}\n\n{cleandoc(main.__doc__ or '')}")
         return OK
     if asks_for_help:

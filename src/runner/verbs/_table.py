@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _NOT_PLAIN = frozenset("[](){}'\"")
+_JSON = {"--json": "json=true", "json=-": "json=true"}
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Verb:
     lists: tuple[str, ...] = ()
     # Keys that take nothing but a list: `key=a` means `key=[a]`, and `key=a,b` means `key=[a,b]` with `--multirun` too
     only_lists: tuple[str, ...] = ()
-    # Words that stand for others: a flag anywhere, anything else only as the first word
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    # Words that stand for others
+    aliases: Mapping[str, str] = field(default_factory=_JSON.copy)
     rewrite: Callable[[str], str] = str  # expands further shorthand, one word at a time
     # Variables that are set before a job imports torch, unless the user has set them
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -39,8 +40,7 @@ class Verb:
     def expand_shorthand(self, argv: Sequence[str]) -> list[str]:
         """The words after the verb in the form that Hydra understands."""
         sweep = not {"--multirun", "-m"}.isdisjoint(argv)
-        words = [self.aliases.get(word, word) if not at or word[0:1] == "-" else word for at, word in enumerate(argv)]
-        return [self.rewrite(self._as_list(word, sweep)) for word in words]
+        return [self.rewrite(self._as_list(self.aliases.get(word, word), sweep)) for word in argv]
 
     def _as_list(self, word: str, sweep: bool) -> str:
         key, _, value = word.partition("=")
@@ -80,7 +80,7 @@ _ENTRIES = (
         "runner.lab.check.run",
         sweeps="checks",
         only_lists=("only", "skip"),
-        aliases={"--json": "json=true", "--strict": "strict=true", "--train": "train=true"},
+        aliases={**_JSON, "--strict": "strict=true", "--train": "train=true"},
     ),
     Verb(
         "copy",
@@ -148,6 +148,7 @@ _ENTRIES = (
         "report",
         "Compare runs from their files, also while they run: table, difference, baseline, page with curves.",
         "runner.verbs.report",
+        aliases={"--json": "json=-", "json=true": "json=-"},
     ),
     Verb(
         "show",

@@ -9,8 +9,8 @@ from runner.base.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the environment as a table, or as JSON with `--json`."""
-    if wrong := [word for word in argv if word != "--json"]:
+    """Print the environment as a table, or as JSON with `--json`, which stands for `json=true`."""
+    if wrong := [word for word in argv if word != "json=true"]:
         raise UserError("env", f"unknown argument '{wrong[0]}'", "--json")
     from runner.tracking.environment import environment, lines
 

@@ -22,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     sort=test/loss                            smallest first; sort=-test/loss largest first
     seeds=each                                a row for every repetition
     csv=FILE md=FILE json=FILE html=FILE      write the table, or a page with curves; - for standard output
+    --json                                    short for json=-
     diff=true                                 two runs: config, environment, metrics, weights
     against=baseline.json|RUN|SWEEP           exit status 4 if something got worse
     tolerance.step=0.1                        allowed change: metric, loss, step, memory, startup

@@ -37,7 +37,7 @@ class Annotated:
 
     path: Path
     image_id: int
-    size: tuple[int, int] | None  # width and height in pixels that boxes refer to; None for shares of the sides
+    size: tuple[int, int] | None  # width and height in pixels that boxes refer to; None for fractions of them
     problem: str = ""  # why it cannot be used
     boxes: list[list[float]] = field(default_factory=list)  # left, top, right, bottom
     labels: list[int] = field(default_factory=list)  # 1 to the number of classes
@@ -67,7 +67,7 @@ def clipped(box: Sequence[float], size: tuple[int, int] | None) -> tuple[list[fl
     near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
     if near and inside[0] < inside[2] and inside[1] < inside[3]:
         return inside, ""
-    unit = f"an image of {sides[0]}x{sides[1]} pixels" if size else "shares of the sides"
+    unit = f"in an image of {sides[0]}x{sides[1]} pixels" if size else "as fractions of width and height"
     shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
     return inside, f"is empty, or outside of the image: {shown}"
 
@@ -98,7 +98,7 @@ def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
     """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are shares of the sides."""
     sized = [image for image in images if image.size and image.boxes]
     if sized and max(number for image in sized for box in image.boxes for number in box) <= 1:
-        problem = f"no number of a box is above 1, as shares of the sides are, such as of {sized[0].path}"
+        problem = f"no number of a box is above 1, as in fractions of width and height, such as in {sized[0].path}"
         raise UserError(key, problem, allowed)
 
 
@@ -129,7 +129,7 @@ class DetectionImages(ImageFolder):
             if image.problem and on_error == "raise":
                 allowed = "corrected files, or data.on_error=skip, which reads other images instead"
                 raise UserError("data.dataset", image.problem, allowed)
-        refuse_shares(images, "data.dataset", "numbers in pixels; data=yolo has shares of the sides")
+        refuse_shares(images, "data.dataset", "numbers in pixels; data=yolo reads fractions of width and height")
         # Text instead of objects, as reading these in worker processes would copy their pages one after the other
         texts = [json.dumps({**vars(image), "path": ""}).encode() for image in images]
         self._texts, self._masks, self._bounds = b"".join(texts), masks, torch.tensor([0, *map(len, texts)]).cumsum(0)
@@ -412,7 +412,7 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: 
         except ValueError:
             return f"{place} is not a class number and pairs of numbers: {text[:60]}"
         if label not in range(classes):
-            return f"{place} has the class {label:g}, and there are {classes}, 0 to {classes - 1}"
+            return f"{place} has class {label:g}, but the classes are 0 to {classes - 1}"
         if len(outline) < (3 if masks else 2):
             return f"{place} has no {'polygon, which data.dataset.masks=true needs' if masks else 'box'}: {text[:60]}"
         corners = [outline.min(0), outline.max(0)]

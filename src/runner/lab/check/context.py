@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -53,6 +54,7 @@ class CheckContext:
         self.config, self.found = config, found
         prepare_repeating(config.deterministic)
         self.device, _ = choose_device(config.device)
+        self.deadline = math.inf  # of the check that runs, see `in_time`
         self._splits: DataModule | None = None
         self._training: Run | None = None
         self._cache: dict[Callable[[CheckContext], Any], Any] = {}
@@ -98,6 +100,10 @@ class CheckContext:
         if isinstance(found, Exception):
             raise found
         return cast(T, found)
+
+    def in_time(self) -> None:
+        """Skip the check if its time is over; checks that train ask before each step."""
+        need(time.monotonic() < self.deadline, f"not run to its end within max_time={self.config.max_time}")
 
     # Data
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 import traceback
 from collections import Counter
 from typing import Any
 
+from runner.base import durations
 from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.app import Composition
 from runner.config.schema.verbs import Check as Settings
@@ -25,6 +27,8 @@ from runner.tracking.verb_report import Report
 
 _MOST_CLASSES = 12  # that the report lists
 _OF_DATA = ("data", "labels", "baselines", "batches", "splits", "shortcuts")  # groups that look at pairs alone
+_LIMITED = ("outputs", "model", "loss", "loop", "steps")  # groups that `max_time` limits
+_COSTS = {"build": 5, "overfit": 15, "zero-input": 10, "learning-rate": 20, "short-training": 15}  # in those of others
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
 
 
@@ -88,11 +92,16 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
     """Build the run and run the checks. If the build fails, the data can still be checked."""
     results: Results = {}
     errors: dict[str, str] = {}
-    with console.counting("check", 1 + len(chosen)) as begin:
+    left = math.inf if context.config.max_time is None else durations.seconds(context.config.max_time)
+    costs = _COSTS | ({"training": context.config.train_steps} if context.config.train else {})
+    with console.counting("check", 1 + len(chosen), [costs.get(each.name, 1) for each in (BUILD, *chosen)]) as begin:
         for each in (BUILD, *chosen):
             begin(each.name)
             before = time.monotonic()
+            limited = each.group in _LIMITED and each.name != "training"  # which the user asked for
+            context.deadline = before + left if limited else math.inf
             results[each] = run_check(each, context, errors), time.monotonic() - before
+            left -= results[each][1] if limited else 0.0
             if each is BUILD and results[each][0].status == "pass":
                 config = context.config
                 console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
@@ -105,6 +114,7 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     One that raises has failed; later ones that raise the same are skipped: `errors` collects the first check of each.
     """
     try:
+        context.in_time()
         if not each.any_task:
             need(not context.whole, "samples are not pairs of image and target")
             need(each.group in _OF_DATA or context.supervised, "the task computes its steps itself")
@@ -137,10 +147,9 @@ def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for split, stats in vars(context).get("stats", {}).items():
-        classes: dict[str, int] = {}
-        if len(stats.targets) and is_classes(stats.targets):
-            counts = Counter(stats.targets.tolist())
-            classes = {label: counts[number] for number, label in enumerate(context.splits.classes)}
+        known = len(stats.targets) and is_classes(stats.targets)
+        counts = Counter(stats.targets.tolist() if known else ())
+        classes = {label: counts[number] for number, label in enumerate(context.splits.classes if known else ())}
         found[split] = {"samples": stats.samples, "read": stats.read, "classes": classes}
     return found
 

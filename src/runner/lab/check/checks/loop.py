@@ -59,6 +59,7 @@ def train_on_batch(
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     curve = LearningCurve([], None, rate, lowest := max(0.0, context.cached(lowest_loss)))
     for _ in range(most):
+        context.in_time()
         outputs = context.model(images)
         loss = loss_of(outputs, targets)
         right = None if targets.is_floating_point() else float((outputs.argmax(1) == targets).float().mean())
@@ -168,6 +169,7 @@ def _fall(context: CheckContext) -> Result:
         trained = [each for _, each in context.training.state.named_parameters() if each.requires_grad]
         optimizer, losses = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0), []
         for step in range(1, 1 + _FEW_STEPS):
+            context.in_time()
             loss = context.loss()
             losses.append(float(loss.detach()))
             optimizer.zero_grad()

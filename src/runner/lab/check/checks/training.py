@@ -50,11 +50,12 @@ def learning_rate(context: CheckContext) -> Result:
     losses: list[float] = []
     epochs = (zip(loader.batches(n, 0, plan.batches), plan.parts(0), strict=False) for n in itertools.count())
     for batch, (size, weight, update) in itertools.chain.from_iterable(epochs):
+        context.in_time()
         # Up to the rate in equal factors, from a hundredth of it: a short warm-up.
         share = 0.01 ** max(0.0, 1 - len(losses) / (_RAMP - 1))
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * share
-        training.step(state, training.parts, batch, weight, size, update=update)
+        training.step(state, training.parts, context.shortened(batch), weight, size, update=update)
         if update:
             losses.append(state.meter.read())
             state.meter.reset()
@@ -167,7 +168,8 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
         samples=size * _EPOCH, batch_size=size, batches=lambda epoch, start, stop: iter([batch] * (stop - start))
     )
     plan, held_out = EpochPlan(repeated.samples, size), held_out_loader(context) if callbacks else None
-    loop = build_loop(context, repeated, plan, limits, callbacks=callbacks, held_out=held_out, parts=parts)
+    timer = [SimpleNamespace(on_step=lambda loop: context.in_time())]
+    loop = build_loop(context, repeated, plan, limits, callbacks=callbacks, extra=timer, held_out=held_out, parts=parts)
     try:
         with _squeezed(context, _STEPS, scale, without == "schedule"):
             loop.run()
