@@ -24,11 +24,12 @@ from runner.lab.bench.candidates import BASELINE, Candidate, RunTraits, candidat
 from runner.lab.bench.stats import Result, paying, recommended
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
-from runner.runtime.stopwatch import CoreWait, busy
+from runner.runtime.stopwatch import core_wait, waited_for_core
 from runner.tracking.environment import environment
 from runner.tracking.formats import amount, number
 from runner.tracking.plots import bars
 from runner.tracking.verb_report import Report, mib
+from runner.train import busy
 
 
 def run(composition: Composition) -> float:
@@ -39,7 +40,7 @@ def run(composition: Composition) -> float:
     """
     config, _ = config_and_checkpoint(composition, Bench)
     report = Report(config.json)
-    bench, core_wait = Workbench(config, composition), CoreWait()
+    bench, since = Workbench(config, composition), (time.perf_counter(), waited_for_core())
     # Toggles change switches of the whole process, so they are put back whatever happens
     try:
         results, best, found = Comparison(config, bench, report, composition.sources).run()
@@ -58,7 +59,7 @@ def run(composition: Composition) -> float:
     write_json(path, record)
     if not report.json(record):
         report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
-        report.lines(*busy(core_wait.share()))
+        report.lines(*busy(core_wait(since)))
         report.folder(folder)
     return best.samples_per_s.median
 
