@@ -47,7 +47,6 @@ from runner.run.validate import validate_limits
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.shapes import COLUMNS, ShapeWatch, shapes_on_failure
 from runner.runtime.signals import StopSignals
-from runner.runtime.stopwatch import busy
 from runner.runtime.toggles import toggle
 from runner.tracking.formats import WEIGHTS_STEP, aligned
 from runner.tracking.metrics_buffer import MetricsBuffer
@@ -262,8 +261,6 @@ def _train(
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
     except Interrupted:
         raise Preempted(agreement.reason() or signals.asked()) from None
-    for sentence in busy(record.summary.get("cpu_wait")):
-        console.line(sentence, "yellow")
     return state.best.value if state.best else None
 
 
@@ -275,3 +272,14 @@ def _note_losses(record: RunRecord, data: DataModule, compiled: list[CompileRepo
     if said := data.bad_samples.summary():
         record.summary["skipped"] = len(data.bad_samples)
         record.console.warn(said)
+    for sentence in busy(record.summary.get("cpu_wait")):
+        record.console.line(sentence, "yellow")
+
+
+def busy(cpu_wait: float | None) -> list[str]:
+    """A sentence about a machine that was too busy for figures of speed; none if it was not."""
+    if cpu_wait is None or cpu_wait < 0.3:
+        return []
+    return [
+        f"the machine was busy: for {cpu_wait:.0%} of the time, other programs had the CPU core; do not trust the speed"
+    ]

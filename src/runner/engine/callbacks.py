@@ -43,7 +43,7 @@ METHODS = {
 _PAUSE_FACTOR = 50  # the pause between saves, as a multiple of the time that the last one took
 _FIRST_S = 2.0  # seconds of training without a checkpoint that a kill may cost
 _SPIKE, _SPIKE_WINDOW = 3.0, 10  # multiple of the median of that many logged losses
-_LINES = 50  # of training, in a run of few epochs
+LINES = 50  # of training, in a run of few epochs
 
 
 class EarlyStopping:
@@ -171,13 +171,11 @@ class Log:
 
     def on_step(self, loop: Loop) -> None:
         """Log every few steps, and after the last step."""
-        position, step = loop.state.position, loop.state.position.global_step
-        if self.every_steps == "auto":
-            in_epoch = math.ceil(position.batch / loop.plan.accumulate)
-            due = loop.epoch_ended or in_epoch % steps_between_lines(loop.total_steps) == 0
-        else:
-            due = step % self.every_steps == 0
-        if not due and not loop.finished:
+        step = done = loop.state.position.global_step
+        every = max(1, loop.total_steps // LINES) if self.every_steps == "auto" else self.every_steps
+        if self.every_steps == "auto":  # the end of an epoch counts as 0 steps of the next one
+            done = math.ceil(loop.state.position.batch / loop.plan.accumulate)
+        if done % every and not loop.finished:
             return
         # Reading the loss waits for the device anyway, so it is the time to ask the guard
         loop.check_nonfinite()
@@ -231,11 +229,6 @@ class Log:
 def _clock(loop: Loop) -> tuple[float, int, float, float]:
     """The time in seconds, samples seen, and seconds waited for batches and not spent on training."""
     return time.perf_counter(), loop.samples_seen, loop.waited_s, loop.paused_s
-
-
-def steps_between_lines(total_steps: int) -> int:
-    """The steps between log lines of a run with `log.every_steps=auto`, but for the ends of epochs."""
-    return max(1, total_steps // _LINES)
 
 
 class Checkpointing:

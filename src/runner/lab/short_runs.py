@@ -21,7 +21,7 @@ from runner.config.schema.train import Train
 from runner.config.space import text_of
 from runner.engine.loop import Loop
 from runner.runtime.memory import peak_memory, reset_peak_memory
-from runner.runtime.stopwatch import CoreWait
+from runner.runtime.stopwatch import core_wait, waited_for_core
 
 # Only the steps matter: the run is not evaluated, followed or resumed.
 _QUIET = (
@@ -95,7 +95,7 @@ class StopAfter:
 class Stopwatch:
     """A callback that measures steps after a warm-up, writes the result to a file, and ends the run.
 
-    The file has `seconds`, `samples`, `steps`, `peak_bytes` (`peak_memory`) and `cpu_wait` (`CoreWait`).
+    The file has `seconds`, `samples`, `steps`, `peak_bytes` (`peak_memory`) and `cpu_wait` (`core_wait`).
 
     Args:
         target: the file, JSON.
@@ -107,7 +107,7 @@ class Stopwatch:
         self._target, self._warmup, self._steps = Path(target), warmup, steps
         self._least_s, self._most_s = least_s, most_s
         self._done = 0
-        self._began, self._samples, self._core_wait = 0.0, 0, CoreWait()
+        self._began, self._samples, self._waited = 0.0, 0, waited_for_core()
 
     def on_start(self, loop: Loop) -> None:
         """Begin to follow the memory."""
@@ -121,7 +121,7 @@ class Stopwatch:
             return
         if measured == 0:
             _wait(loop)
-            self._began, self._samples, self._core_wait = time.perf_counter(), loop.samples_seen, CoreWait()
+            self._began, self._samples, self._waited = time.perf_counter(), loop.samples_seen, waited_for_core()
             return
         passed = time.perf_counter() - self._began
         enough = measured >= self._steps and passed >= self._least_s
@@ -138,7 +138,7 @@ class Stopwatch:
             "samples": loop.samples_seen - self._samples,
             "steps": measured,
             "peak_bytes": peak_memory(loop.state.meter.device).bytes,
-            "cpu_wait": self._core_wait.share(),
+            "cpu_wait": core_wait((self._began, self._waited)),
         }
         self._target.write_text(json.dumps(result), encoding="utf-8")
 

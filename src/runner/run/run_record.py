@@ -30,7 +30,7 @@ from runner.engine.loop import Loop
 from runner.engine.state import TrainState
 from runner.run.directory import RunDirectory, claim, timestamp
 from runner.run.setup import Setup, is_inside
-from runner.runtime.stopwatch import CoreWait
+from runner.runtime.stopwatch import core_wait, waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.plots import learning_curves
@@ -55,7 +55,7 @@ class RunRecord:
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
-        self._core_wait: CoreWait | None = None
+        self._training_since: tuple[float, float | None] | None = None
 
     @property
     def directory(self) -> RunDirectory:
@@ -172,11 +172,11 @@ class RunRecord:
     def note_startup(self) -> None:
         """Note how long it took from the start of the run to its first step, in seconds."""
         self.summary["startup_s"] = round(time.perf_counter() - self._began, 3)
-        self._core_wait = CoreWait()
+        self._training_since = time.perf_counter(), waited_for_core()
 
     def note_waiting(self) -> None:
         """Note the share of the time of training in which other programs had the core that this one was ready to use."""
-        if self._core_wait is not None and (share := self._core_wait.share()) is not None:
+        if self._training_since is not None and (share := core_wait(self._training_since)) is not None:
             self.summary["cpu_wait"] = share
 
     def update(self, state: TrainState, monitor: str) -> dict[str, Any]:

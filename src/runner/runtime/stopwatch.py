@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-_BUSY = 0.3  # share of the time in which other programs had the core
 OTHER = "other"
 """The range of everything that is in no other."""
 
@@ -117,31 +116,17 @@ class Stopwatch:
         self._turns.append((name, perf_counter(), event))
 
 
-class CoreWait:
-    """Measures the share of the time since it was made in which other programs had the core that this one was ready to use."""
-
-    def __init__(self) -> None:
-        self._began, self._waited = perf_counter(), waited_for_core()
-
-    def share(self) -> float | None:
-        """The share so far, of the main thread; None where the system does not count it."""
-        if (now := waited_for_core()) is None or self._waited is None:
-            return None
-        return round(min((now - self._waited) / max(perf_counter() - self._began, 1e-9), 1.0), 3)
-
-
-def busy(share: float | None) -> list[str]:
-    """A sentence about a machine that was too busy for figures of speed; none if it was not."""
-    if share is None or share < _BUSY:
-        return []
-    return [
-        f"the machine was busy: for {share:.0%} of the time, other programs had the CPU core; do not trust the speed"
-    ]
-
-
 def waited_for_core() -> float | None:
     """Seconds that the main thread was ready to run while others had the core; None where the system does not count them."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return None
+
+
+def core_wait(since: tuple[float, float | None]) -> float | None:
+    """The share of the time since `(perf_counter(), waited_for_core())` in which other programs had the core; None if unknown."""
+    (began, before), now = since, waited_for_core()
+    if before is None or now is None:
+        return None
+    return round(min((now - before) / max(perf_counter() - began, 1e-9), 1.0), 3)

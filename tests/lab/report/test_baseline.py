@@ -113,7 +113,7 @@ def test_the_tolerance_is_that_of_the_user_or_covers_the_seeds_of_the_baseline(
     for side, values in zip(both, (before, now), strict=True):
         for run, value in zip(side["settings"][0]["runs"], values, strict=True):
             run["metric"]["val/accuracy"] = value
-    found = compare(*both, tolerance)
+    found = compare(both[0], both[1], tolerance)
     first = found.measures[0]
     assert (first.measure, first.verdict, first.allowed) == ("val/accuracy", verdict, allowed)
     assert first.before.endswith(f"(n {len(before)})")

@@ -28,12 +28,11 @@ from runner.lab.short_runs import Stopwatch, callback, run_short, words_from, wo
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
 from runner.run.run import Run
-from runner.runtime.stopwatch import busy
 from runner.tracking.environment import environment
 from runner.tracking.formats import amount, number
 from runner.tracking.plots import bars
 from runner.tracking.verb_report import Report, mib
-from runner.train import build_run
+from runner.train import build_run, busy
 
 _FEWEST_ROUNDS = 3  # however long they take: fewer show no spread
 _LEAST_S = 0.5  # of a measurement: less measures the scheduler of the system more than the steps
@@ -52,7 +51,7 @@ class Result:
         self.ratios: list[float] = []  # speed relative to the baseline's in the same round
         self.step_ms: list[float] = []
         self.peak_bytes = 0
-        self.cpu_wait = 0.0  # see `runner.runtime.stopwatch.CoreWait`
+        self.cpu_wait = 0.0  # see `runner.runtime.stopwatch.core_wait`
         self.wall_s = 0.0  # of the fastest run, from its start to its end
 
     @property

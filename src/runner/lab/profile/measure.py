@@ -16,7 +16,7 @@ import torch
 from runner.base.errors import UserError
 from runner.config.schema.verbs import Profile
 from runner.data.workers import loader_in_ranges
-from runner.engine.callbacks import Log, steps_between_lines
+from runner.engine.callbacks import LINES, Log
 from runner.engine.errors import Diverged
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
@@ -152,7 +152,7 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
     at_once = max(1, config.steps * config.accumulate // 5)
     # The few steps of a profile are logged as rarely as those of the whole run
     whole = Limits(config.epochs, config.max_steps).total_steps(training.plan)
-    every = steps_between_lines(whole) if config.log.every_steps == "auto" else config.log.every_steps
+    every = max(1, whole // LINES) if config.log.every_steps == "auto" else config.log.every_steps
     loop = Loop(
         training.state,
         loader_in_ranges(training.data.train.loader, stopwatch, at_once),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from runner.lab.profile.measure import Measured, Op, measure, ops_in, text_of
 from runner.lab.profile.report import record_of, show
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
-from runner.runtime.stopwatch import CoreWait, busy
+from runner.runtime.stopwatch import core_wait, waited_for_core
 from runner.tracking.environment import environment
 from runner.tracking.verb_report import Report
-from runner.train import build_run
+from runner.train import build_run, busy
 
 
 def run(composition: Composition) -> float:
@@ -45,9 +46,9 @@ def run(composition: Composition) -> float:
         )
         report.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         report.warnings(found.warnings if found else [], training.warnings)
-        core_wait = CoreWait()
+        since = time.perf_counter(), waited_for_core()
         measured = measure(config, training, folder, report.line)
-        waited = core_wait.share()
+        waited = core_wait(since)
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
         record: dict[str, Any] = {"overrides": mask_words(composition.overrides)}
         record |= record_of(config, training, measured, ops)

@@ -22,7 +22,7 @@ from runner.base.reading import is_number, read_regular
 from runner.config.changes import changes_result
 from runner.config.keys import within
 from runner.lab.report.reading import Run, find_runs
-from runner.lab.report.table import differing, differing_keys, less_is_better, repetitions, text_of
+from runner.lab.report.table import differing, differing_keys, repetitions, text_of
 from runner.sweeps.rows import FAILED
 from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import plus_minus
@@ -171,7 +171,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         was, is_now = _samples(old, new), _samples(new, old)
         own: list[Measure] = []
         for name in [name for name in was if name in is_now and name not in skipped]:
-            judged = _judge(setting, name, was[name], is_now[name], old, new, tolerance)
+            judged = _judge(setting, name, was[name], is_now[name], old=old, new=new, tolerance=tolerance)
             # Metrics come first. A lower loss alone means that the training has become easier, or overfits.
             if name == "loss" and judged.verdict == "better" and all(each.verdict != "better" for each in own):
                 why = "lower without a better metric: is augmentation or regularisation missing?"
@@ -240,13 +240,20 @@ def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[f
 
 
 def _judge(
-    setting: str, name: str, before: list[float], now: list[float], old: Any, new: Any, tolerance: Mapping[str, float]
+    setting: str,
+    name: str,
+    before: list[float],
+    now: list[float],
+    *,
+    old: Any,
+    new: Any,
+    tolerance: Mapping[str, float],
 ) -> Measure:
     """Compare the values of a measure, those of the baseline and those of now."""
     modes = old["runs"][0]["mode"]
     is_metric = name in modes
     # For times and memory more is worse; a metric has its own direction
-    up_is_worse = not is_metric or modes[name] == "min" or (name != next(iter(modes)) and less_is_better(name))
+    up_is_worse = not is_metric or modes[name] == "min"
     (was, deviation), is_now = mean_and_deviation(before), statistics.fmean(now)
     kind = "metric" if is_metric else name
     limit = tolerance.get(kind, TOLERANCE[kind])

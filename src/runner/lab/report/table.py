@@ -20,17 +20,6 @@ from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
 
 _NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", *OF_THE_SWEEP)
-_LESS_IS_BETTER = (
-    "loss",
-    "error",
-    "mae",
-    "mse",
-    "perplexity",
-    "step_ms",
-    "peak_memory_mib",
-    "startup_s",
-    "time_s",
-)
 
 
 @dataclass(frozen=True)
@@ -294,11 +283,6 @@ def text_of(value: Any) -> str:
         parts = ", ".join(f"{key}={text_of(each)}" for key, each in value.items() if key != "_target_")
         return f"{name}({parts})" if parts or not name else name
     return str(value)
-
-
-def less_is_better(name: str) -> bool:
-    """True if smaller values of a metric are better, as far as its name says."""
-    return any(part in name.rpartition("/")[2].lower() for part in _LESS_IS_BETTER)
 
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
