@@ -72,8 +72,8 @@ def read_text(path: Path, largest: int = LARGEST_TEXT) -> str:
     return read_regular(path, largest).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_yaml(path: Path, as_text: bool = False) -> Any:
-    """The content of a small YAML file; `as_text` keeps every value as it is written, so that the name `no` is not false.
+def read_yaml(path: Path, largest: int = _LARGEST, plain: bool = False) -> Any:
+    """The content of a small YAML file; every scalar as text if it is `plain`.
 
     Raises:
         OSError: as `read_regular`.
@@ -81,7 +81,7 @@ def read_yaml(path: Path, as_text: bool = False) -> Any:
     """
     import yaml
 
-    text, begun, sizes, count = read_text(path, _LARGEST), list[tuple[Any, int]](), dict[Any, int](), 0
+    text, begun, sizes, count = read_text(path, largest), list[tuple[Any, int]](), dict[Any, int](), 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.CollectionStartEvent):
@@ -92,7 +92,7 @@ def read_yaml(path: Path, as_text: bool = False) -> Any:
             count += sizes.get(event.anchor, 1) if isinstance(event, yaml.AliasEvent) else 1
             bounded(count, _MOST_VALUES, "values with those that aliases stand for")
             bounded(len(begun), _DEEPEST, "levels of nesting")
-        return yaml.load(text, yaml.BaseLoader if as_text else yaml.SafeLoader)
+        return yaml.load(text, Loader=yaml.BaseLoader if plain else yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path} is not plain YAML: {' '.join(str(error).split())}") from error
 
@@ -139,13 +139,8 @@ def read_overrides(folder: Path) -> list[str]:
         OSError: if it cannot be read, or is not a small regular file.
         ValueError: if it is not a list of strings.
     """
-    import yaml
-
-    try:
-        # The base loader reads every scalar as text, so no date or number in a file can fail.
-        content = yaml.load(read_regular(folder / "overrides.yaml", _LARGEST_OVERRIDES), Loader=yaml.BaseLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ValueError("it is not plain YAML") from error
+    # Every scalar as text, so no date or number in a file can fail.
+    content = read_yaml(folder / "overrides.yaml", _LARGEST_OVERRIDES, plain=True)
     if not isinstance(content, list) or not all(isinstance(word, str) for word in content):
         raise ValueError("it is not a list of strings")
     return content

@@ -20,7 +20,7 @@ from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.listing import common_part
+from runner.data.sources.listing import common_part, size_of
 from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
 from runner.instrument.nested import leaves_of
@@ -137,16 +137,9 @@ def _listing(files: list[bytes], indices: Indices, sizes: Tensor | None) -> Iter
     listed = None if sizes is None else sizes.tolist()
     for some in torch.split(indices[:], _AT_ONCE):  # as a digest of each of a million would take seconds
         yield b"".join(
-            b"%s\0%d\0" % (files[index][common:], _size(files[index]) if listed is None else listed[index])
+            b"%s\0%d\0" % (files[index][common:], size_of(files[index]) if listed is None else listed[index])
             for index in some.tolist()
         )
-
-
-def _size(file: bytes) -> int:
-    try:
-        return os.stat(file).st_size  # noqa: PTH116  a Path for each of a million files would cost more
-    except OSError:  # reported when it is read
-        return -1
 
 
 def _bytes(files: list[bytes], indices: Indices, last: int | None = None) -> Iterator[bytes]:
@@ -155,7 +148,7 @@ def _bytes(files: list[bytes], indices: Indices, last: int | None = None) -> Ite
         try:
             with open_regular(os.fsdecode(files[index])) as file:
                 file.seek(0 if last is None else max(0, file.seek(0, os.SEEK_END) - last))
-                yield hashlib.file_digest(file, "sha256").digest()
+                yield hashlib.file_digest(file, "sha256").digest()  # any binary file
         except OSError:
             yield b"unreadable"
 

@@ -352,7 +352,7 @@ def yolo(
         base, description = base.parent, base.name
     path, plain = base / description, base / "classes.txt"
     try:
-        said = read_yaml(path, as_text=True) if path.exists() else {}
+        said = read_yaml(path, plain=True) if path.exists() else {}
         names = said["names"] if path.exists() else read_text(plain).rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         numbered = names.items() if isinstance(names, dict) else enumerate(names)

@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 from torch import Tensor
 from torch.nn import functional as F
 
 from runner.base.errors import UserError
 from runner.base.reading import open_regular
 from runner.config.schema.sections import Data
-from runner.data.sources.listing import READS_AVIF
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2
@@ -49,7 +48,8 @@ _TURNS = {
 _ON_ITS_SIDE = (5, 6, 7, 8)
 # Only decoders of pixels: Pillow goes by the content, whatever the name, and would hand PostScript to Ghostscript.
 # It opens an MPO, which cameras with two lenses write, as a JPEG.
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *("AVIF",) * READS_AVIF)
+_AVIF = ("AVIF",) if "avif" in features.modules and features.check("avif") else ()
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP", *_AVIF)
 _REDUCIBLE = ("JPEG", "MPO")
 _REDUCTIONS = (8, 4, 2)
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif"}  # others are their own

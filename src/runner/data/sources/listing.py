@@ -13,23 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from PIL import features
 from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sources.index_file import IndexFile
 
-READS_AVIF = "avif" in features.modules and bool(features.check("avif"))
-_AVIF = (".avif",)
-EXTENSIONS = frozenset(
-    (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
-    + _AVIF * READS_AVIF
-)
-_UNREAD: tuple[str, ...] = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".tga", ".dng", ".cr2", ".cr3", ".nef", ".arw")
-_UNREAD += _AVIF * (not READS_AVIF)
+_PHOTOS = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff")
+_ENDINGS = (*_PHOTOS, ".pgm", ".ppm", ".pbm", ".pnm")
+EXTENSIONS = frozenset(_ENDINGS)
+_UNREAD = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".tga", ".dng", ".cr2", ".cr3", ".nef", ".arw")
 # Folders of thumbnails and metadata that systems add: of Synology, macOS, QNAP and Windows
 _NO_DATA = ("@eaDir", "__MACOSX", "@Recycle", "#recycle", "$RECYCLE.BIN", "System Volume Information")
-_ENDINGS = tuple(EXTENSIONS)
 INDEXED_FROM = 100_000  # files; fewer are listed within a second
 _RULES = 2  # to be raised when other files are listed, or in another order
 _SETTLED_S = 2.0  # a folder that changed less than this before it was read may change again within the same timestamp
@@ -129,7 +123,7 @@ def is_hidden(name: str) -> bool:
 def unread_warnings(folder: Path, count: int) -> list[str]:
     """What to say of the images of a folder that are not read, if there are any."""
     types = f"images of types that are not read here ({' '.join(_UNREAD)})"
-    return [f"{folder}: {count:,} {types} are left out; convert them to JPEG or PNG"] if count else []
+    return [f"{folder}: {count:,} {types} are skipped; convert them to JPEG or PNG"] if count else []
 
 
 def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[str, list[str]]]:
@@ -184,11 +178,10 @@ def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Fi
     names: list[bytes] = []
     counts, unread = [], 0
     for name in classes:
-        listed = list(folders_below(folder / name, times))
-        unread += sum(is_unread(file) for _, files in listed for file in files)
-        found = [(here, list(filter(is_image, files))) for here, files in listed]
-        paths = [f"{here}/{file}" for here, files in found for file in files]
-        if len(found) > 1:  # as Path sorts: part by part
+        listed = [(here, file) for here, files in folders_below(folder / name, times) for file in files]
+        unread += sum(is_unread(file) for _, file in listed)
+        paths = [f"{here}/{file}" for here, file in listed if is_image(file)]
+        if listed and listed[0][0] != listed[-1][0]:  # as Path sorts: part by part
             paths.sort(key=lambda path: path.split("/"))
         if not paths:
             problem = f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})"
@@ -219,7 +212,10 @@ def list_splits(
         return splits, []
     if Path(cache_folder).resolve() in {folder.resolve() for folder in folders.values()}:
         return splits, []  # writing the index would change the folder
-    splits = {split: (replace(files, sizes=_sizes(files)), numbers) for split, (files, numbers) in splits.items()}
+    splits = {
+        split: (replace(files, sizes=torch.tensor([*map(size_of, files.all_names())])), numbers)
+        for split, (files, numbers) in splits.items()
+    }
     changes = [changed for changed, *_ in times.values()]
     # Without a time of change for each folder, as in some network file systems, a change would not be seen
     if max(changes) > begun - _SETTLED_S * 1e9 or min(changes) <= 0 or len(set(changes)) == 1:
@@ -239,12 +235,9 @@ def _unchanged(known: Mapping[str, Tensor], splits: Mapping[str, Path]) -> dict[
                 return None
         except OSError:
             return None
+    fields = ("names", "ends", "sizes", "unread")
     return {
-        split: (
-            Files(*(known[f"{split}.{name}"] for name in ("names", "ends", "sizes", "unread"))),
-            known[f"{split}.classes"],
-        )
-        for split in splits
+        split: (Files(*(known[f"{split}.{name}"] for name in fields)), known[f"{split}.classes"]) for split in splits
     }
 
 
@@ -254,11 +247,9 @@ def times_of(path: str | bytes | Path) -> list[int]:
     return [found.st_ctime_ns, found.st_mtime_ns, found.st_ino & (2**63 - 1)]
 
 
-def _sizes(files: Files) -> Tensor:
-    sizes = []
-    for name in files.all_names():
-        try:
-            sizes.append(os.stat(name).st_size)  # noqa: PTH116  as above
-        except OSError:  # reported when it is read
-            sizes.append(-1)
-    return torch.tensor(sizes)
+def size_of(path: bytes) -> int:
+    """The size of a file in bytes; -1 if there is none, which is reported when it is read."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116  as above
+    except OSError:
+        return -1

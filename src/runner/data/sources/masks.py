@@ -134,7 +134,7 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     unread: list[Path] = []
     files = {path: _stem(path, images) for path in sorted(images_below(images, unread))}
     if unread:
-        problem = f"{len(unread):,} images are of a type that is not read, such as {unread[0].absolute()}"
+        problem = f"{len(unread):,} images are of a type that is not read, such as {unread[0]}"
         raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
     if missing := [name for name in files.values() if name not in by_name]:
         problem = f"{len(missing):,} of {len(files):,} images in {images.absolute()} have no mask, such as {missing[0]}"

@@ -52,13 +52,17 @@ class Table:
     def number(self, column: str, row: int) -> float:
         """An entry as a number; raises `UserError` if it is none, or not finite."""
         text = self.text(column, row)
-        try:
-            number = parsed(text, float)
-        except ValueError:
-            number = math.nan
+        number = _as_number(text)
         if not math.isfinite(number) or isinstance(self.columns[column][row], bool):
             raise self.wrong(row, column, f"is '{text}', which is not a finite number", "numbers in this column")
         return number
+
+
+def _as_number(text: str) -> float:
+    try:
+        return parsed(text, float)
+    except ValueError:
+        return math.nan
 
 
 def image_table(
@@ -193,12 +197,11 @@ def _read_parquet(path: Path, keys: Mapping[str, str]) -> Table:
 
 def _entries(column: Any) -> list[Any]:
     """The values of a column; equal texts of a dictionary are one object."""
-    entries: list[Any] = []
-    for chunk in column.chunks:
-        texts = chunk.dictionary.to_pylist() if hasattr(chunk, "dictionary") else None
-        values = (chunk.indices if texts is not None else chunk).to_pylist()
-        entries += values if texts is None else [None if value is None else texts[value] for value in values]
-    return entries
+    if not hasattr(column.type, "index_type"):
+        return list(column.to_pylist())
+    column = column.unify_dictionaries()
+    values = [*column.chunk(0).dictionary.to_pylist(), None] if column.num_chunks else []
+    return [values[place] for chunk in column.chunks for place in chunk.indices.fill_null(-1).to_pylist()]
 
 
 def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list[Path]:
@@ -241,17 +244,11 @@ def column_targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[
 
 
 def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple[str, ...]]:
-    def as_number(name: str) -> float | None:
-        try:
-            return parsed(name, float)
-        except ValueError:
-            return None
-
     # Numbers are sorted as numbers, so that class 10 comes after class 9.
-    numbers = {name: as_number(name) for name in dict.fromkeys(names)}
-    if all(number is not None for number in numbers.values()):
+    numbers = {name: _as_number(name) for name in dict.fromkeys(names)}
+    if not any(map(math.isnan, numbers.values())):
         for name, number in numbers.items():
-            if number != math.floor(number or 0):
+            if number != math.floor(number):
                 allowed = "names or whole numbers of classes, or data.dataset.kind=regression task=regression loss=mse"
                 raise table.wrong(names.index(name), column, f"is {name}, which is not a class", allowed)
         ordered = sorted(numbers, key=lambda name: (numbers[name], name))

@@ -37,9 +37,8 @@ NO_IMAGES: Index = dict.fromkeys(COLUMNS, torch.zeros(0, dtype=torch.int64))
 
 def usable(index: Index | None, size: int) -> Index | None:
     """An index that was read from a file, if it can be that of a shard of `size` bytes, else None."""
-    columns = [index[name] for name in COLUMNS if name in index] if index is not None else []
-    kinds = {(each.dtype, each.ndim, len(each) if each.ndim else 0) for each in columns}
-    if len(columns) < len(COLUMNS) or [kind[:2] for kind in kinds] != [(torch.int64, 1)]:
+    columns = [(index or {}).get(name, torch.tensor(0.0)) for name in COLUMNS]
+    if {(each.dtype, each.ndim) for each in columns} != {(torch.int64, 1)} or len({*map(len, columns)}) > 1:
         return None
     offsets, lengths, _, labels = columns
     inside = (offsets >= 0) & (lengths >= 0) & (lengths <= size) & (offsets <= size - lengths)

@@ -46,7 +46,8 @@ def files_in(words: Sequence[str]) -> list[Path]:
 def _named_by(word: str) -> list[Path]:
     path = Path(word).expanduser()
     if path.is_dir():
-        return sorted([*images_below(path, unread := list[Path]()), *unread])  # what cannot be read is listed as such
+        # What cannot be read is listed as such
+        return sorted([*images_below(path, unread := list[Path]()), *unread])
     if path.exists() or path.is_symlink():
         return [path]
     if _PATTERN & set(word):
