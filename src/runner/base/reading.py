@@ -7,9 +7,8 @@ import os
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard
 
-Parsed = TypeVar("Parsed", int, float)
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
 _LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
 
@@ -54,11 +53,11 @@ def read_regular(path: Path, largest: int = _LARGEST) -> bytes:
     return content
 
 
-def parsed(text: str, kind: type[Parsed]) -> Parsed:
-    """A number in the text of a file; raises `ValueError` also for `1_0`, which Python takes for 10."""
+def digits(text: str) -> str:
+    """The text of a number; raises `ValueError` for `1_0`, which Python takes for 10."""
     if "_" in text:
         raise ValueError(f"not a number: {text!r}")
-    return kind(text)
+    return text
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -19,7 +19,7 @@ import yaml
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import open_regular, parsed
+from runner.base.reading import digits, read_regular
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
@@ -28,7 +28,7 @@ from runner.data.sources.listing import check_names, images_below, written
 OnError = Literal["raise", "skip"]
 
 _OUTSIDE = 0.01  # of a side, by which a box may lie outside of the image, as annotation tools round; it is cut off
-_SHOWN = 5  # files in a message
+_LARGEST = 2**28  # bytes of a label file
 _SPLITS = ("train", "val", "test")
 
 
@@ -95,8 +95,7 @@ def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
     """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are shares of the sides."""
     sized = [image for image in images if image.size and image.boxes]
     if sized and max(number for image in sized for box in image.boxes for number in box) <= 1:
-        problem = f"no number of a box is above 1, as shares of the sides are, such as of {sized[0].path}"
-        raise UserError(key, problem, allowed)
+        raise UserError(key, f"all boxes are shares of the sides, such as those of {sized[0].path}", allowed)
 
 
 class DetectionImages(ImageFolder):
@@ -134,10 +133,12 @@ class DetectionImages(ImageFolder):
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
         super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
+        self.warnings: list[str] = []
         objects = ({(*box, label) for box, label in zip(each.boxes, each.labels, strict=True)} for each in images)
         if twice := [image for image, of in zip(images, objects, strict=True) if len(of) < len(image.boxes)]:
-            said = "have two objects with the same box and class, such as"
-            self.warnings = [f"{len(twice):,} of {len(images):,} images {said} {twice[0].path}"]
+            self.warnings.append(
+                f"images with two objects of one box and class: {len(twice):,}, such as {twice[0].path}"
+            )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
@@ -178,14 +179,12 @@ def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, boo
         for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
             right = type(label) is int and 1 <= label < 2**31 and crowd in (0, 1)
             if not right or (masks and outline is None):
-                raise ValueError(
-                    f"object {row} has no label from 1 on, no outline, or a crowd that is not true or false"
-                )
+                raise ValueError(f"object {row} has no label from 1 on, no outline, or no crowd of true or false")
             image.add(f"object {row}", box, label, bool(crowd), outline)
         if image.problem:
             raise ValueError(image.problem)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        problem = f"the objects of {place} cannot be used: {_reason(error)}"
+        problem = f"the objects of {place} cannot be used: {reason_of(error)}"
         raise UserError("data.root", problem, "JSON with size, boxes and labels, as the documentation says") from error
     return image, masks
 
@@ -253,7 +252,7 @@ def coco(
             continue
         if not (base / file).is_file():
             there = sorted(str(path.relative_to(base)) for depth in ("*.json", "*/*.json") for path in base.glob(depth))
-            found = f"the JSON files {', '.join(there[:_SHOWN])}" if there else "no JSON file"
+            found = f"the JSON files {', '.join(there[:5])}" if there else "no JSON file"
             allowed = f"{base} has {found}; data.dataset.val_annotations=null splits the images of one file"
             raise UserError(f"data.dataset.{split}_annotations", f"there is no file {base / file}", allowed)
         images, theirs, empty = _read_coco(base / file, base / (folder or ""), masks)
@@ -266,8 +265,8 @@ def coco(
             problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
             raise UserError("data.dataset", problem, "the same ids and names in every file")
         made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
-        dropped = [f"{base / file}: {empty:,} boxes of zero width or height are dropped"] if empty else []
-        made[split].warnings = [*dropped, *made[split].warnings]
+        if empty:
+            made[split].warnings.append(f"{base / file}: {empty:,} boxes of zero width or height are dropped")
     return made
 
 
@@ -304,13 +303,12 @@ def _read_coco(path: Path, folder: Path, masks: bool) -> tuple[list[Annotated], 
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         where = f"{section}{'' if place is None else f'[{place}]'} of {path}"
         where = where if section != "file" else f"{path}, which is not JSON or cut short,"
-        problem = f"{where} cannot be used: {_reason(error)}"
-        allowed = "images, annotations and categories in COCO's format, see docs/howto/detection.md"
-        raise UserError("data.dataset", problem, allowed) from error
+        problem = f"{where} cannot be used: {reason_of(error)}"
+        raise UserError("data.dataset", problem, "a file of COCO's format, as docs/howto/detection.md shows") from error
     return list(images.values()), dict(sorted(names.items())), empty
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What is wrong with what was read from JSON."""
     return f"there is no {error}" if isinstance(error, KeyError) else str(error)
 
@@ -347,9 +345,9 @@ def yolo(
         names = said["names"] if path.is_file() else plain.read_text(encoding="utf-8-sig").rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         numbered = names.items() if isinstance(names, dict) else enumerate(names)
-        known = {parsed(str(place), int): name for place, name in numbered}
+        known = {int(place): name for place, name in numbered}
         names = tuple(str(known.get(place, "")).strip() or str(place) for place in range(max(known) + 1))
-        points = math.prod(parsed(each, int) for each in said["kpt_shape"]) if said.get("kpt_shape") else 0
+        points = math.prod(map(int, said["kpt_shape"])) if said.get("kpt_shape") else 0
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
@@ -377,10 +375,7 @@ def yolo(
 def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: int) -> str:
     """Add the objects of a file, with `points` numbers of key points each; returns what is wrong with it, or nothing."""
     try:
-        content = b""
-        if os.path.lexists(path):
-            with open_regular(path) as file:
-                content = file.read()
+        content = read_regular(path, _LARGEST) if os.path.lexists(path) else b""
     except OSError as error:
         return f"{path} cannot be read: {(error.strerror or str(error)).lower()}"
     for line, text in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
@@ -388,20 +383,18 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: 
             continue
         place = f"line {line} of {path}"
         try:
-            label, *numbers = (parsed(each, float) for each in text.split())
+            label, *numbers = map(float, digits(text).split())
             if points and len(numbers) != 4 + points:
                 return f"{place} is not a class number, a box and the {points} numbers of kpt_shape: {text[:60]}"
-            numbers = numbers[:4] if points else numbers
-            outline = np.array(numbers).reshape(-1, 2)
+            outline = np.array(numbers[: 4 if points else None]).reshape(-1, 2)
         except ValueError:
             return f"{place} is not a class number and pairs of numbers: {text[:60]}"
         if label not in range(classes):
             return f"{place} has the class {label:g}, and there are {classes}, 0 to {classes - 1}"
         if len(outline) < (3 if masks else 2):
             return f"{place} has no {'polygon, which data.dataset.masks=true needs' if masks else 'box'}: {text[:60]}"
-        corners = [outline.min(0), outline.max(0)]
+        low, high = outline.min(0), outline.max(0)
         if len(outline) == 2:  # which of a negative side are the wrong way round
-            corners = [outline[0] - outline[1] / 2, outline[0] + outline[1] / 2]
-        box = np.concatenate(corners).tolist()
-        image.add(place, box, int(label) + 1, outline=[numbers] if masks else None)
+            low, high = outline[0] - outline[1] / 2, outline[0] + outline[1] / 2
+        image.add(place, [*low.tolist(), *high.tolist()], int(label) + 1, outline=[numbers] if masks else None)
     return image.problem

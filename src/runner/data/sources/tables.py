@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError, nearest
-from runner.base.reading import parsed
+from runner.base.reading import digits
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
@@ -51,7 +51,7 @@ class Table:
         """An entry as a number; raises `UserError` if it is none, or not finite."""
         text = self.text(column, row)
         try:
-            number = parsed(text, float)
+            number = float(digits(text))
         except ValueError:
             number = math.nan
         if not math.isfinite(number) or isinstance(self.columns[column][row], bool):
@@ -219,7 +219,7 @@ def column_targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[
 def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple[str, ...]]:
     def as_number(name: str) -> float | None:
         try:
-            return parsed(name, float)
+            return float(digits(name))
         except ValueError:
             return None
 
