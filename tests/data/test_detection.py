@@ -303,7 +303,7 @@ def test_yolo_finds_labels_of_another_unicode_form_and_counts_doubled_lines(draw
     assert yolo(str(drawn))["train"][0][1]["boxes"].equal(expected)
     text.write_text(2 * text.read_text())
     (warning,) = yolo(str(drawn))["train"].warnings
-    assert warning.startswith("1 of 5 images have two objects with the same box and class, such as")
+    assert warning.startswith("images with two objects of one box and class: 1, such as")
     (drawn / "classes.txt").write_text("\u00e9\ne\u0301\n")
     with pytest.raises(UserError, match=r"classes.txt has two classes of one name"):
         yolo(str(drawn))

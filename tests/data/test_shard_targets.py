@@ -235,7 +235,7 @@ def boxes(**changes: Any) -> Members:
         ("boxes", boxes(boxes=[[1, 2, 20, 4]]), "sample a of .* cannot be used: .*the box in object 0 is empty, or outside"),
         ("boxes", boxes(boxes=[[0, 0.25, 0.5, 1]]), "shares of the sides"),
         ("boxes", boxes(outlines=[None]), "no outline"),
-        ("boxes", boxes(crowd="0"), "a crowd that is not true or false"),
+        ("boxes", boxes(crowd="0"), "no crowd of true or false"),
         ("boxes", [*boxes(), ("b.png", b""), ("b.json", b'{"boxes": [], "labels": [], "size": null, "outlines": []}')],
          "sample b of .* has outlines, or has none, as others"),
         ("boxes", boxes(outlines=[[[1e9, 0, 1, 1, 2, 2]]]), "the polygon of object 0 is more than"),

@@ -357,7 +357,7 @@ def test_a_loss_far_above_the_lines_before_and_the_first_one_of_exactly_zero_are
     assert [text.split(", from")[0] for text in warnings] == [
         "the training loss jumped to 7 at step 13",
         "the training loss jumped to 6.5 at step 16",
-        "the training loss is exactly 0 at step 18: no target counts, or nothing is left to learn",
+        "the training loss is exactly 0: no target counts, or nothing is left to learn",
     ]
 
 

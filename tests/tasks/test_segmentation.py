@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str, tuple[str, 
     ),
     "JPEG": (
         lambda root: Image.new("L", (24, 24)).save((root / "train/masks/003.png").rename(root / "train/masks/003.jpg")),
-        (), "", ("003.jpg", "JPEG changes values"),
+        (), "", ("003.jpg", "JPEG"),
     ),
     "class twice": (
         lambda root: (root / "classes.txt").write_text("ground\ndisc\ndisc"),

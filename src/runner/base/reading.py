@@ -8,9 +8,8 @@ import stat
 from datetime import UTC, datetime
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
-Parsed = TypeVar("Parsed", int, float)
 _LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
 LARGEST_TEXT = 2**24  # bytes of a list of names
 LARGEST_DATA = 2**32  # bytes of annotations, or of an index
@@ -97,11 +96,11 @@ def read_yaml(path: Path, largest: int = _LARGEST, plain: bool = False) -> Any:
         raise ValueError(f"{path} is not plain YAML: {' '.join(str(error).split())}") from error
 
 
-def parsed(text: str, kind: type[Parsed]) -> Parsed:
-    """A number in the text of a file; raises `ValueError` also for `1_0`, which Python takes for 10."""
+def digits(text: str) -> str:
+    """The text of a number; raises `ValueError` for `1_0`, which Python takes for 10."""
     if "_" in text:
         raise ValueError(f"not a number: {text!r}")
-    return kind(text)
+    return text
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -225,9 +225,8 @@ def _of_samples(config: Train) -> Broken:
         if data.collate is not None:
             message = "makes batches of samples of any kind, and data.images=null says that they are (image, target)"
             yield "data.collate", message, "data.images=[], or the names of the fields that are images"
-        is_shards = data.dataset.get("_target_") == "runner.data.sources.shards.shards"
-        if is_shards and (target := data.dataset.get("target", "class")) != "class":
-            yield "data.images", f"is null, and data.dataset.target={target}", "['0']"
+        if source.endswith(".shards") and kind:
+            yield "data.images", f"is null, and data.dataset.target={data.dataset['target']}", "['0']"
         return
     only, freeze = "needs samples that are pairs (image, target), and data.images declares another kind", config.freeze
     for name in ("train", "eval", "mix"):

@@ -16,6 +16,7 @@ If a callback has `state_dict()` and `load_state_dict(state)`, its state is part
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -160,9 +161,9 @@ class Log:
         hardware_metrics: Callable[[float], dict[str, float]] = lambda rate: {},
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.every_steps, self.sinks, self.hardware_metrics, self._warn = every_steps, sinks, hardware_metrics, warn
+        self.every_steps, self.sinks, self.hardware_metrics = every_steps, sinks, hardware_metrics
+        self._warn = functools.cache(warn)  # nothing is said twice
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
-        self._was_zero = self._was_nan = False
         self._began = (time.perf_counter(), 0, 0.0, 0.0)
 
     def on_start(self, loop: Loop) -> None:
@@ -199,11 +200,8 @@ class Log:
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split, whose time is not training time."""
-        name, step = loop.monitor[0], loop.state.position.global_step
-        if math.isnan(metrics[name]) and not self._was_nan:
-            said = "cannot be computed, as where the validation split has no object; no such evaluation is the best"
-            self._warn(f"{name} is nan at step {step}: it {said}")
-        self._was_nan |= math.isnan(metrics[name])
+        if math.isnan(metrics[name := loop.monitor[0]]):
+            self._warn(f"{name} is nan: it cannot be computed, as where the validation split has no object")
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
         self._began = _clock(loop)
 
@@ -212,9 +210,8 @@ class Log:
         self._began = _clock(loop)
 
     def _warn_of_loss(self, loss: float, step: int) -> None:
-        if loss == 0 and not self._was_zero:
-            self._warn(f"the training loss is exactly 0 at step {step}: no target counts, or nothing is left to learn")
-        self._was_zero |= loss == 0
+        if loss == 0:
+            self._warn("the training loss is exactly 0: no target counts, or nothing is left to learn")
         usual = statistics.median(self._losses) if len(self._losses) == _SPIKE_WINDOW else 0.0
         if loss > _SPIKE * usual > 0:
             self._warn(f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before")

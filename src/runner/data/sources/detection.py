@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import math
 import os
 import zlib
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,88 +16,17 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import LARGEST_DATA, bounded, open_regular, parsed, read_regular, read_text, read_yaml
+from runner.base.reading import LARGEST_DATA, bounded, digits, read_regular, read_text, read_yaml
 from runner.config.schema.sections import Data
+from runner.data.sources.annotated import Annotated, refuse_shares
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
 from runner.data.sources.listing import check_names, images_below, is_inside, unread_warnings, written
 
 OnError = Literal["raise", "skip"]
 
-_OUTSIDE = 0.01  # of a side, by which a box may lie outside of the image, as annotation tools round; it is cut off
-_SHOWN = 5  # files in a message
+_LARGEST = 2**28  # bytes of a label file
 _SPLITS = ("train", "val", "test")
-
-
-@dataclass
-class Annotated:
-    """An image file and its objects, while the annotations are read; lists have an item for each object."""
-
-    path: Path
-    image_id: int
-    size: tuple[int, int] | None  # width and height in pixels that boxes refer to; None for fractions of them
-    problem: str = ""  # why it cannot be used
-    boxes: list[list[float]] = field(default_factory=list)  # left, top, right, bottom
-    labels: list[int] = field(default_factory=list)  # 1 to the number of classes
-    crowd: list[bool] = field(default_factory=list)  # whether a box is around many objects, which are not told apart
-    outlines: list[Any] = field(default_factory=list)  # polygons or a run-length encoding, if masks are read
-
-    def __post_init__(self) -> None:
-        if not -(2**63) <= self.image_id < 2**63:
-            raise ValueError(f"the id {self.image_id} has more than 64 bits")
-
-    def add(self, place: str, box: Sequence[float], label: int, crowd: bool = False, outline: Any = None) -> None:
-        """Add an object; `place` says where it stands."""
-        inside, wrong = clipped(box, self.size)
-        self.problem = self.problem or (wrong and f"the box in {place} {wrong}")
-        if reason := _wrong_outline(outline, (self.size or (1, 1)) * 2):
-            self.problem = self.problem or f"the polygon of {place} {reason}"
-        self.boxes.append(inside)
-        self.labels.append(label)
-        self.crowd.append(crowd)
-        self.outlines.append(outline)
-
-
-def clipped(box: Sequence[float], size: tuple[int, int] | None) -> tuple[list[float], str]:
-    """The part of a box within its image, and what is wrong with it, or nothing; for `size` see `Annotated`."""
-    sides = (size or (1, 1)) * 2
-    inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
-    near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
-    if near and inside[0] < inside[2] and inside[1] < inside[3]:
-        return inside, ""
-    unit = f"in an image of {sides[0]}x{sides[1]} pixels" if size else "as fractions of width and height"
-    shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} of {unit}"
-    return inside, f"is empty, or outside of the image: {shown}"
-
-
-def _wrong_outline(outline: Any, sides: Sequence[float]) -> str:
-    """What is wrong with the polygons of an object, such as that its mask would lack a part; or nothing."""
-    if outline is None or isinstance(outline, dict):  # no masks, or run lengths
-        return ""
-    if not isinstance(outline, list) or not outline or not all(isinstance(part, list) for part in outline):
-        return f"is not a list of polygons: {str(outline)[:60]}"
-    if wrong := [part for part in outline if len(part) < 6 or len(part) % 2]:
-        return f"has a part that is not three points or more: {str(wrong[0])[:60]}"
-    if not any(map(_has_area, outline)):
-        return f"is a line: {str(outline)[:60]}"
-    limits = [(part[axis::2], sides[axis]) for part in outline for axis in (0, 1)]
-    if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):  # they take memory
-        return "is more than a side outside of the image"
-    return ""
-
-
-def _has_area(part: Sequence[float]) -> bool:
-    """Tell whether the points of a polygon are not all on one line."""
-    points = [(x - part[0], y - part[1]) for x, y in zip(part[::2], part[1::2], strict=True)]
-    return not all(math.isclose(x * b, a * y) for (x, y), (a, b) in itertools.pairwise(points))
-
-
-def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
-    """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are shares of the sides."""
-    sized = [image for image in images if image.size and image.boxes]
-    if sized and max(number for image in sized for box in image.boxes for number in box) <= 1:
-        problem = f"no number of a box is above 1, as in fractions of width and height, such as in {sized[0].path}"
-        raise UserError(key, problem, allowed)
 
 
 class DetectionImages(ImageFolder):
@@ -137,10 +64,12 @@ class DetectionImages(ImageFolder):
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
         super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
+        self.warnings: list[str] = []
         objects = ({(*box, label) for box, label in zip(each.boxes, each.labels, strict=True)} for each in images)
         if twice := [image for image, of in zip(images, objects, strict=True) if len(of) < len(image.boxes)]:
-            said = "have two objects with the same box and class, such as"
-            self.warnings = [f"{len(twice):,} of {len(images):,} images {said} {twice[0].path}"]
+            self.warnings.append(
+                f"images with two objects of one box and class: {len(twice):,}, such as {twice[0].path}"
+            )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
@@ -181,14 +110,12 @@ def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, boo
         for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
             right = type(label) is int and 1 <= label < 2**31 and crowd in (0, 1)
             if not right or (masks and outline is None):
-                raise ValueError(
-                    f"object {row} has no label from 1 on, no outline, or a crowd that is not true or false"
-                )
+                raise ValueError(f"object {row} has no label from 1 on, no outline, or no crowd of true or false")
             image.add(f"object {row}", box, label, bool(crowd), outline)
         if image.problem:
             raise ValueError(image.problem)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        problem = f"the objects of {place} cannot be used: {_reason(error)}"
+        problem = f"the objects of {place} cannot be used: {reason_of(error)}"
         raise UserError("data.root", problem, "JSON with size, boxes and labels, as the documentation says") from error
     return image, masks
 
@@ -256,9 +183,9 @@ def coco(
     for split, folder, file in zip(_SPLITS, folders, files, strict=True):
         if file is None:
             continue
-        if not (base / file).is_file():
+        if not (base / file).exists():
             there = sorted(str(path.relative_to(base)) for depth in ("*.json", "*/*.json") for path in base.glob(depth))
-            found = f"the JSON files {', '.join(there[:_SHOWN])}" if there else "no JSON file"
+            found = f"the JSON files {', '.join(there[:5])}" if there else "no JSON file"
             allowed = f"{base} has {found}; data.dataset.val_annotations=null splits the images of one file"
             raise UserError(f"data.dataset.{split}_annotations", f"there is no file {base / file}", allowed)
         images, theirs, empty = _read_coco(base / file, base / (folder or ""), base, masks)
@@ -271,8 +198,8 @@ def coco(
             problem = f"{base / file} has other categories than {train_annotations}, such as {differing[0]}"
             raise UserError("data.dataset", problem, "the same ids and names in every file")
         made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
-        dropped = [f"{base / file}: {empty:,} boxes of zero width or height are dropped"] if empty else []
-        made[split].warnings = [*dropped, *made[split].warnings]
+        if empty:
+            made[split].warnings.append(f"{base / file}: {empty:,} boxes of zero width or height are dropped")
     return made
 
 
@@ -312,13 +239,12 @@ def _read_coco(path: Path, folder: Path, root: Path, masks: bool) -> tuple[list[
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         where = f"{section}{'' if place is None else f'[{place}]'} of {path}"
         where = where if section != "file" else f"{path}, which is not JSON or cut short,"
-        problem = f"{where} cannot be used: {_reason(error)}"
-        allowed = "images, annotations and categories in COCO's format, see docs/howto/detection.md"
-        raise UserError("data.dataset", problem, allowed) from error
+        problem = f"{where} cannot be used: {reason_of(error)}"
+        raise UserError("data.dataset", problem, "a file of COCO's format, as docs/howto/detection.md shows") from error
     return list(images.values()), dict(sorted(names.items())), empty
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What is wrong with what was read from JSON."""
     return f"there is no {error}" if isinstance(error, KeyError) else str(error)
 
@@ -356,10 +282,10 @@ def yolo(
         names = said["names"] if path.exists() else read_text(plain).rstrip().splitlines()
         # Numbers that a mapping or an empty line skips, as those of COCO do, are classes whose name is the number
         numbered = names.items() if isinstance(names, dict) else enumerate(names)
-        known = {parsed(str(place), int): name for place, name in numbered}
+        known = {int(digits(str(place))): name for place, name in numbered}
         count = bounded(max(known) + 1, 10 * len(known) + 1000, f"numbers of classes for {len(known):,} names")
         names = tuple(str(known.get(place, "")).strip() or str(place) for place in range(count))
-        points = math.prod(parsed(each, int) for each in said["kpt_shape"]) if said.get("kpt_shape") else 0
+        points = math.prod(int(digits(each)) for each in said["kpt_shape"]) if said.get("kpt_shape") else 0
     except (OSError, LookupError, TypeError, ValueError) as error:
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
@@ -383,7 +309,7 @@ def yolo(
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
                 raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
             made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
-            made[split].warnings = unread_warnings(folder, len(unread))
+            made[split].warnings = [*made[split].warnings, *unread_warnings(folder, len(unread))]
         elif split == "train" or said.get(split):
             problem = f"the images of '{split}', {folder}, are not a folder"
             raise UserError("data.dataset", problem, "a folder of images")
@@ -393,10 +319,7 @@ def yolo(
 def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: int) -> str:
     """Add the objects of a file, with `points` numbers of key points each; returns what is wrong with it, or nothing."""
     try:
-        content = b""
-        if os.path.lexists(path):
-            with open_regular(path) as file:
-                content = file.read()
+        content = read_regular(path, _LARGEST) if os.path.lexists(path) else b""
     except OSError as error:
         return f"{path} cannot be read: {(error.strerror or str(error)).lower()}"
     for line, text in enumerate(content.decode("utf-8-sig", "replace").splitlines(), 1):
@@ -404,20 +327,18 @@ def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: 
             continue
         place = f"line {line} of {path}"
         try:
-            label, *numbers = (parsed(each, float) for each in text.split())
+            label, *numbers = map(float, digits(text).split())
             if points and len(numbers) != 4 + points:
                 return f"{place} is not a class number, a box and the {points} numbers of kpt_shape: {text[:60]}"
-            numbers = numbers[:4] if points else numbers
-            outline = np.array(numbers).reshape(-1, 2)
+            outline = np.array(numbers[: 4 if points else None]).reshape(-1, 2)
         except ValueError:
             return f"{place} is not a class number and pairs of numbers: {text[:60]}"
         if label not in range(classes):
             return f"{place} has class {label:g}, but the classes are 0 to {classes - 1}"
         if len(outline) < (3 if masks else 2):
             return f"{place} has no {'polygon, which data.dataset.masks=true needs' if masks else 'box'}: {text[:60]}"
-        corners = [outline.min(0), outline.max(0)]
+        low, high = outline.min(0), outline.max(0)
         if len(outline) == 2:  # which of a negative side are the wrong way round
-            corners = [outline[0] - outline[1] / 2, outline[0] + outline[1] / 2]
-        box = np.concatenate(corners).tolist()
-        image.add(place, box, int(label) + 1, outline=[numbers] if masks else None)
+            low, high = outline[0] - outline[1] / 2, outline[0] + outline[1] / 2
+        image.add(place, [*low.tolist(), *high.tolist()], int(label) + 1, outline=[numbers] if masks else None)
     return image.problem

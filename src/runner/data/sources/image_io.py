@@ -145,12 +145,8 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
         if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
-        if opened.format in _REDUCIBLE:
-            raise ValueError(
-                "JPEG changes values, so that they are other classes; masks are PNG, BMP, GIF and TIFF files"
-            )
-        if opened.format == "PPM":  # Pillow stretches grey values to 255
-            raise ValueError("PPM files, PGM among them, are not read as masks, but PNG, BMP, GIF and TIFF are")
+        if opened.format in ("PPM", *_REDUCIBLE):  # Pillow stretches grey values to 255, and JPEG changes them
+            raise ValueError("JPEG and PPM files, such as PGM, are not read as masks, but PNG, BMP, GIF and TIFF are")
         layout = opened.tile[0][3] if opened.tile else None
         stretch = _STRETCHED.get(layout if isinstance(layout, str) else "", 1)
         values = np.array(opened)

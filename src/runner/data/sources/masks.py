@@ -157,5 +157,5 @@ def refuse_ignored(count: int, mask: Callable[[int], Tensor], key: str, allowed:
         with contextlib.suppress(UserError):  # said, or skipped, when it is used
             found |= {*mask(index).flatten().tolist()}
     if found == {_IGNORED} or (found == {0, _IGNORED} and not mapped):
-        shown = f"{_IGNORED}, which stands" if found == {_IGNORED} else f"0 and {_IGNORED}, and {_IGNORED} stands"
-        raise UserError(f"data.{key}", f"masks of training have only the values {shown} for no class", allowed)
+        shown = f"{' and '.join(map(str, sorted(found)))}, and {_IGNORED} stands for no class"
+        raise UserError(f"data.{key}", f"masks of training have only the values {shown}", allowed)

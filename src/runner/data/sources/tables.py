@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError, nearest
-from runner.base.reading import bounded, parsed
+from runner.base.reading import bounded, digits
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
@@ -60,7 +60,7 @@ class Table:
 
 def _as_number(text: str) -> float:
     try:
-        return parsed(text, float)
+        return float(digits(text))
     except ValueError:
         return math.nan
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import parsed
-from runner.data.sources.detection import objects_of, refuse_shares
+from runner.base.reading import digits
+from runner.data.sources.annotated import refuse_shares
+from runner.data.sources.detection import objects_of
 from runner.data.sources.listing import EXTENSIONS, is_hidden, is_image, is_unread
 
 LARGEST_CLASS = 2**31 - 1
@@ -139,11 +140,8 @@ def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile
 def _class_number(shard: str, key: str, contents: Mapping[str, bytes], label: str) -> int:
     number: Any = None
     with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
-        number = (
-            parsed(contents["cls"].decode(), int)
-            if "cls" in contents
-            else json.loads(contents.get("json", b"{}")).get(label)
-        )
+        text = contents.get("cls", b"").decode()
+        number = int(digits(text)) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
     if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
         problem = f"sample {key} of {shard} has no class number"
         allowed = f"a number from 0 to {LARGEST_CLASS:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"

@@ -11,7 +11,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError, nearest
-from runner.data.sources.detection import clipped
+from runner.data.sources.annotated import clipped
+from runner.data.sources.detection import reason_of
 from runner.data.sources.masks import check_values, renumbered
 from runner.instrument.nested import mapped_items
 
@@ -21,11 +22,7 @@ _UNPICKLE = ("LSUN", "LSUNClass")  # whatever their files hold
 
 
 class Boxes(Dataset[tuple[Any, Any]]):
-    """Pascal VOC, wrapped for torchvision.transforms.v2: what is wrong with annotations is said with their file.
-
-    Raises:
-        UserError: if a sample cannot be used.
-    """
+    """Pascal VOC, wrapped for torchvision.transforms.v2; `UserError` names the file of annotations that cannot be used."""
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped, self.targets, self.classes = wrapped, wrapped.targets, getattr(wrapped, "classes", None)
@@ -38,9 +35,8 @@ class Boxes(Dataset[tuple[Any, Any]]):
         try:
             image, target = self._wrapped[index]
         except (LookupError, TypeError, ValueError) as error:
-            cause = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             allowed = "objects of the 20 classes of Pascal VOC, with a bndbox of whole numbers; data=coco for others"
-            raise UserError("data.dataset", f"{file} cannot be used: {cause}", allowed) from error
+            raise UserError("data.dataset", f"{file} cannot be used: {reason_of(error)}", allowed) from error
         for number, box in enumerate(target["boxes"].tolist()):
             if wrong := clipped(box, tuple(image.shape[:0:-1]))[1]:
                 raise UserError(f"the box in object {number} of {file} {wrong}")
