@@ -233,7 +233,7 @@ def boxes(**changes: Any) -> Members:
         ("boxes", boxes(boxes=[[1, 2, 3]]), "cannot be used: zip"),
         ("boxes", boxes(boxes=[[1, 2, float("nan"), 4]]), "is empty, or outside"),
         ("boxes", boxes(boxes=[[1, 2, 20, 4]]), "sample a of .* cannot be used: .*the box in object 0 is empty, or outside"),
-        ("boxes", boxes(boxes=[[0, 0.25, 0.5, 1]]), "shares of the sides"),
+        ("boxes", boxes(boxes=[[0, 0.25, 0.5, 1]]), "fractions of width and height"),
         ("boxes", boxes(outlines=[None]), "no outline"),
         ("boxes", boxes(crowd="0"), "no crowd of true or false"),
         ("boxes", [*boxes(), ("b.png", b""), ("b.json", b'{"boxes": [], "labels": [], "size": null, "outlines": []}')],

@@ -28,11 +28,6 @@ NEEDED = PACKAGES["export"]
 with_packages = needs("export")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.lab.export.run._SECONDS", 0.0)
-
-
 @pytest.fixture
 def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module:
     """The checkpoint's own model."""
@@ -66,7 +61,7 @@ def test_torch_export_takes_any_batch_size(
     for count in (1, 5, 33):
         torch.testing.assert_close(loaded(normalised(count)), model(normalised(count)), rtol=1e-5, atol=1e-5)
     assert [row["batch_size"] for row in record["comparison"]] == [1, 8]
-    assert all(row["max_rel"] <= 1e-5 and row["ms"] > 0 < row["model_ms"] for row in record["comparison"])
+    assert all(row["max_rel"] <= 1e-5 for row in record["comparison"])
 
 
 @with_packages

@@ -78,7 +78,7 @@ def _has_area(part: Sequence[float]) -> bool:
 
 
 def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
-    """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are shares of the sides."""
+    """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are fractions of its sides."""
     sized = [image for image in images if image.size and image.boxes]
     if sized and max(number for image in sized for box in image.boxes for number in box) <= 1:
         problem = f"no number of a box is above 1, as in fractions of width and height, such as in {sized[0].path}"

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.benchmark import Timer
 
 from runner.base.errors import FAILED, UserError
 from runner.base.files import replacing, write_json, writing
@@ -41,7 +40,6 @@ from runner.tracking.environment import versions
 from runner.tracking.verb_report import Report
 
 _CPU = torch.device("cpu")
-_SECONDS = 0.3  # of a measurement
 
 
 def run(composition: Composition) -> float:
@@ -119,7 +117,7 @@ def run(composition: Composition) -> float:
 
 @torch.inference_mode()
 def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Tensor]) -> list[dict[str, Any]]:
-    """Outputs and latency of an exported model beside those of the model itself, at each batch size."""
+    """Outputs of an exported model beside those of the model itself, at each batch size."""
     found = []
     for images in batches:
         expected, got = model(images).double(), exported(images).double()
@@ -131,18 +129,9 @@ def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Ten
                 "max_abs": difference,
                 # As a share of the largest output, or of 1 if that is larger.
                 "max_rel": difference / max(1.0, float(expected.abs().max())),
-                "ms": _latency_ms(exported, images),
-                "model_ms": _latency_ms(model, images),
             }
         )
     return found
-
-
-def _latency_ms(model: nn.Module, images: Tensor) -> float:
-    """Median time of a call in milliseconds."""
-    call = {"model": model, "images": images}
-    timer = Timer("model(images)", globals=call, num_threads=torch.get_num_threads())
-    return 1000 * timer.blocked_autorange(min_run_time=_SECONDS).median
 
 
 def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
@@ -233,10 +222,9 @@ def _file_record(path: Path) -> dict[str, Any]:
 
 
 def _show(compared: list[dict[str, Any]], report: Report) -> None:
-    rows = []
-    for each in compared:
-        differences = [f"{each['max_abs']:.2g}", f"{each['max_rel']:.2g}"]
-        times = [f"{each['ms']:.3f}", f"{each['model_ms']:.3f}", f"{each['model_ms'] / each['ms']:.2f}"]
-        rows.append([each["format"], str(each["batch_size"]), *differences, *times])
-    columns = ["format", "batch", "largest difference", "relative", "ms", "ms of the model", "times as fast"]
+    rows = [
+        [each["format"], str(each["batch_size"]), f"{each['max_abs']:.2g}", f"{each['max_rel']:.2g}"]
+        for each in compared
+    ]
+    columns = ["format", "batch", "largest difference", "relative"]
     report.table("compared with the model on the CPU, float32", columns, rows)
