@@ -143,7 +143,7 @@ def of_airbench(printed: str, folder: Path) -> list[Row]:
 
 def bench(name: str, budget_s: float, limit_s: float, *words: str) -> Entry:
     """An entry that compares settings with `runner bench`."""
-    common = ("device={device}", "json=true", f"budget_s={budget_s:g}", "combine=false", "output_root={folder}")
+    common = ("device={device}", "json=true", f"budget_s={budget_s:g}", "output_root={folder}")
     return Entry(name, ("-m", "runner", "bench", *IMAGES, *common, *words), limit_s, of_bench)
 
 

@@ -124,7 +124,7 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[name] = folder
         runs_that_ended_early.lay_down(folder / "outputs" / "digits")
     with inside(found["docs"]):
-        assert call("train", "debug=smoke", *QUIET)[0] == 0
+        assert call("train", "epochs=1", "max_steps=2", *QUIET)[0] == 0
     return found
 
 

@@ -112,7 +112,7 @@ def test_ratios_of_loops_and_peers_are_rows() -> None:
 
 
 def test_what_bench_prints_is_rows(accepted: Any) -> None:
-    found = accepted("bench", "model=mlp", "threads=1", "json=true", "toggles=[optimizer.fused,tf32]", "combine=false",
+    found = accepted("bench", "model=mlp", "threads=1", "json=true", "toggles=[optimizer.fused,tf32]",
                 "budget_s=20", "steps=2", "repeats=2")  # fmt: skip
     rows = gpu.of_bench(found.out, NONE)
     assert [row[0] for row in rows] == ["`optimizer.fused=false`", "`tf32`"], rows

@@ -78,8 +78,8 @@ def test_a_file_where_the_folder_for_logs_belongs_is_a_sentence(run: Any, workdi
     (workdir / "run").mkdir()
     (workdir / "run" / "logs").touch()
     result = run("train", *SMALL, "devices=2", "hydra.run.dir=run")
-    assert result.status == 1, result.err
-    assert "run/logs: file exists" in result.err
+    assert result.status == 2, result.err
+    assert "cannot write run/logs: a file exists where a folder is needed" in result.err
     assert "Traceback" not in result.err
 
 

@@ -61,7 +61,12 @@ def test_every_option_composes_to_a_config_without_a_mistake(group, compose):
     for option in SOURCES.options(group):
         # Samples of another kind than (image, target) have no batch transforms, which are on by default
         whole_samples = group == "data" and "\nimages: " in option.path.read_text()
-        needed = {"own": ["data.dataset._target_=runner.data.sources.digits.digits"]}.get(option.name, [])
+        needed = {
+            "own": ["data.dataset._target_=runner.data.sources.digits.digits"],
+            "coco": ["experiment=detection"],
+            "yolo": ["experiment=detection"],
+            "segmentation_folder": ["experiment=segmentation"],
+        }.get(option.name, [])
         composition = compose(f"{group}={option.name}", *needed, *["transform=none"] * whole_samples)
         assert composition.group_choices[group] == option.name
         wrong[option.name] = problems_in(composition.values, composition, Train)[1]

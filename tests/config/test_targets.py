@@ -323,6 +323,7 @@ def test_everything_that_the_shipped_options_build_may_be_named_by_a_file():
 
     files = [file for file in shipped().rglob("*.yaml") if "launcher" not in file.parts]
     found = {path for file in files for _, path in targets_in(yaml.safe_load(file.read_text()))}
+    found -= {"???"}  # what data=own asks the user for
     assert len(found) > 30
     assert {path: reason for path in found if (reason := refusal(path, []))} == {}
 

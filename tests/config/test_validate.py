@@ -189,7 +189,7 @@ def own(workdir):
     """A folder of options with mistakes in them."""
     for name, text in {
         "model/own.yaml": "_target_: runner.models.mlp.MLP\nhiden: [3]\n",
-        "data/own.yaml": "defaults:\n  - _base\n  - _self_\ndataset:\n  _target_: runner.data.sources.digits.digits\nhflip: 3\n",
+        "data/mine.yaml": "defaults:\n  - _base\n  - _self_\ndataset:\n  _target_: runner.data.sources.digits.digits\nhflip: 3\n",
         "experiment/own.yaml": "# @package _global_\nepochs: 0\ngrad_clip:\n  norm: -1\n",
         "other.yaml": "defaults:\n  - train\n  - _self_\naccumulate: 0\n",
     }.items():
@@ -203,7 +203,7 @@ def own(workdir):
     ("words", "key", "file"),
     [
         (["model=own"], "model.hiden", "model/own.yaml:2"),
-        (["data=own"], "data.hflip", "data/own.yaml:6"),
+        (["data=mine"], "data.hflip", "data/mine.yaml:6"),
         (["experiment=own"], "epochs", "experiment/own.yaml:2"),
         (["experiment=own"], "grad_clip.norm", "experiment/own.yaml:4"),
         (["--config-name", "other"], "accumulate", "other.yaml:4"),

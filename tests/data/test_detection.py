@@ -160,7 +160,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "outside": (lambda it: it["annotations"][0].update(bbox=[30, 2, 30, 4]), "annotations[0]"),
     "negative": (lambda it: it["annotations"][0].update(bbox=[9, 2, -3, 4]), "annotations[0]"),
     "nan": (lambda it: it["annotations"][0].update(bbox=[float("nan"), 2, 9, 4]), "annotations[0]"),
-    "shares": (lambda it: [each.update(bbox=[0.5, 0.2, 0.2, 0.8]) for each in it["annotations"]], "fractions of width and height"),
+    "shares": (
+        lambda it: [each.update(bbox=[0.5, 0.2, 0.2, 0.8]) for each in it["annotations"]],
+        "fractions of width and height",
+    ),
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
     "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),

@@ -188,7 +188,7 @@ def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words
     trained = train(
         "data=synthetic", "data.image_size=8", "model=mlp", "model.hidden=[7]", "max_steps=1", "epochs=null"
     )
-    words = ("threads=1", "toggles=[]", "vary.seed=[1]", "max_steps=100", "repeats=2", "steps=3")
+    words = ("threads=1", "toggles=[]", "vary.seed=[1]", "repeats=2", "steps=3")
     result = run("bench", f"ckpt_path={trained.directory}", *words)
     assert result.status == 0, result.err
     assert "MLP, 1,431 parameters" in result.out

@@ -142,11 +142,7 @@ def test_on_cuda_the_device_counts_and_the_ranges_reach_nsight(clock: Any, monke
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("train",),
-        ("bench", "combine=false", "repeats=2", "steps=2", "budget_s=0.01"),
-        ("profile", "steps=1", "trace_steps=0"),
-    ],
+    [("train",), ("profile", "steps=1", "trace_steps=0")],
     ids=lambda words: words[0],
 )
 @pytest.mark.parametrize("share", [0.2, 0.5])
@@ -154,7 +150,7 @@ def test_a_busy_machine_is_named_in_one_line_at_the_end(
     words: tuple[str, ...], share: float, run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What imports the function comes first: an import after the change would keep it
-    for module in ("run.run_record", "lab.bench.run", "lab.profile.run", "runtime.stopwatch"):
+    for module in ("run.run_record", "lab.profile.run", "runtime.stopwatch"):
         monkeypatch.setattr(f"runner.{module}.waited_for_core", lambda: share * time.perf_counter())
     done = run(*words, *TINY)
     assert done.status == 0, done.err

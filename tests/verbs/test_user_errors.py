@@ -150,7 +150,7 @@ BASE = (
 )  # fmt: skip
 NET = ("model=mlp", "~model.hidden", "~model.dropout", "model._target_=own_parts.Net")
 OWN = ("--config-dir", "mine")
-IMAGES = (*OWN, "data=own", "data.placement=disk")
+IMAGES = (*OWN, "data=own_images", "data.placement=disk")
 # Words, the comment where it raises (empty for a mistake in the config), the exit status, and what is said besides.
 KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "constructor": ((*NET, "+model.kind=constructor"), "constructor", 1, "while model was built"),
@@ -186,13 +186,14 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
 def start(workdir: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> Callable[..., Any]:
     (workdir / "own_parts.py").write_text(PARTS)
     for file, text in {
-        "loss": "_target_: own_parts.Loss\n",
-        "optimizer": "_target_: own_parts.Optimizer\nlr: 0.1\n",
-        "scheduler": "_target_: own_parts.Schedule\ntotal_steps: null\n",
-        "data": "defaults:\n  - _base\n  - _self_\nname: own\ndataset:\n  _target_: own_parts.Images\n  kind: item\n",
+        "loss/own": "_target_: own_parts.Loss\n",
+        "optimizer/own": "_target_: own_parts.Optimizer\nlr: 0.1\n",
+        "scheduler/own": "_target_: own_parts.Schedule\ntotal_steps: null\n",
+        "data/own_images": "defaults:\n  - _base\n  - _self_\nname: own\ndataset:\n  _target_: own_parts.Images\n  kind: item\n",
     }.items():
-        (workdir / "mine" / file).mkdir(parents=True)
-        (workdir / "mine" / file / "own.yaml").write_text(text)
+        path = workdir / "mine" / f"{file}.yaml"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.delitem(sys.modules, "own_parts", raising=False)
     return lambda *words: run(*BASE, *words)

@@ -200,7 +200,7 @@ class Log:
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split, whose time is not training time."""
-        if math.isnan(metrics[name := loop.monitor[0]]):
+        if (name := loop.monitor[0]) and math.isnan(metrics[name]):
             self._warn(f"{name} is nan: it cannot be computed, as where the validation split has no object")
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
         self._began = _clock(loop)

@@ -110,7 +110,7 @@ def run(composition: Composition) -> float:
     built.data.close()
     del built
     tried, skipped = _valid(*candidates(config, traits, composition.sources), config, composition)
-    measure = functools.partial(_measure, config, composition, start is None, traits.workers)
+    measure = functools.partial(_measure, config, composition if start is None else None, traits.workers)
     report.line(f"measuring {amount(len(tried), 'candidate')} in turn with it, each run in a separate process")
     results, notes = _compare(config, tried, skipped, measure, report)
     reference, *others = results
@@ -159,24 +159,27 @@ def _valid(
 
 
 def _measure(
-    config: Bench, composition: Composition, own: bool, workers: int | None, result: Result, most_s: float | None
+    config: Bench, composition: Composition | None, workers: int | None, result: Result, most_s: float | None
 ) -> float:
     """Measure a candidate once more, for at most so many seconds; returns how many the steps took.
 
-    `own` is whether the words of the command line give the config, and not a checkpoint; `workers` those that read samples.
+    `composition` has the words that give the config; None if a checkpoint does. `workers` read samples.
     """
     with tempfile.TemporaryDirectory(prefix="runner-bench-") as scratch:
         target, began = Path(scratch) / "measured.json", time.perf_counter()
         # Batches that workers have read ahead must not make many of them look faster
         ahead = 0 if workers is None else -(-max(workers, cores()) * config.data.prefetch // config.accumulate)
         times = {"warmup": _WARMUP + ahead, "steps": config.steps, "least_s": _LEAST_S, "most_s": most_s}
-        quiet = ("log.every_steps=1000000", callback(Stopwatch, target=str(target), **times))
+        # However long the run would be, it lasts until it is measured
+        long = ("epochs=100000", "max_steps=null", "log.every_steps=1000000")
+        quiet = (*long, callback(Stopwatch, target=str(target), **times))
         # The config of a checkpoint is measured with new weights
-        words = words_of(composition, Bench, *quiet) if own else words_from(config, Path(scratch) / "conf", *quiet)
+        written = Path(scratch) / "conf"
+        words = words_of(composition, Bench, *quiet) if composition else words_from(config, written, *quiet)
         settings = [f"{key}={text_of(value)}" for key, value in result.candidate.settings.items()]
         run_short([*words, *settings], Path(scratch) / "run")
         if not target.is_file():
-            raise UserError("the run ended during the warm-up; set more epochs, or fewer workers")
+            raise UserError("the run ended before it was measured")
         found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     wall_s = time.perf_counter() - began
     result.speeds.append(found["samples"] / found["seconds"])

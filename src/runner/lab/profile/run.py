@@ -65,7 +65,7 @@ def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[O
     written = []
     if measured.profiler is not None:
         trace, table, text = folder / "trace.json", folder / "ops.json", folder / "ops.txt"
-        _write_trace(measured.profiler, trace.resolve())
+        _write_trace(measured.profiler, trace)
         write_json(table, [dataclasses.asdict(op) for op in ops], named=True)
         write_atomically(text, text_of(ops, measured.traced).encode(), named=True)
         written += [trace, text, table]
@@ -86,8 +86,8 @@ def _write_trace(profiler: Any, path: Path) -> None:
         DiskFull: if there is no trace afterwards.
     """
     try:
-        profiler.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path.resolve()))
     finally:
-        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+        path.resolve().with_name(f"{path.name}.tmp").unlink(missing_ok=True)
     if not path.is_file():
         raise DiskFull(f"torch could not write {path}: is the disk full? Free some space, or set output=FOLDER")
