@@ -46,7 +46,7 @@ def _of_length(config: Train) -> Broken:
         message = "sets or finds the rate of one optimizer, and there are several"
         yield "lr", message, f"null, and {', '.join(f'{key}.lr' for key in optimizers)}"
     if config.dry_run and type(config) is not Train:
-        yield "dry_run", "is true, which is for train: it predicts what a run would cost", "false, or the verb train"
+        yield "dry_run", "is true, which is for train: it builds a run and tries one step", "false, or the verb train"
     if config.max_time is not None:
         try:
             seconds(config.max_time)

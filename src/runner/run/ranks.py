@@ -109,9 +109,6 @@ def check_one_process(config: Train) -> None:
     Raises:
         ConfigError: if there are several, and the config asks for what needs a single one.
     """
-    # A dry run starts a single process, whatever number it predicts for
-    if config.dry_run:
-        return
     size = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else count_ranks(config)
     if size > 1:
         several = f"there are {size} processes"
