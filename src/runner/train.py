@@ -38,7 +38,7 @@ from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
 from runner.run.probe import FirstSamples, probe, unsaved
-from runner.run.ranks import RankBuffers, RankMemory, check_same, shard_model, synchronize_norms, uneven_loss
+from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, hardware_metrics_of
 from runner.run.run_record import RunRecord
 from runner.run.saving import Saving, build_loggers, open_loggers
@@ -212,7 +212,7 @@ def _train(
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
-        *(RankBuffers(run, record), RankMemory(run, record)),
+        RankBuffers(run, record),
         saving.callback,
     ]
     loop = Loop(
