@@ -1,4 +1,4 @@
-"""Does the rate that `lr=auto` finds train as well as the one that a preset was tuned to?
+"""Does the rate that `find-lr` finds train as well as the one that a preset was tuned to?
 
     python scripts/find_lr_accuracy.py --data-root path/to/data --seeds 2
 
@@ -27,14 +27,19 @@ RUNS = {
 }
 
 
-def trained(words: list[str], folder: Path) -> tuple[float, float]:
-    """Test accuracy and learning rate of a run."""
-    quiet = ["logger=none", "log.progress=false", "log.curves=false", "threads=1", f"output_root={folder}"]
-    command = [sys.executable, "-m", "runner", "train", *quiet, *words]
+def printed(verb: str, *words: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "runner", verb, "threads=1", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    directory = Path(done.stdout.strip().splitlines()[-1])
+    return done.stdout
+
+
+def trained(words: list[str], folder: Path) -> tuple[float, float]:
+    """Test accuracy and learning rate of a run."""
+    quiet = ["logger=none", "log.progress=false", "log.curves=false", f"output_root={folder}"]
+    directory = Path(printed("train", *quiet, *words).strip().splitlines()[-1])
     summary = json.loads((directory / "summary.json").read_text())
     config = yaml.safe_load((directory / "config.yaml").read_text())
     return summary["test"]["accuracy"], config["optimizer"]["lr"]
@@ -48,19 +53,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS), help="which of the comparisons")
     options = parser.parse_args()
     worse = False
-    print(f"{'run':<14}{'seeds':>6}{'preset lr':>11}{'accuracy':>10}{'  lr=auto found':<22}{'accuracy':>10}")
+    print(f"{'run':<14}{'seeds':>6}{'preset lr':>11}{'accuracy':>10}{'  find-lr found':<22}{'accuracy':>10}")
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.only:
-            results: dict[str, list[tuple[float, float]]] = {"preset": [], "auto": []}
+            results: dict[str, list[tuple[float, float]]] = {"preset": [], "found": []}
             for seed in range(options.seeds):
                 words = [*RUNS[name], f"data.root={options.data_root}", f"seed={seed}"]
                 results["preset"].append(trained(words, Path(scratch)))
-                results["auto"].append(trained([*words, "lr=auto"], Path(scratch)))
-            preset, auto = (sum(accuracy for accuracy, _ in found) / len(found) for found in results.values())
-            rates = ", ".join(f"{rate:g}" for _, rate in results["auto"])
+                rate = json.loads(printed("find-lr", *words, f"output_root={scratch}", "json=true"))["recommended"]
+                results["found"].append(trained([*words, f"lr={rate}"], Path(scratch)))
+            preset, found = (sum(accuracy for accuracy, _ in each) / len(each) for each in results.values())
+            rates = ", ".join(f"{rate:g}" for _, rate in results["found"])
             given = results["preset"][0][1]
-            print(f"{name:<14}{options.seeds:>6}{given:>11g}{preset:>10.4f}{'  ' + rates:<22}{auto:>10.4f}", flush=True)
-            worse |= auto < preset - POINT
+            print(
+                f"{name:<14}{options.seeds:>6}{given:>11g}{preset:>10.4f}{'  ' + rates:<22}{found:>10.4f}", flush=True
+            )
+            worse |= found < preset - POINT
     return int(worse)
 
 

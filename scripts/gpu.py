@@ -122,18 +122,6 @@ def of_syncs(printed: str, folder: Path) -> list[Row]:
     return [("host waits for the GPU", "", f"{len(inside)} in {len(steps)} steps", which)]
 
 
-def of_memory(printed: str, folder: Path) -> list[Row]:
-    """Predicted and reported bytes of `scale.py memory`."""
-    rows = []
-    for line in printed.splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if len(cells) == 7 and cells[1].isdigit():
-            rows.append(
-                (f"{cells[2]}, {cells[0]}, {cells[1]} ranks", "predicted", f"{cells[6]} times", f"{cells[5]} bytes")
-            )
-    return rows
-
-
 def of_airbench(printed: str, folder: Path) -> list[Row]:
     """Seconds and accuracy of `airbench_gpu.py`."""
     lines = [line for line in printed.splitlines() if line.startswith("| `")]
@@ -145,13 +133,6 @@ def bench(name: str, budget_s: float, limit_s: float, *words: str) -> Entry:
     """An entry that compares settings with `runner bench`."""
     common = ("device={device}", "json=true", f"budget_s={budget_s:g}", "output_root={folder}")
     return Entry(name, ("-m", "runner", "bench", *IMAGES, *common, *words), limit_s, of_bench)
-
-
-def memory(strategy: str) -> Entry:
-    """An entry that compares predicted with reported memory on all GPUs, at least two."""
-    ranks = str(max(2, torch.cuda.device_count()))
-    options = ("--strategy", strategy, "--ranks", ranks, "--models", "vit_tiny", "--device", "{device}")
-    return Entry(f"{strategy} memory", ("scripts/scale.py", "memory", *options), 35, of_memory, also=(1,))
 
 
 TESTS = tuple(
@@ -180,8 +161,6 @@ ENTRIES = (
           "vary.data.pin_memory=[false]"),
     bench("peak memory", 15, 30, *RESNET, "toggles=[activation_checkpointing,performance]", "optimizer=adamw"),
     Entry("host waits", ("-m", "runner", "profile", *PROFILE), 35, of_syncs),
-    memory("ddp"),
-    memory("fsdp"),
 )  # fmt: skip
 
 

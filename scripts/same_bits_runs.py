@@ -87,7 +87,7 @@ RUNS: dict[str, tuple[str, ...]] = SHORT | {
         f"{_WORKERS} transform=standard data.shift=0.125 data.persistent_workers=false data.prefetch=1",
     ),
     "balanced sampler": (f"data.sampler=balanced data.drop_last=true loss.class_weights=balanced {_STRONG}",),
-    "lr=auto": ("model=mlp lr=auto epochs=1",),
+    "lr": ("model=mlp lr=0.02 epochs=1",),
     "init_from": (f"{RUN} epochs=1", "init_from={here}/run freeze=all-but-head hydra.run.dir={here}/tuned epochs=1"),
     "overfit": ("debug=overfit epochs=20",),
     "resume in the same folder": (f"{_STRONG} {RUN} epochs=3 max_steps=27", f"{_AGAIN} epochs=3 max_steps=45"),

@@ -2,7 +2,6 @@
 
 python scripts/scale.py equality    # the same losses on 1, 2 and 3 processes, and across a change of their number
 python scripts/scale.py matrix      # checkpoints of one process, ddp and fsdp, resumed in each
-python scripts/scale.py memory      # what dry_run=true predicts, and what real processes report
 python scripts/scale.py kills       # killed at random moments, resumed: nothing hangs, nothing is lost
 """
 
@@ -17,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import scale_equality
 import scale_kills
 import scale_matrix
-import scale_memory
 import scale_speed
 
 
@@ -25,7 +23,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for module in (scale_equality, scale_matrix, scale_memory, scale_kills, scale_speed):
+    for module in (scale_equality, scale_matrix, scale_kills, scale_speed):
         module.add_command(commands)
     return parser.parse_args(words)
 

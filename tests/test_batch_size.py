@@ -124,8 +124,8 @@ class Greedy(nn.Module):
 
 @pytest.mark.parametrize(
     ("words", "size"),
-    [(("train",), 4), (("train", "lr=auto", "data.batch_size=32"), 32), (("find-lr", "data.batch_size=32"), 32)],
-    ids=["batch-size", "lr", "find-lr"],
+    [(("train",), 4), (("train", "dry_run=true", "data.batch_size=32"), 32), (("find-lr", "data.batch_size=32"), 32)],
+    ids=["batch-size", "dry-run", "find-lr"],
 )
 def test_no_memory_for_what_is_tried_first_is_a_sentence(
     words: tuple[str, ...], size: int, rejected: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch

@@ -13,17 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from runner.checkpoint.file import read
-from runner.config.resolve import resolve_config
-from runner.config.schema.train import Train
 from runner.data.loaders import Batch
 from runner.distributed.parallel import parallelize
 from runner.distributed.world import joined
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.step import StepConfig, Supervised, train_step
 from runner.optim.schedules import Constant
-from runner.run.dry_run import predict
 from runner.runtime.memory import peak_memory, reset_peak_memory
-from runner.train import build_run
 
 pytestmark = pytest.mark.gpu
 
@@ -114,11 +110,7 @@ def test_the_peak_is_what_was_allocated_and_starts_again() -> None:
     assert peak_memory(device).bytes < before + 2**26
 
 
-def test_the_memory_of_a_step_is_at_least_what_a_dry_run_predicts(compose: Any, train: Any) -> None:
-    big = (*RUN, "model.width=64", "data.batch_size=128")
-    found = predict(resolve_config(compose(*big, "dry_run=true"), Train), build_run)
-    device = torch.device(DEVICE)
-    torch.cuda.empty_cache()
-    reset_peak_memory(device)
-    train(*big)
-    assert 0.9 * found.memory.total <= peak_memory(device).bytes <= 4 * found.memory.total
+def test_a_dry_run_tells_the_peak_of_a_step(run: Any) -> None:
+    found = run("train", *RUN, "dry_run=true")
+    assert found.status == 0, found.err
+    assert "iB (most allocated for tensors on " in found.out

@@ -17,8 +17,6 @@ import airbench_gpu
 import benchmark_loop
 import benchmark_peers
 import gpu
-import scale
-import scale_memory
 from peers.cases import CASES
 from peers.runner_words import words as words_of_peer
 
@@ -55,12 +53,6 @@ def test_every_command_is_valid(
         asked = benchmark_peers.options(words[1:])
         assert asked.device == "cuda"
         assert set(asked.contenders) <= set(CASES[asked.case[0]].contenders)
-    elif words[0] == "scripts/scale.py":
-        asked = scale.options(words[1:])
-        assert (
-            problems(f"model={asked.models[0]}", f"strategy={asked.strategy}", *scale_memory.DATA, *scale_memory.QUIET)
-            == {}
-        )
     else:
         assert words[:2] == ["-m", "pytest"]
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from runner.checkpoint import file
 from runner.config import keys
-from runner.config.gone import GONE, Gone
+from runner.config.gone import GONE, Gone, drop, warning, words_without
 from runner.config.schema import VERBS
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.plan import identity
@@ -181,6 +181,18 @@ def test_a_report_shows_older_runs_without_what_is_gone(accepted: Callable[..., 
     assert "older" not in json.dumps(found["runs"])
 
 
+def test_values_that_are_gone_are_read_as_the_default() -> None:
+    assert words_without(["lr=auto", "lr=0.1", "search.warm_start=a", "search.trials=3"]) == [
+        "lr=0.1",
+        "search.trials=3",
+    ]
+    values = {"lr": "auto", "search": {"warm_start": None, "trials": 3}}
+    assert warning("a", drop(values)) == [
+        "a: settings of an earlier version have no effect: lr=auto (instead: run find-lr, and set the number that it prints)"
+    ]
+    assert values == {"search": {"trials": 3}}
+
+
 CONFIG = "# @package _global_\n# x\n# train\nold:\n  key: 1\n"
 
 
@@ -202,6 +214,13 @@ CONFIG = "# @package _global_\n# x\n# train\nold:\n  key: 1\n"
         (("ckpt_path=plain", "accumulate=fewer"), "accumulate", "can no longer be fewer"),
         (("fsdp.lazy_init=true",), "fsdp.lazy_init", "no longer exists"),
         (("optimizer=ancient",), "optimizer", "can no longer be ancient"),
+        (("lr=auto",), "lr", "can no longer be auto"),
+        (("--multirun", "lr=0.1,auto"), "lr", "can no longer be auto"),
+        (
+            ("sweep=optuna", "search.seed={choice: [0, 1]}", "search.warm_start=old"),
+            "search.warm_start",
+            "no longer exists",
+        ),
     ],
 )
 def test_what_is_gone_is_a_mistake_on_a_command_line(

@@ -26,7 +26,6 @@ from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
 from runner.engine.window import needs_window
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
-from runner.run.auto_lr import auto_lr
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator
@@ -38,7 +37,7 @@ from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
 from runner.run.probe import FirstSamples, probe, unsaved
-from runner.run.ranks import RankBuffers, RankMemory, check_same, shard_model, synchronize_norms, uneven_loss
+from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, hardware_metrics_of
 from runner.run.run_record import RunRecord
 from runner.run.saving import Saving, build_loggers, open_loggers
@@ -150,7 +149,7 @@ def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
     # Closes what is open, the last one first, whatever becomes of the others
     with contextlib.ExitStack() as ending:
         try:
-            best = _train(_build(record, signals, ending), record, signals, ending, also_call)
+            best = _train(_build(record, ending), record, signals, ending, also_call)
         except DataFailed as error:
             if signals.asked():  # which ends the wait for data that do not come
                 record.console.warn(str(error))
@@ -161,20 +160,14 @@ def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
     return best
 
 
-def _build(record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack) -> Run:
-    """What is trained: what the config says, at the position of the checkpoint, with the rate that `lr=auto` finds."""
-    config, found, data = record.setup.config, record.setup.found, None
-    # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
-    build = functools.partial(build_run, make_cache=may_write_cache(config, record.composition))
+def _build(record: RunRecord, ending: contextlib.ExitStack) -> Run:
+    """What is trained: what the config says, at the position of the checkpoint."""
+    config, found = record.setup.config, record.setup.found
     start = resume.made_of(found, "position", Position) if found else None
     if config.compile:
         forget_compiled()
-    # The range test trains a run that is thrown away; only its data, which cost time to read, are used again
-    if config.lr == "auto":
-        folder, tell = record.directory.path, record.console.line
-        config, data = auto_lr(config, build, folder=folder, tell=tell, interrupted=signals.asked)
-        ending.callback(data.close)
-    run = build(config, start, data)
+    # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
+    run = build_run(config, start, make_cache=may_write_cache(config, record.composition))
     ending.callback(run.data.close)
     # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
     run.warnings += validate_limits(run)
@@ -212,7 +205,7 @@ def _train(
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
-        *(RankBuffers(run, record), RankMemory(run, record)),
+        RankBuffers(run, record),
         saving.callback,
     ]
     loop = Loop(

@@ -455,12 +455,3 @@ def test_a_rate_under_its_short_name_is_a_change_of_the_rate_alone(original, com
     assert merge_with_checkpoint(text, "here", compose("lr=0.5", "optimizer.lr=0.5"))[0]["lr"] == 0.5, (
         "which is then refused"
     )
-
-
-def test_rates_that_were_found_stay_but_for_those_that_the_line_gives(compose):
-    before = compose("optimizer=muon", "optimizer.lr=0.3", "optimizer.adamw_lr=0.4", "optimizer.momentum=0.5")
-    line = compose("optimizer=muon", "optimizer.adamw_lr=0.1", "lr=auto")
-    values, _ = merge_with_checkpoint(stored.dump(before.values), "here", line)
-    assert [values["optimizer"][name] for name in ("lr", "adamw_lr", "momentum")] == [0.3, 0.1, 0.95]
-    values, _ = merge_with_checkpoint(stored.dump(before.values), "here", compose("optimizer=sgd", "lr=auto"))
-    assert values["optimizer"]["lr"] == compose("optimizer=sgd").values["optimizer"]["lr"]

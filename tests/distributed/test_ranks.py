@@ -144,7 +144,6 @@ def test_a_mistake_in_the_words_of_ranks_of_torchrun_is_said_once(here: Path) ->
     [
         (["devices=[0,0]"], "devices"),
         (["devices=2", "strategy=single"], "strategy"),
-        (["devices=2", "lr=auto"], "lr"),
         (["devices=2", "data.batch_size=auto"], "data.batch_size"),
         (["devices=2", "post_mortem=true"], "post_mortem"),
         (["devices=0"], "devices"),

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from extended import some
 from lock_holder import held_elsewhere
 
-from runner.config.schema.verbs import FindLr
+from runner.engine.errors import Preempted
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
@@ -127,32 +126,6 @@ def test_when_the_time_is_up_the_run_saves_and_stops(again: Any, train_once: Any
     assert ended["weights_sha256"] == train_once(*SMALL).summary["weights_sha256"]
 
 
-@pytest.mark.parametrize(
-    "more", some([("optimizer=sgd",), ("optimizer=muon", "optimizer.adamw_lr=0.001")], 1), ids=["sgd", "muon"]
-)
-def test_the_same_command_goes_on_with_the_rates_that_it_found(
-    again: Any, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("num_steps", 40), ("start", 1e-4), ("end", 10.0)):
-        monkeypatch.setattr(FindLr, name, value)
-
-    def rates(result: Any) -> dict[str, float]:
-        optimizer = yaml.safe_load((result.directory / "config.yaml").read_text())["optimizer"]
-        return {name: rate for name, rate in optimizer.items() if name in ("lr", "adamw_lr")}
-
-    words = ("lr=auto", "transform=none", "model.dropout=0", "data.dataset.samples=200", *more)
-    first = again(*words)
-    assert first.status == 75, first.err
-    found = rates(first)
-    assert found["lr"] not in (0.1, 0.02)
-    second = again(*words)
-    assert second.status == 0, second.err
-    assert rates(second) == found
-    assert second.summary["resumed_from"] is not None
-    assert "changed on the command line" not in second.out
-    assert "range test" not in second.out
-
-
 @pytest.mark.extended
 def test_bad_neighbours_are_skipped_with_a_warning(again: Any, workdir: Path) -> None:
     first = again()
@@ -246,3 +219,14 @@ def test_a_new_run_says_how_to_continue_one_of_the_same_settings(again: Any, acc
     assert told("log.every_steps=2", step, "hydra.run.dir=three")
     assert told(step)
     assert not told(step), "a newer run of the same settings has finished"
+
+
+def test_a_run_that_is_stopped_before_it_has_a_checkpoint_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise Preempted("SIGTERM")
+
+    monkeypatch.setattr("runner.verbs.train.train", stop)
+    stopped = run("train", "threads=1", "logger=none")
+    assert stopped.status == 75
+    assert "stopped by SIGTERM; nothing was saved yet: repeat the same command" in stopped.out
+    assert "ckpt_path" not in stopped.out

@@ -65,9 +65,13 @@ def search(run, tiny):
     return call
 
 
-def trials(folder: Path) -> Any:
+def study_of(folder: Path) -> optuna.Study:
     storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
-    return optuna.load_study(study_name="search", storage=storage).trials
+    return optuna.load_study(study_name="search", storage=storage)
+
+
+def trials(folder: Path) -> Any:
+    return study_of(folder).trials
 
 
 def trials_of(folder: Path) -> list[tuple[str, dict, list[float] | None, dict]]:
@@ -197,16 +201,16 @@ def test_a_failed_job_is_a_failed_trial_and_fail_fast_asks_for_no_other(search):
     assert states(other) == expected[: 1 + expected.index("FAIL")]
 
 
-def test_a_warm_start_knows_earlier_jobs_within_the_space(search, made_once):
-    _, earlier = made_once("--multirun", "seed=0,1", "optimizer.lr=0.1,0.01")
-    words = ("search.optimizer.lr={log: [1e-3, 0.05]}", "search.trials=1", f"search.warm_start={earlier}")
-    out, folder = search(*SEARCH, *words)
-    assert "warm start: 2 of 4 jobs of " in out
-    *warm, own = trials(folder)
-    assert [trial.params for trial in warm] == [{"optimizer.lr": 0.01}] * 2
-    assert [Path(trial.user_attrs["warm_start"]).parent for trial in warm] == [earlier] * 2
-    assert own.state == State.COMPLETE
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "logs"]
+def test_trials_that_an_earlier_version_took_from_another_sweep_are_no_trials_of_the_search(search):
+    words = (*SEARCH, "search.optimizer.lr={log: [1e-3, 0.05]}")
+    _, folder = search(*words, "search.trials=1")
+    [own] = trials(folder)
+    taken = {"params": own.params, "distributions": own.distributions, "user_attrs": {"warm_start": "outputs/0"}}
+    study_of(folder).add_trial(optuna.trial.create_trial(values=own.values, **taken))
+    out, _ = search(*words, "search.trials=2")
+    assert "1 of 2 trials have ended already; 1 are left" in out
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "logs"]
+    assert "trial" in (folder / "best.yaml").read_text().splitlines()[1]
 
 
 @pytest.mark.extended
@@ -321,7 +325,7 @@ def test_a_killed_trial_begins_no_other_with_fail_fast_and_the_same_command_cont
         ((LR, "search.trials=0"), "search.trials", "cannot be 0"),
         ((LR, "search.sampler=tpf"), "search.sampler", "did you mean 'tpe'"),
         ((LR, "search.objectives={val/loss: min, val/accuracy: max}"), "search.pruner", "one objective"),
-        ((LR, "search.warm_start=nowhere"), "search.warm_start", "is not a sweep's folder"),
+        ((LR, "search.warm_start=outputs"), "search.warm_start", "no longer exists"),
         ((LR, "checkpoint.monitor=val/mine"), "checkpoint.mode", "a search has to know"),
     ],
 )

@@ -13,7 +13,6 @@ from extended import some
 from PIL import Image
 
 from runner.checkpoint.file import read
-from runner.config.schema.verbs import FindLr
 
 # A data set that is read through workers, in one of which something goes wrong in the second epoch.
 WRECKS = """
@@ -340,11 +339,9 @@ class Breaking:
 def test_workers_and_loggers_are_closed_if_something_fails_before_training_starts(
     folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FindLr, "num_steps", 40)
-    monkeypatch.setattr(FindLr, "start", 1e-4)
     Path("breaking_parts.py").write_text(BREAKING_PARTS)
     monkeypatch.syspath_prepend(".")
-    words = ["lr=auto", "data.num_workers=1", "trust=[breaking_parts]", "threads=1"]
+    words = ["data.num_workers=1", "trust=[breaking_parts]", "threads=1"]
     words += [
         "+logger.opened={_target_:breaking_parts.Opened}",
         "+callbacks.breaking={_target_:breaking_parts.Breaking}",
@@ -354,4 +351,4 @@ def test_workers_and_loggers_are_closed_if_something_fails_before_training_start
     assert result.status == 1
     assert "this callback cannot start" in result.err
     assert Path("diary").read_text().split() == ["opened", "closed"]
-    assert multiprocessing.active_children() == before, "the range test started a worker"
+    assert multiprocessing.active_children() == before

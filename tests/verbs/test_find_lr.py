@@ -1,4 +1,4 @@
-"""`find-lr` suggests a rate that trains well, and `lr=auto` trains with it."""
+"""`find-lr` suggests a rate that trains well, and `lr` sets it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,12 @@ import yaml
 from extended import some
 
 from runner.checkpoint.file import read
-from runner.run.auto_lr import find_rate
+from runner.run.find_rate import find_rate
 
 SMALL = ("threads=1", "model=mlp", "model.hidden=[32]", "transform=none", "scheduler=constant")
 QUICK = ("logger=none", "log.progress=false", "log.curves=false", "epochs=1", "evaluate.test=false")
 # Steeper than most: rates of a digit or two are enough to tell.
 STEPS = ("num_steps=40", "start=1e-4", "end=10")
-
-
-@pytest.fixture
-def short_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have `lr=auto` search as `STEPS` says."""
-    from runner.config.schema.verbs import FindLr
-
-    for name, value in (("num_steps", 40), ("start", 1e-4), ("end", 10.0)):
-        monkeypatch.setattr(FindLr, name, value)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -74,48 +65,29 @@ def test_a_checkpoint_is_searched_from_its_weights(run: Any, train: Any) -> None
         assert "the loss hardly falls" in result.err
 
 
-@pytest.mark.usefixtures("short_test")
-def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(train: Any, run: Any) -> None:
-    searched = train(*SMALL, *QUICK, "max_steps=5", "lr=auto")
-    config = yaml.safe_load((searched.directory / "config.yaml").read_text())
-    rate = config["optimizer"]["lr"]
-    assert config["lr"] is None
-    assert rate != 0.005
-    assert f"lr=auto: optimizer.lr={rate:g} (" in searched.out
-    assert (searched.directory / "plots" / "lr_range.png").is_file()
-    assert json.loads((searched.directory / "lr_range.json").read_text())["recommended"] == rate
-    assert float(json.loads(run("find-lr", *SMALL, *STEPS, "json=true").out)["recommended"]) == rate
-    for word in (f"optimizer.lr={rate}", f"lr={rate}"):
-        given = train(*SMALL, *QUICK, "max_steps=5", word)
-        assert given.summary["weights_sha256"] == searched.summary["weights_sha256"]
-        assert yaml.safe_load((given.directory / "config.yaml").read_text()) == config
-
-
-@pytest.mark.usefixtures("short_test")
-def test_a_run_that_goes_on_does_not_search_again(train: Any) -> None:
-    first = train(*SMALL, *QUICK, "lr=auto")
-    rate = yaml.safe_load((first.directory / "config.yaml").read_text())["optimizer"]["lr"]
-    second = train(f"ckpt_path={first.directory}", "lr=auto", "epochs=2")
-    assert "range test" not in second.out
-    assert f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}" in second.out
-    assert yaml.safe_load((second.directory / "config.yaml").read_text())["optimizer"]["lr"] == rate
-    changed = train(f"ckpt_path={first.directory}", "lr=0.001", "epochs=2")
+def test_lr_is_short_for_the_rate_of_the_optimizer_and_may_change_on_resuming(train: Any) -> None:
+    short, long = (train(*SMALL, *QUICK, "max_steps=5", f"{key}=0.02") for key in ("lr", "optimizer.lr"))
+    assert short.summary["weights_sha256"] == long.summary["weights_sha256"]
+    configs = [yaml.safe_load((each.directory / "config.yaml").read_text()) for each in (short, long)]
+    assert configs[0] == configs[1]
+    changed = train(f"ckpt_path={short.directory}", "lr=0.001", "max_steps=6")
     config = yaml.safe_load((changed.directory / "config.yaml").read_text())
     assert (config["lr"], config["optimizer"]["lr"]) == (None, 0.001)
 
 
 def test_two_rates_on_a_line_are_a_mistake(problems: Any) -> None:
     assert problems("lr=0.1", "optimizer.lr=0.2")["lr"].message == "is 0.1, and optimizer.lr is given too"
-    assert problems("lr=auto", "optimizer.lr=0.2")["lr"].message == "is auto, and optimizer.lr is given too"
     assert not problems("lr=null", "optimizer.lr=0.2")
-    assert problems("lr=-1")["lr"].allowed == "auto, a number above 0 or null"
-    assert problems("lr=auto", verb="profile")["lr"].allowed == "a number, or null"
+    assert problems("lr=-1")["lr"].allowed == "a number above 0 or null"
+    gone = problems("lr=auto")["lr"]
+    assert (gone.message, gone.allowed) == ("can no longer be auto", "run find-lr, and set the number that it prints")
 
 
 @pytest.mark.extended
-def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Any) -> None:
+def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Any, run: Any) -> None:
     words = ("epochs=8", "data=digits", "model=small_cnn")
-    preset, found = (train(*words, *more).summary["test"]["accuracy"] for more in ((), ("lr=auto",)))
+    rate = json.loads(run("find-lr", *words, "json=true").out)["overrides"]
+    preset, found = (train(*words, *more).summary["test"]["accuracy"] for more in ((), (rate,)))
     assert found > preset - 0.01
     assert found > 0.97
 
@@ -139,26 +111,6 @@ def test_a_checkpoint_is_searched_with_what_is_trained_there(
     trained = train(*SMALL, *words, "freeze=all-but-head", "unfreeze_at=2ep")
     run("find-lr", f"ckpt_path={trained.directory}", *STEPS)
     assert frozen == [True, False]
-
-
-@pytest.mark.usefixtures("short_test")
-def test_a_picture_that_cannot_be_drawn_costs_no_run(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no fonts")
-
-    monkeypatch.setattr("runner.run.auto_lr.rate_curve", fail)
-    trained = train(*SMALL, *QUICK, "max_steps=2", "lr=auto")
-    assert "lr_range.png was not drawn: no fonts" in trained.out
-    assert trained.summary["status"] == "finished"
-
-
-@pytest.mark.usefixtures("short_test")
-def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.runtime.signals.StopSignals.asked", lambda self: "SIGTERM")
-    stopped = run("train", *SMALL, *QUICK, "lr=auto")
-    assert stopped.status == 75
-    assert "stopped by SIGTERM; nothing was saved yet: repeat the same command" in stopped.out
-    assert "ckpt_path" not in stopped.out
 
 
 @pytest.mark.parametrize("kind", some(["ema=0.9", "swa=0.75"], 1))

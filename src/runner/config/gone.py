@@ -34,6 +34,10 @@ class Gone:
 
 GONE: dict[str, Gone] = {
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
+    "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),
+    "search.warm_start": Gone(
+        "continue a search with more search.trials, or narrow search.space to good values", default=None
+    ),
 }
 """By dotted key, which stands for all keys inside it, too; `KEY.*` for those alone. `position.NAME` is a field of a checkpoint."""
 

@@ -88,7 +88,6 @@ def settings_changed(text: str, where: str, values: dict[str, Any], composition:
     original = to_plain(config) if config else {}
     given = ["data.image_size", *(["data.normalize"] if _at(values, "data.normalize").get("mean") else [])]
     _keep_found(original, values, dataclasses.replace(composition, overrides=[*composition.overrides, *given]))
-    values["lr"] = original.get("lr") if values["lr"] == "auto" else values["lr"]
     return [key for key, _, _ in stored.differences(original, values) if other_run(key)]
 
 
@@ -131,14 +130,6 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
     for name in PREPARATION if same("model") and same("data.dataset") else ():
         if name in before and not says(f"data.{name}", composition.overrides):
             after[name] = copy.deepcopy(before[name])
-    if values.get("lr") == "auto" and same("optimizer"):
-        # Rates on the command line win, unless it is the command that the rates were found with.
-        words = [] if composition.resumes else composition.overrides
-        rates = {
-            name: rate for name, rate in _at(original, "optimizer").items() if name == "lr" or name.endswith("_lr")
-        }
-        after = _at(values, "optimizer")
-        after |= {name: rate for name, rate in rates.items() if not says(f"optimizer.{name}", words)}
 
 
 def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[str] | None) -> list[Problem]:

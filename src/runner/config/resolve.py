@@ -167,9 +167,6 @@ def resolve_with_checkpoint(
         ConfigError: with every problem there is.
     """
     values, changed = merge_with_checkpoint(text, where, composition, builds)
-    if schema is Train and values.get("lr") == "auto":  # the rate was found when the run began, or given
-        values["lr"] = None
-        changed = [difference for difference in changed if difference[0] != "lr"]
     data = values.get("data")
     # Statistics of the training data belong to the weights, so other data are normalised with them
     if normalize is not None and isinstance(data, dict) and not says("data.normalize", composition.overrides):

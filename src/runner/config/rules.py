@@ -39,14 +39,12 @@ def _of_length(config: Train) -> Broken:
     """The length of a run, and its name."""
     if config.epochs is None and config.max_steps is None:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
-    if config.lr == "auto" and type(config) is not Train:
-        yield "lr", "is auto, which is for train: it searches, and trains with what it finds", "a number, or null"
     optimizers = components_of("optimizer", config.optimizer)
     if "optimizer" not in optimizers and (config.lr is not None or type(config) is FindLr):
         message = "sets or finds the rate of one optimizer, and there are several"
         yield "lr", message, f"null, and {', '.join(f'{key}.lr' for key in optimizers)}"
     if config.dry_run and type(config) is not Train:
-        yield "dry_run", "is true, which is for train: it predicts what a run would cost", "false, or the verb train"
+        yield "dry_run", "is true, which is for train: it builds a run and tries one step", "false, or the verb train"
     if config.max_time is not None:
         try:
             seconds(config.max_time)
@@ -270,9 +268,6 @@ def needing_one_process(config: Train, several: str) -> Broken:
     """Settings for one process; `several` says why there are more."""
     if config.strategy == "single":
         yield "strategy", f"is single, which is one process, but {several}", "auto, ddp or fsdp, or devices=1"
-    if config.lr == "auto":
-        allowed = "optimizer.lr=RATE, with the rate that find-lr suggests for the same data.batch_size, or devices=1"
-        yield "lr", f"is auto, which searches with one process, but {several}", allowed
     if config.data.batch_size == "auto":
         allowed = "a number: what it finds with devices=1 max_steps=1, times the number of processes; or devices=1"
         yield "data.batch_size", f"is auto, which searches with one process, but {several}", allowed

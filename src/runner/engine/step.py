@@ -58,7 +58,6 @@ class StepConfig:
     no_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     # over the ranks, where backward has not done it
     average_gradients: Callable[[Sequence[nn.Parameter]], None] | None = None
-    on_gradients: Callable[[], None] | None = None  # called before each update, while there are gradients
     after_step: Callable[[], object] | None = None  # called at the end of each step, even if its update was skipped
 
     @property
@@ -162,8 +161,6 @@ def apply_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim
     """Take a step with an optimizer, which may be one of several; returns False if the guard forbids it."""
     scaler, guard = state.scaler, parts.guard
     combine_gradients(state, parts, optimizer)
-    if parts.on_gradients is not None:
-        parts.on_gradients()
     # The guard looks at the gradients before clipping, which would spread a NaN over all of them.
     allowed = guard is None or guard.allows_step()
     if allowed:

@@ -107,8 +107,6 @@ def _with_closure(state: TrainState, parts: StepConfig, optimizer: Any, window: 
             total += loss.detach() * share
         evaluations += 1
         divisor = combine_gradients(state, parts, optimizer)
-        if parts.on_gradients is not None:
-            parts.on_gradients()
         if parts.guard is not None and not parts.guard.allows_step():
             raise _NotFinite
         clip(state, parts)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +26,8 @@ from runner.config.schema.train import Train
 from runner.config.validate import typed
 from runner.data.module import DataModule
 from runner.distributed.batchnorm import synchronize
-from runner.distributed.sharding import is_sharded, local, shard
+from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, started_by_launcher, world
-from runner.instrument.nested import tensors_in
 from runner.instrument.no_trace import evaluating
 from runner.run.hardware import Hardware
 from runner.run.model import Modules
@@ -37,7 +35,6 @@ from runner.run.run import Run
 from runner.run.run_record import RunRecord
 from runner.run.setup import Setup
 from runner.runtime.blocks import Block, named_blocks, repeated_blocks
-from runner.runtime.memory import peak_memory, readable
 from runner.tasks.task import Task
 
 T = TypeVar("T", bound=Train)
@@ -109,9 +106,6 @@ def check_one_process(config: Train) -> None:
     Raises:
         ConfigError: if there are several, and the config asks for what needs a single one.
     """
-    # A dry run starts a single process, whatever number it predicts for
-    if config.dry_run:
-        return
     size = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else count_ranks(config)
     if size > 1:
         several = f"there are {size} processes"
@@ -260,42 +254,6 @@ def shard_model(
     )
 
 
-class RankMemory:
-    """A callback that counts the bytes that each rank holds: its shards, where tensors are divided among ranks.
-
-    At the end of training the summary gets, for each rank, those of `parameters`, `gradients`, `optimizer` state and `buffers`,
-    and the `peak` of `runner.runtime.memory.peak_memory`. Of a single process nothing is counted.
-    """
-
-    def __init__(self, run: Run, record: RunRecord) -> None:
-        self._run, self._record, self._gradients = run, record, 0
-
-    def on_start(self, loop: Any) -> None:
-        """Have the first step count the gradients, which do not outlive it."""
-        if world().size > 1:
-            loop.parts = dataclasses.replace(loop.parts, on_gradients=self._count_gradients)
-
-    def on_end(self, loop: Any) -> None:
-        """Note what each rank holds."""
-        if world().size == 1:
-            return
-        model, state = self._run.model, self._run.state.optimizer.state
-        own = {
-            "parameters": _bytes(model.parameters()),
-            "gradients": self._gradients,
-            "optimizer": _bytes(tensors_in([dict(each) for each in state.values()])),
-            "buffers": _bytes(model.buffers()),
-        }
-        self._record.summary["memory"] = world().gather(own | {"peak": peak_memory(self._run.device).bytes})
-        parts = ", ".join(f"{readable(size)} of {part}" for part, size in own.items())
-        self._record.console.line(f"rank {world().rank} keeps {parts}")
-
-    def _count_gradients(self) -> None:
-        if not self._gradients:
-            gradients = (parameter.grad for _, parameter in self._run.state.named_parameters())
-            self._gradients = _bytes(gradient for gradient in gradients if gradient is not None)
-
-
 class RankBuffers:
     """A callback that warns once of buffers that differ between ranks, but for running statistics of normalisation layers."""
 
@@ -319,7 +277,3 @@ class RankBuffers:
             self._steps = max(_COMPARED)
             which = f"buffers differ between processes, and only the first one's are kept: {', '.join(differing)}"
             self._warn(f"{which}; a state of each sample, or a queue, needs devices=1")
-
-
-def _bytes(tensors: Iterable[Any]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors)

@@ -69,9 +69,6 @@ def resolve(composition: Composition) -> Setup:
     found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
     # From here on, a checkpoint is used: its config comes first, and the command line changes it
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
-    if composition.values.get("lr") == "auto" and again is None:
-        rate = config.optimizer.get("lr")
-        found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
     # Where a run sends to is for the command line to say.
     gone = [key[:-9] for key, _, now in differences if now == "-" and re.fullmatch(r"logger\.[^.]+\._target_", key)]
     if gone and "logger" not in map(key_of, composition.overrides):

@@ -151,11 +151,10 @@ class Ledger:
         """Refuse to write through a link, a folder or a named pipe, as a sweep's folder may come from someone else.
 
         Raises:
-            UserError: with how to go on.
+            UserError: it is none.
         """
         if os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()):
-            allowed = f"move {self.path} away, and repeat the command: finished jobs are found by their folders"
-            raise UserError("sweep.dir", f"{self.path} is not a regular file", allowed)
+            raise UserError("sweep.dir", f"{self.path} is not a regular file", "another folder")
 
     def append(self, event: str, records: Records | None = None, **content: Any) -> None:
         """Append a line to the file, on the disk when this returns, and to what was read from it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -14,17 +13,12 @@ from typing import Any, Protocol
 
 from runner.base.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
 from runner.base.files import make_folder
-from runner.base.reading import read_overrides, read_regular
 from runner.base.secrets import mask_text, mask_words
 from runner.base.truth import is_true
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
-from runner.config.gone import warning, words_without
+from runner.config.gone import warning
 from runner.config.keys import key_of, within
-from runner.config.merge import settings_changed
 from runner.config.output_folders import holds_run
-from runner.config.resolve import resolve_config
-from runner.config.schema.train import Train
 from runner.launch.jobs import Ended, Job, Launcher, run
 from runner.run.directory import works
 from runner.sweeps.folder import base_changed
@@ -105,7 +99,7 @@ class Sweep:
         """Read the ledger, and record the launch.
 
         Raises:
-            UserError: the folder is not a sweep's, or cannot be written.
+            UserError: the folder is not a sweep's, holds runs without a ledger, or cannot be written.
             ConfigError: it is a sweep of another base config, with the differences.
         """
         self.ledger.require_file()
@@ -127,8 +121,12 @@ class Sweep:
                 message = "is a sweep with another base config: "
                 message += ", ".join(f"{key} was {before}, now {after}" for key, before, after in found)
                 raise ConfigError([Problem("sweep.dir", message, "its values, or another folder")])
-        elif plan.jobs is not None:
-            self._adopt(plan.jobs)
+        # Without its ledger nothing says which sweep the runs in a folder belong to
+        elif any(map(holds_run, self.folder.glob("*/"))) and not (
+            known if plan.jobs is None else [job for job in plan.jobs if job.identity in known]
+        ):
+            problem = f"cannot be {self.folder}: it holds runs, and no {NAME} of this sweep"
+            raise UserError("sweep.dir", problem, "another folder")
         if known and plan.jobs is not None:
             self._say_what_is_left(plan.jobs)
         # The planned jobs are recorded, so that a view can show those that have not started
@@ -146,36 +144,6 @@ class Sweep:
             retries=self._retries,
             fail_fast=self._fail_fast,
         )
-
-    def _adopt(self, jobs: Sequence[Planned]) -> None:
-        """Find the jobs of a sweep whose ledger is gone by the words and settings of the runs in its folder.
-
-        Raises:
-            UserError: the runs there are not those of this command.
-        """
-        runs = [path for path in self.folder.glob("*/") if not path.is_symlink() and holds_run(path)]
-        if not runs:
-            return
-        # Words find the job quickly, and the config confirms that they mean the same today
-        by_words = {compared(mask_words(job.composition.overrides)): job for job in jobs}
-        found = 0
-        for path in runs:
-            with contextlib.suppress(OSError, ValueError, UserError):  # a run that cannot be read is none of them
-                job = by_words.get(compared(words_without(read_overrides(path))))
-                if job is None:
-                    continue
-                if (path / "config.yaml").is_file():
-                    text, now = read_regular(path / "config.yaml").decode(), resolve_config(job.composition, Train)
-                    if settings_changed(text, str(path), to_plain(now), job.composition):
-                        continue
-                entry = Entry(path, job.composition.overrides, "started", -1, code=code_of(job.composition.values))
-                self.ledger.append_job(self.records, job.identity, entry)
-                found += 1
-        # Nothing fits: the folder is of another sweep, and must not be mixed with this one
-        if not found:
-            problem = f"cannot be {self.folder}: it holds runs of other settings, and no {NAME}"
-            raise UserError("sweep.dir", problem, "another folder")
-        self.say(f"{self.folder} has no {NAME}: {found} of its jobs were found by their folders")
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
         known = self.records.jobs

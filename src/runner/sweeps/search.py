@@ -22,20 +22,20 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import FAILED, OK, ConfigError, Problem, UserError, nearest
 from runner.base.files import write_atomically
-from runner.base.reading import is_number, read_json, read_overrides, read_regular, read_summary
+from runner.base.reading import is_number, read_json, read_summary
 from runner.base.secrets import mask_words
 from runner.base.truth import is_true
 from runner.config import overrides
 from runner.config.command import Command
 from runner.config.composition import Composition
 from runner.config.keys import OF_THE_SWEEP, at, is_of_hydra, key_of, within
-from runner.config.space import Range, ranges_of, text_of, word_of
+from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
-from runner.sweeps.ledger import NAME, Entry, Ledger, Outcome, outcome, outcome_of
+from runner.sweeps.ledger import Outcome, outcome
 from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
 from runner.sweeps.pruning import FILE, VARIABLE
 from runner.sweeps.run import Sweep
-from runner.sweeps.study import WARM, State, pruner_of, sampler_of, storage_of, study_of_sweep, using
+from runner.sweeps.study import State, pruner_of, sampler_of, storage_of, study_of_sweep, using
 from runner.sweeps.table import BEST
 from runner.tracking.formats import number as shown
 
@@ -111,7 +111,6 @@ class Search:
         """Run until there are as many trials as are asked for, all of them ended; sets the exit status of the sweep."""
         self._sweep, named, directions = sweep, self._settings["storage"], list(self._goals.values())
         self._study = study_of_sweep(sweep.folder, named, sweep.say, directions=directions, space=self._space)
-        self._warm_start()
         trials = list(enumerate(self._study.trials()))
         total = max(len(trials), self._settings["trials"])
         # Trials that an earlier process began are completed before new ones are drawn
@@ -198,44 +197,18 @@ class Search:
     def _varied(self, params: Mapping[str, Any]) -> list[str]:
         return [word_of(key, params[key]) for key in self._space]
 
-    def _warm_start(self) -> None:
-        """Add the results of earlier sweeps, as far as they are within the search space."""
-        known = [trial.user_attrs[WARM] for trial in self._study.trials(warm=True)]
-        for source in _listed(self._settings["warm_start"]):
-            entries = list(Ledger(Path(source)).read().jobs.values())
-            added = sum(str(entry.folder) in known or self._add(entry) for entry in entries)
-            self._sweep.say(f"warm start: {added} of {len(entries)} jobs of {source} are within the search space")
-
-    def _add(self, entry: Entry) -> bool:
-        """Add the result of an earlier run; returns whether it fits."""
-        found = outcome_of(entry)
-        numbers = _at_best(entry.folder, found)
-        values = [number for goal in self._goals if is_number(number := numbers.get(goal))]
-        # Only results for every objective can teach the sampler
-        if found.status != "finished" or len(values) < len(self._goals):
-            return False
-        try:
-            config = yaml.safe_load(read_regular(entry.folder / "config.yaml"))
-            words = {key_of(word): word.partition("=")[2] for word in read_overrides(entry.folder)}
-            params = {key: _value_of(key, each, config, words) for key, each in self._space.items()}
-            self._study.add(params, values, str(entry.folder))
-        except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError):
-            return False
-        return True
-
     def _write_best(self) -> None:
         """Write the best trial as a preset, with the command that repeats it."""
-        ended = [trial for trial in self._study.optuna.get_trials(deepcopy=False) if trial.state == State.COMPLETE]
+        ended = [each for each in enumerate(self._study.trials(), 1) if each[1].state == State.COMPLETE]
         # With several objectives there is no single best trial
         if len(self._goals) > 1 or not ended:
             return
         [(name, direction)], groups = self._goals.items(), self._command.sources.groups()
-        best = (max if direction == "max" else min)(ended, key=lambda trial: trial.values[0])
-        numbers = [trial.number for trial in self._study.trials()]
-        source = best.user_attrs.get(WARM) or f"trial {numbers.index(best.number) + 1}"
+        number, best = (max if direction == "max" else min)(ended, key=lambda each: each[1].values[0])
         # The preset repeats the result: the command's words, then the values that were found
         words = [word for word in self._words if not is_of_hydra(word) and key_of(word) != "sweep"]
         words = mask_words([*words, *self._varied(best.params)])
+        source = f"trial {number}"
         command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
         lines = [f"{name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._sweep.folder}", command]
         if shares := self._study.importances():
@@ -261,19 +234,6 @@ def _at_best(folder: Path, ended: Outcome) -> dict[str, Any]:
     return found | ({ended.metric: ended.value} if ended.metric else {})
 
 
-def _value_of(key: str, values: Range, config: Any, words: Mapping[str, str]) -> Any:
-    """The value that an earlier run had for a key; an exception if it is none of the range."""
-    value = words.get(key, at(config, key))  # the option of a group is only in the overrides
-    if values.kind == "choice":
-        by_word = {word_of(key, each): each for each in values.choices}
-        return by_word[f"{key}={value if key in words else text_of(value)}"]
-    return int(value) if values.kind == "int" else float(value)
-
-
-def _listed(given: str | list[str] | None) -> list[str]:
-    return [given] if isinstance(given, str) else given or []
-
-
 def _checked_space(command: Command) -> dict[str, Range]:
     """The search space, whose keys may exist or not.
 
@@ -292,9 +252,6 @@ def _checked_space(command: Command) -> dict[str, Range]:
         elif each.kind != "choice" and (options := command.sources.options(key)):
             names = ", ".join(option.name for option in options)
             problems.append(Problem(f"search.{key}", "is a group of options", f"{{choice: [{names}]}}"))
-    for source in _listed(values["warm_start"]):
-        if not (Path(source) / NAME).is_file():
-            problems.append(Problem("search.warm_start", f"{source} is not a sweep's folder", f"one that has {NAME}"))
     if problems:
         raise ConfigError(command.composition.with_origins(problems))
     return space

@@ -25,7 +25,7 @@ except ImportError as error:
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 JOURNAL = "search.jsonl"
-WARM = "warm_start"  # attribute of a trial: the run that it was taken from
+_TAKEN = "warm_start"  # attribute of a trial that an earlier version took from another sweep
 State = optuna.trial.TrialState
 _NAME = "search"  # Hyperband derives the bracket of a trial from the name of its study
 _MOST = 10_000  # trials that a pruner considers, as the number of one may come from someone else's file
@@ -47,9 +47,9 @@ class Study:
         if wrong or [each.name.lower() for each in self.optuna.directions] != self._directions:
             raise ValueError(f"its study {name} has other keys or objectives")
 
-    def trials(self, warm: bool = False) -> list[optuna.trial.FrozenTrial]:
-        """The trials of the search by index, or those that were taken from earlier runs."""
-        return [trial for trial in self.optuna.get_trials(deepcopy=False) if (WARM in trial.user_attrs) == warm]
+    def trials(self) -> list[optuna.trial.FrozenTrial]:
+        """The trials of the search by index."""
+        return [trial for trial in self.optuna.get_trials(deepcopy=False) if _TAKEN not in trial.user_attrs]
 
     def ask(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.trial.FrozenTrial:
         """Begin a trial. It is drawn in memory, so that no kill leaves a trial with a part of its values in the storage."""
@@ -62,13 +62,6 @@ class Study:
             if self.optuna.get_trials(deepcopy=False)[-1].number != drawn.number:
                 raise OSError("another program has changed it")
         return drawn
-
-    def add(self, params: dict[str, Any], values: Sequence[float], source: str) -> None:
-        """Add the result of an earlier run; a ValueError if its values are outside of the search space."""
-        given: dict[str, Any] = {"params": params, "distributions": self._distributions, "user_attrs": {WARM: source}}
-        trial = optuna.trial.create_trial(values=list(values), **given)
-        with using(self._where):
-            self.optuna.add_trial(trial)
 
     def tell(self, number: int, state: State, values: Sequence[float], curve: Sequence[Any]) -> None:
         """End a trial of a number in the study, with the values of the objectives and the evaluations before."""

@@ -14,8 +14,8 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.verbs import FindLr
 from runner.engine.position import Position
-from runner.run.auto_lr import REASON, FoundRate, find_rate
 from runner.run.describe import describe
+from runner.run.find_rate import REASON, FoundRate, find_rate
 from runner.run.from_checkpoint import config_and_checkpoint, load_weights_of, output_folder
 from runner.tracking.environment import environment
 from runner.tracking.verb_report import Report

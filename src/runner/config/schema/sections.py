@@ -304,7 +304,6 @@ class Search(Section):
     objectives: dict[str, Literal["min", "max"]] = field(default_factory=dict)
     jobs: Count | None = None
     storage: str | None = None
-    warm_start: str | list[str] | None = None
     space: dict[str, Any] = field(default_factory=dict)
 
 

@@ -44,7 +44,7 @@ class Train(Section):
     max_steps: Count | None = None
     max_time: str | None = None
     ckpt_path: str | None = None
-    lr: Literal["auto"] | Annotated[float, Gt(0)] | None = None
+    lr: Annotated[float, Gt(0)] | None = None
     resume: Literal["auto"] | None = None
     init: Init | list[Init] | None = None
     init_from: str | dict[str, str] | None = None

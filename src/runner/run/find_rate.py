@@ -1,24 +1,17 @@
-"""The learning-rate range test: what `find-lr` shows, and what `lr=auto` uses."""
+"""The learning-rate range test: what `find-lr` shows."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.base.errors import UserError
-from runner.base.files import write_json
-from runner.config.frozen import with_changes
-from runner.config.schema.train import Train
-from runner.config.schema.verbs import FindLr
 from runner.config.targets import names_argument
-from runner.data.module import DataModule
 from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest
 from runner.run.batch_size import memory_for_training
 from runner.run.run import Run
-from runner.run.validate import validate_limits
 from runner.tracking.plots import rate_curve
 
 REASON = "a fifth of the rate at which the loss begins to rise"
@@ -105,41 +98,3 @@ def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Calla
 def _rounded(rate: float) -> float:
     """Two digits: a range test is no more precise, and typing the rate gives exactly this number."""
     return float(f"{rate:.1e}")
-
-
-def auto_lr(
-    config: Train,
-    build: Callable[[Train], Run],
-    *,
-    folder: Path,
-    tell: Callable[[str], None],
-    interrupted: Callable[[], str],
-) -> tuple[Train, DataModule]:
-    """The config with the learning rate that a range test finds, and the data, to be trained on.
-
-    What the test trained is discarded: `build` builds the run again from its seed, so it equals a run with this rate.
-    `folder` is the run directory, which gets `lr_range.json` and a picture.
-    """
-    run = build(config)
-    try:
-        validate_limits(run)  # before the time is spent
-        tell(f"lr=auto: a range test of {FindLr.num_steps} steps, from {FindLr.start:g} to {FindLr.end:g}")
-        found = find_rate(run, FindLr.num_steps, FindLr.start, FindLr.end, interrupted)
-        write_json(folder / "lr_range.json", found.record())
-    except BaseException:
-        run.data.close()
-        raise
-    picture = folder / "plots" / "lr_range.png"
-    try:
-        picture.parent.mkdir(exist_ok=True)
-        found.draw(picture, f"{config.name}: learning-rate range test")
-    except Exception as error:  # a picture must not cost a run
-        tell(f"warning: {picture} was not drawn: {error}")
-    if found.warning:
-        tell(f"warning: {found.warning}")
-    tell(f"lr=auto: {found.words} ({REASON}; {folder / 'lr_range.json'})")
-    rates = {f"optimizer.{name}": rate for name, rate in found.settings.items()}
-    config, data = with_changes(run.config, {"lr": None} | rates), run.data
-    del run
-    gc.collect()  # a model may be held by a cycle, and the next one needs the memory
-    return config, data
