@@ -317,7 +317,7 @@ def test_a_model_needs_no_package_that_only_trained_it(
     for words in (
         ("predict", f"input={pictures}"),
         ("export",),
-        ("inspect", "what=[layers,weights,filters]"),
+        ("inspect", "what=layers"),
         ("eval", "data=digits", "loss=cross_entropy"),
     ):
         accepted(words[0], "ckpt_path=run", *words[1:])

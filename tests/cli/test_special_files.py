@@ -74,7 +74,7 @@ OUTPUTS = {
     "predict input=val features=head output=named/a.csv": "a_features.npz",
     "export format=safetensors output=named": "model.safetensors model.json",
     "eval split=val output=named": "eval_val.json",
-    "inspect what=weights output=named": "inspect.json",
+    "inspect what=layers output=named": "inspect.json",
     "inspect features=[head] output=named/a.npz": "a.npz",
     "find-lr num_steps=10 output=named": "lr_range.json config.yaml",
     "profile steps=2 warmup_steps=1 trace_steps=1 output=named": "profile.json config.yaml ops.json ops.txt trace.json",

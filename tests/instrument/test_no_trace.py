@@ -17,7 +17,7 @@ from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
 from runner.engine.position import Position
-from runner.lab.inspect.statistics import pass_through as watched
+from runner.lab.inspect.numbers import pass_through as watched
 from runner.run.evaluation import _feed
 from runner.run.probe import probe
 from runner.run.run import Run, training_flops

@@ -6,8 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,16 +19,12 @@ from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Inspect
-from runner.data.module import DataModule
 from runner.engine.state import load_weights
-from runner.lab.inspect.layers import Layer, layers_of, outer_maps
-from runner.lab.inspect.parts import Table
-from runner.lab.inspect.pictures import draw_filters, draw_maps
-from runner.lab.inspect.run import _show
-from runner.lab.inspect.statistics import dead_units, pass_through, summarize
+from runner.lab.inspect.numbers import Layer, layers_of, numbers_of, pass_through
+from runner.lab.inspect.parts import Inspection, last_maps, maps_of
 from runner.models.features import write_features
 from runner.run.run import Run
-from runner.tracking.console import Console
+from runner.tracking.verb_report import Report
 from runner.train import build_run
 from runner.verbs._table import VERBS
 
@@ -38,7 +33,15 @@ DATA = (
     "data.batch_size=8", "transform=standard", "data.split.val=0.3",
 )  # fmt: skip
 SMALL = (*DATA, "model=small_cnn", "model.width=4")
-PARTS = ("layers", "weights", "activations", "gradients", "inputs", "filters", "features")
+AWAY = """
+from torch import nn
+
+def net(in_channels, image_size, num_classes):
+    model = nn.Sequential()
+    model.add_module("up/away/x", nn.Conv2d(3, 3, 1))
+    return model.extend([nn.Flatten(), nn.Linear(192, num_classes)])
+"""
+PARTS = ("layers", "activations", "gradients", "inputs", "features")
 
 
 @pytest.fixture(autouse=True)
@@ -117,19 +120,15 @@ def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -
     loss = training.loss(model.train()(batch.images), batch.targets)
     loss.backward()
     assert found.loss == float(loss.detach())
-    activations = {each.name: each for each in found.activations}
-    conv = activations["stages.1.0"]
+    conv = found.activations["stages.1.0"]
     assert conv.shape == tuple(seen["conv"].shape)
     assert conv.mean == pytest.approx(float(seen["conv"].detach().mean()), abs=1e-6)
     assert conv.std == pytest.approx(float(seen["conv"].detach().std(correction=0)), rel=1e-5)
     assert (conv.minimum, conv.maximum) == (float(seen["conv"].detach().min()), float(seen["conv"].detach().max()))
-    assert sum(conv.counts) == seen["conv"].numel()
-    flows = {each.name: each for each in found.flows}
-    assert list(flows) == list(activations)
-    assert flows["stages.1.0"].norm == pytest.approx(float(seen["conv"].grad.norm()), rel=1e-5)
-    gradients = {each.name: each for each in found.gradients}
+    assert list(found.flows) == list(found.activations)
+    assert found.flows["stages.1.0"].norm == pytest.approx(float(seen["conv"].grad.norm()), rel=1e-5)
     for name, weight in model.named_parameters():
-        assert gradients[name].norm == pytest.approx(float(weight.grad.norm()), rel=1e-5), name
+        assert found.gradients[name].norm == pytest.approx(float(weight.grad.norm()), rel=1e-5), name
 
 
 def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]) -> None:
@@ -138,13 +137,11 @@ def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]
     before = fingerprint(training.model)
     found = pass_through(training, batch, ["stages.0", "stages.3.1", "head"])
     assert_same(before, fingerprint(training.model))
-    assert [each.name for each in found.activations] == ["stages.0", "stages.3.1", "head"]
-    assert [each.name for each in found.flows] == ["stages.0", "stages.3.1", "head"]
+    assert list(found.activations) == list(found.flows) == ["stages.0", "stages.3.1", "head"]
     whole = pass_through(training, batch, [])
     assert found.loss == whole.loss
-    of_stage = next(each for each in whole.activations if each.name == "stages.0.1")
-    assert found.activations[0].counts == of_stage.counts
-    assert found.flows[-1].norm > 0
+    assert found.activations["stages.0"] == whole.activations["stages.0.1"]
+    assert found.flows["head"].norm > 0
 
 
 def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Callable[..., Run]) -> None:
@@ -155,39 +152,23 @@ def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Ca
     found = pass_through(training, next(iter(training.data.train.loader.batches(0, 0, 1))), [])
     assert found.frozen == ["stages.0.0.weight"]
     assert found.without == ["head.idle"]
-    assert "stages.0.0.weight" not in [each.name for each in found.gradients]
-
-
-def test_dead_units_are_channels_that_give_nothing_anywhere() -> None:
-    outputs = torch.rand(4, 3, 5, 5) + 0.1
-    assert dead_units(outputs) is None, "nothing is 0, so nothing was cut off"
-    outputs[:, 1] = 0
-    outputs[:3, 2] = 0
-    assert dead_units(outputs) == (1, 3)
-    assert dead_units(outputs - 1) is None, "not rectified"
-    tokens = torch.rand(2, 6, 4)
-    tokens[..., :2] = 0
-    assert dead_units(tokens) == (2, 4)
-    assert dead_units(torch.zeros(8, 5)) == (5, 5)
+    assert "stages.0.0.weight" not in found.gradients
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:
-    found = summarize("x", torch.tensor([1.0, float("nan"), 3.0, float("inf"), 0.0]))
+    found = numbers_of(torch.tensor([1.0, float("nan"), 3.0, float("inf"), 0.0]))
     assert (found.not_finite, found.mean, found.minimum, found.maximum) == (2, pytest.approx(4 / 3), 0.0, 3.0)
     assert found.zeros == pytest.approx(1 / 3)
-    assert sum(found.counts) == 3
-    nothing = summarize("x", torch.full((2, 2), float("nan")))
-    assert (nothing.not_finite, nothing.counts) == (4, [])
-    assert sum(summarize("x", torch.ones(7)).counts) == 7
+    assert numbers_of(torch.full((2, 2), float("nan"))).not_finite == 4
 
 
 def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], workdir: Path) -> None:
-    found = inspect(*DATA, "model=mlp", "model.hidden=[8]", "samples=2")
+    found = inspect(*SMALL, "samples=2")
     folder = Path(found["folder"])
     assert folder.parent == Path("outputs/inspections")
     assert tuple(found["what"]) == PARTS
     assert {path.name for path in folder.iterdir()} == {*found["files"], "inspect.json"}
-    assert {"inputs.png", "filters.png", "weights.png", "activations.png", "gradients.png"} <= set(found["files"])
+    assert found["files"] == ["inputs.png", "features_stages.2.png"]
     for name in found["files"]:
         with Image.open(folder / name) as image:
             assert min(image.size) > 50
@@ -196,22 +177,22 @@ def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], 
     assert {name: found[name] for name in written} == written
 
 
-@pytest.mark.extended
-def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: Callable[..., Any]) -> None:
-    assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png"]
-    shapes = {
-        "a": (8, 4, 4),
-        "b": (8, 4, 4),
-        "b.0": (8, 4, 4),
-        "b.0.x": (8, 4, 4),
-        "b.1": (8, 2, 2),
-        "c": (8, 1, 1),
-        "d": (8,),
-    }
+def test_a_grid_is_drawn_of_the_layers_that_are_named_or_of_the_last_one_with_maps(inspect: Callable[..., Any]) -> None:
+    words = ("what=features", "tensors=stages.0,head,stages.1.0")
+    assert inspect(*SMALL, *words)["files"] == ["features_stages.0.png", "features_stages.1.0.png"]
+    assert inspect(*DATA, "model=mlp", "model.hidden=[8]", "what=features")["files"] == []
+    shapes = {"a": (8, 4, 4), "b": (8, 2, 2), "b.0": (8, 4, 4), "b.0.x": (8, 2, 2), "c": (8, 1, 1), "d": (8,)}
     layers = [Layer(name, "Module", False, 0, 0, output) for name, output in shapes.items()]
-    assert outer_maps(layers) == ["a", "b.0", "b.1"]
-    many = [Layer(f"l{number}", "Module", False, 0, 0, (8, 4, 4)) for number in range(20)]
-    assert [len(outer_maps(many)), outer_maps(many)[0], outer_maps(many)[-1]] == [6, "l0", "l19"]
+    assert (last_maps(layers), last_maps(layers[:1]), last_maps(layers[-2:])) == (["b"], ["a"], [])
+
+
+def test_tokens_on_a_grid_are_maps() -> None:
+    tokens = torch.rand(2, 7, 3)
+    maps = maps_of(tokens, (16, 24))
+    assert maps is not None
+    assert maps.shape == (2, 3, 2, 3)
+    assert maps[1, 2].flatten().equal(tokens[1, 1:, 2]), "without the class token"
+    assert maps_of(tokens[:, :2], (16, 24)) is None
 
 
 @pytest.fixture
@@ -246,7 +227,7 @@ def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
 def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_checkpoint_only(
     trained: Any, inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing = dict.fromkeys((*PARTS, "errors"), lambda found: None)
+    nothing: dict[str, Callable[..., Any]] = dict.fromkeys((*PARTS, "errors"), lambda seen: {})
     monkeypatch.setattr("runner.lab.inspect.run.PARTS", nothing)
     assert tuple(inspect(*SMALL)["what"]) == PARTS
     assert tuple(inspect(f"ckpt_path={trained.directory}")["what"]) == (*PARTS, "errors")
@@ -324,16 +305,20 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
     contents = read(trained.directory / "checkpoints" / "last.safetensors")
     for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
         found = inspect(
-            f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=weights", f"weights={which}"
+            f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=gradients", f"weights={which}"
         )
-        norms = {each["name"]: each["norm"] for each in found["weights"]}
+        norms = {each["name"]: each["weight_norm"] for each in found["gradients"]}
         assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
 
 
-def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_table_is_shown_in_part_with_its_sum(
+    built: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = built(*SMALL)
     rows = [[f"layer {number}", str(number)] for number in range(99)]
-    _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
+    seen = Inspection(training.config, training, tmp_path, Report(False), True)
+    seen.table("long", ["layer", "n"], [*rows, ["total", "4851"]])
     out = capsys.readouterr().out
     assert "total" in out
     assert "layer 58" in out
@@ -341,28 +326,26 @@ def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixtur
     assert "40 more rows are in inspect.json" in out
 
 
-def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callable[..., Run], tmp_path: Path) -> None:
-    training = built(*SMALL)
-    model = nn.Sequential()
-    model.add_module("away/x", nn.Conv2d(3, 2, 3))
-    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
-    folder = tmp_path / "in" / "side"
-    folder.mkdir(parents=True)
-    written = draw_maps(model, batch, ["away/x"], training.data, folder)
-    assert [path.parent for path, _ in written] == [folder]
-    assert set(tmp_path.rglob("*.png")) == {path for path, _ in written}
-
-
-@pytest.mark.parametrize(
-    ("channels", "title"),
-    [(1, "64 of 70 filters, 1x3x3; red"), (3, "64 of 70 filters, 3x3x3; each"), (5, "64 of 70 filters, 5x3x3, first of 5")],
-)  # fmt: skip
-def test_as_many_filters_are_told_as_are_drawn(
-    channels: int, title: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_module_called_like_a_path_writes_into_the_folder_alone(
+    inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, workdir: Path
 ) -> None:
+    monkeypatch.syspath_prepend(str(workdir))
+    (workdir / "away.py").write_text(AWAY)
+    found = inspect(
+        *DATA,
+        "model=mlp",
+        "~model.hidden",
+        "~model.dropout",
+        "model._target_=away.net",
+        "what=features",
+        "tensors=['up/away/x']",
+    )
+    assert found["files"] == ["features_up_away_x.png"]
+    assert {path.parent for path in workdir.rglob("*.png")} == {workdir / found["folder"]}
 
-    seen: list[Any] = []
-    monkeypatch.setattr("runner.lab.inspect.pictures.filter_grid", lambda shown, *_: seen.append(shown))
-    splits = cast(DataModule, SimpleNamespace(channels=channels, image_size=(8, 8)))
-    assert title in draw_filters(nn.Conv2d(channels, 70, 3), splits, tmp_path / "f.png")
-    assert len(seen[0]) == 64
+
+@pytest.mark.parametrize("part", ["weights", "filters"])
+def test_a_part_that_is_gone_is_refused_with_those_that_there_are(rejected: Any, part: str) -> None:
+    result = rejected("inspect", *SMALL, f"what={part}")
+    assert f"what: cannot be {part}" in result.err, result.err
+    assert all(name in result.err for name in (*PARTS, "errors"))

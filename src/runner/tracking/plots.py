@@ -214,12 +214,10 @@ def _smooth(values: Sequence[float]) -> Any:
     return np.where(known, sums / np.convolve(known, window, "same").clip(1), np.nan)
 
 
-def fit(text: str, letters: int, keep_end: bool = False) -> str:
-    """Shorten a text at its end, or at its start."""
+def fit(text: str, letters: int) -> str:
+    """Shorten a text at its end."""
     text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())  # names of folders may have other bytes
-    if len(text) <= letters:
-        return text
-    return "…" + text[1 - letters :] if keep_end else text[: letters - 1] + "…"
+    return text if len(text) <= letters else text[: letters - 1] + "…"
 
 
 def new_figure(width: float, height: float, fixed: bool = False) -> Figure:

@@ -111,7 +111,7 @@ _ENTRIES = (
     ),
     Verb(
         "inspect",
-        "Inspect a model: layers, parameters, FLOPs, weights, activations, gradients, features; tables and pictures.",
+        "Inspect a model: layers, parameters, FLOPs, activations, gradients, features and wrong samples.",
         "runner.lab.inspect.run",
         sweeps="inspections",
         only_lists=("what", "tensors", "features"),

@@ -119,7 +119,7 @@ class Pack(Train):
     json: bool = False
 
 
-Part = Literal["layers", "weights", "activations", "gradients", "inputs", "filters", "features", "errors"]
+Part = Literal["layers", "activations", "gradients", "inputs", "features", "errors"]
 
 FEATURE_FILES = (".npz", ".safetensors")
 """Endings of a file of features."""

@@ -1,1 +1,1 @@
-"""Inspect a model: layers, parameters, FLOPs, weights, activations, gradients, features; tables and pictures."""
+"""Inspect a model: layers, parameters, FLOPs, activations, gradients, features and wrong samples."""

@@ -1,9 +1,10 @@
-"""The parts of an inspection: each adds tables, pictures and numbers."""
+"""The parts of an inspection: each shows tables, draws pictures, and returns what `inspect.json` says of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,64 +15,41 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.config.rules import never_evaluates
 from runner.config.schema.verbs import Inspect
 from runner.data.bad_samples import path_of
 from runner.data.loaders import Batch
 from runner.data.module import SplitData
 from runner.engine.metrics import class_numbers
-from runner.engine.step import Supervised
 from runner.instrument.flops import Flops
 from runner.instrument.nested import parts_of_rows
 from runner.instrument.no_trace import evaluating
-from runner.lab.inspect import pictures
-from runner.lab.inspect.layers import Layer, layers_of, outer_maps, shape_text
-from runner.lab.inspect.statistics import ObservedPass, Summary, pass_through, summarize
+from runner.lab.inspect.numbers import Layer, Numbers, Pass, layers_of, numbers_of, pass_through
+from runner.models.features import Extractor
 from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
 from runner.run.outputs import Predictions
 from runner.run.run import Run, training_flops
-from runner.tracking.formats import compact, number, percent
+from runner.tracking.formats import amount, compact, number, percent
 from runner.tracking.image_grid import Pixels, Tile, image_grid
 from runner.tracking.plots import confusion_matrix
-from runner.tracking.verb_report import mib
+from runner.tracking.verb_report import Report, mib
 
-_NUMBERS = ("mean", "std", "min", "max", "norm", "zeros", "not finite")
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table with its title; `notes` are lines above it."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
+_CHANNELS, _ROWS = 8, 4  # of a grid of activations
+_MOST_ROWS = 60  # of a table
+_LONGEST = 60  # letters of a layer in the name of a file: four bytes each at most, and 255 are allowed
+_RED, _GREEN = "#bb3344", "#228833"
 
 
 @dataclass
 class Inspection:
-    """The results so far, and what several parts need, computed when first used."""
+    """What is inspected, and what several parts need, computed when first used."""
 
-    config: Inspect  # what to do
-    training: Run  # what is inspected
+    config: Inspect
+    training: Run
     folder: Path  # where pictures go
-    lines: list[str] = field(default_factory=list)  # shown first
-    parts: list[Table | tuple[Path, str]] = field(default_factory=list)  # tables, and pictures with titles
-    record: dict[str, Any] = field(default_factory=dict)  # for JSON
-    skipped: list[str] = field(default_factory=list)  # parts that could not be shown, and why
-
-    @property
-    def plain(self) -> bool:
-        """Whether samples are pairs of image and target, and the task computes no steps itself."""
-        return self.training.data.trial is None and isinstance(self.training.steps, Supervised)
-
-    def lacks(self, part: str) -> str:
-        """What a part needs, and this task or its data do not have; empty if it can be shown."""
-        if part in ("layers", "inputs", "features") and not self.plain:
-            return "needs pairs of image and target, and a task without steps of its own"
-        never = not self.plain and not self.config.evaluate.test and never_evaluates(self.config)
-        return "needs evaluations, and the run has none" if part == "errors" and never else ""
+    report: Report
+    plain: bool  # whether samples are pairs of image and target, and the task computes no steps itself
+    files: list[Path] = field(default_factory=list)  # pictures that are drawn
 
     @cached_property
     def flops(self) -> Flops:
@@ -81,8 +59,8 @@ class Inspection:
     @cached_property
     def layers(self) -> list[Layer]:
         """The modules of the model."""
-        flops = self.flops
-        return layers_of(self.training.model, example_input(self.training.data), flops.by_module, flops.samples)
+        images, flops = example_input(self.training.data), self.flops
+        return layers_of(self.training.model, images, flops.by_module, flops.samples)
 
     @cached_property
     def batch(self) -> Batch:
@@ -90,79 +68,69 @@ class Inspection:
         return next(iter(self.training.data.train.loader.batches(self.training.state.position.epoch, 0, 1)))
 
     @cached_property
-    def passed(self) -> ObservedPass:
-        """The batch, forward and backward."""
+    def passed(self) -> Pass:
+        """This batch, forward and backward."""
         return pass_through(self.training, self.batch, self.config.tensors)
 
-    @cached_property
-    def weights(self) -> list[Summary]:
-        """Every parameter."""
-        return [summarize(name, weight) for name, weight in self.training.model.named_parameters()]
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show a table; of a long one the beginning, and the last row, which is the sum where there is one."""
+        shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
+        self.report.table(title, list(columns), [list(row) for row in shown])
+        if len(shown) < len(rows):
+            self.report.line(f"{len(rows) - len(shown):,} more rows are in inspect.json")
 
-    def add_picture(self, path: Path, title: str) -> None:
-        """Add a picture; an empty title says that there was nothing to draw."""
-        if title:
-            self.parts.append((path, title))
-
-    def add_summaries(
-        self,
-        key: str,
-        summaries: Sequence[Summary],
-        title: str,
-        *,
-        more: tuple[str, Mapping[str, str]] | None = None,
-        notes: Sequence[str] = (),
-        marks: Mapping[str, str] | None = None,
-    ) -> None:
-        """Tensors as a table with a row for each, and as histograms.
-
-        Args:
-            key: of the record, and the name of the picture.
-            summaries: of the tensors.
-            title: of the table and the picture.
-            more: title of a further column, and its cells by tensor.
-            notes: lines above the table.
-            marks: notes in the histograms by tensor.
-        """
-        self.record[key] = [dataclasses.asdict(each) for each in summaries]
-        column, cells = more or ("", {})
-        rows = [[*_cells(each), *([cells.get(each.name, "")] if column else [])] for each in summaries]
-        if rows or notes:
-            kind = "parameter" if key in ("weights", "gradients") else "output"
-            columns = [kind, "shape", *_NUMBERS, *([column] if column else [])]
-            self.parts.append(Table(title, columns, rows, notes))
+    def numbers(
+        self, title: str, kind: str, found: Mapping[str, Numbers], sizes: Mapping[str, float] | None = None
+    ) -> list[dict[str, Any]]:
+        """Show tensors of a kind with a row for each, and its norm as a share of `sizes`; returns them for JSON."""
+        rows = []
+        for name, each in found.items():
+            values = [*map(number, each[1:6]), percent(each.zeros), f"{each.not_finite:,}" if each.not_finite else ""]
+            share = [] if sizes is None else [number(each.norm / sizes[name]) if sizes[name] > 0 else ""]
+            rows.append([name, shape_text(each.shape), *values, *share])
+        columns = [kind, "shape", "mean", "std", "min", "max", "norm", "zeros", "not finite"]
         if rows:
-            quantity = {"weights": "weight", "activations": "activation"}.get(key, "gradient")
-            path = self.folder / f"{key}.png"
-            self.add_picture(path, pictures.draw_histograms(summaries, marks or {}, quantity, title, path))
+            self.table(title, columns if sizes is None else [*columns, "norm / weight's"], rows)
+        return [{"name": name, **each._asdict()} for name, each in found.items()]
+
+    def file_of(self, index: int) -> str | None:
+        """The file of a sample of the split, if its data set names files."""
+        return path_of(self.training.data.parts[self.config.split][0], index)
+
+    def grid(self, tiles: Sequence[Tile], name: str, title: str, columns: int | None = None) -> None:
+        """Draw a picture."""
+        self.files.append(self.folder / f"{name}.png")
+        image_grid(tiles, self.files[-1], title, columns)
+
+    def pixels_of(self, images: Tensor) -> list[Pixels]:
+        """Images (B, C, H, W) as the model is given them, with the normalisation undone: (H, W) or (H, W, 3), from 0 to 1.
+
+        Of images with another number of channels than 1 or 3 the first channel.
+        """
+        data = self.training.data
+        mean, std = (torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1) for values in (data.mean, data.std))
+        plain = (images.detach().float().cpu() * std + mean).clamp(0, 1)
+        return list((plain.permute(0, 2, 3, 1) if plain.shape[1] == 3 else plain[:, 0]).contiguous().numpy())
 
 
-def _cells(each: Summary) -> list[str]:
-    numbers = (each.mean, each.std, each.minimum, each.maximum, each.norm)
-    strange = f"{each.not_finite:,}" if each.not_finite else ""
-    return [each.name, shape_text(each.shape), *map(number, numbers), percent(each.zeros), strange]
-
-
-def layers(found: Inspection) -> None:
+def layers(seen: Inspection) -> dict[str, Any]:
     """Every module: what it is, what it gives, what it costs; all for one sample."""
-    model, flops = found.training.model, found.flops
-    found.record["layers"] = [dataclasses.asdict(layer) for layer in found.layers]
-    found.record["totals"] = totals = {
-        "parameters": sum(layer.parameters for layer in found.layers),
-        "trainable": sum(layer.trainable for layer in found.layers),
+    model, flops = seen.training.model, seen.flops
+    totals = {
+        "parameters": sum(layer.parameters for layer in seen.layers),
+        "trainable": sum(layer.trainable for layer in seen.layers),
         "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "buffers_bytes": sum(buffer.nbytes for buffer in model.buffers()),
-        "output_bytes": sum(layer.output_bytes for layer in found.layers),
+        "output_bytes": sum(layer.output_bytes for layer in seen.layers),
         "flops_forward": flops.forward // flops.samples,
         "flops_training": flops.of_sample,
     }
     size = (totals["weights_bytes"] + totals["buffers_bytes"]) / 1e6
-    found.lines += [
+    seen.report.lines(
         f"{totals['parameters']:,} parameters, {totals['trainable']:,} trainable; {size:,.2f} MB with buffers",
         f"outputs of one sample {mib(totals['output_bytes'])} MiB",
         f"{compact(totals['flops_forward'])} FLOPs forward and {compact(totals['flops_training'])} in training, a sample",
-    ]
-    columns = ["layer", "type", "output", "parameters", "trainable", "FLOPs", "output KiB"]
+    )
     rows = [
         [
             layer.name or "(the model itself)",
@@ -173,123 +141,135 @@ def layers(found: Inspection) -> None:
             compact(layer.flops) if layer.flops else "",
             f"{layer.output_bytes / 1024:,.2f}" if layer.output_bytes else "",
         ]
-        for layer in found.layers
-        # A row does not count the modules inside, so rows without anything else are empty.
+        for layer in seen.layers
+        # A row does not count the modules inside, so rows without anything else are empty
         if not layer.inner or layer.parameters or layer.flops
     ]
     counts = [f"{totals['parameters']:,}", f"{totals['trainable']:,}", compact(totals["flops_forward"])]
     rows.append(["total", "", "", *counts, f"{totals['output_bytes'] / 1024:,.2f}"])
-    found.parts.append(Table("layers, for one sample", columns, rows))
+    columns = ["layer", "type", "output", "parameters", "trainable", "FLOPs", "output KiB"]
+    seen.table("layers, for one sample", columns, rows)
+    return {"layers": [dataclasses.asdict(layer) for layer in seen.layers], "totals": totals}
 
 
-def weights(found: Inspection) -> None:
-    """The weights in numbers and histograms."""
-    if found.weights:
-        found.add_summaries("weights", found.weights, "weights")
-    else:
-        found.skipped.append("weights: the model has none")
+def activations(seen: Inspection) -> dict[str, Any]:
+    """Outputs of the modules for a training batch."""
+    title = f"activations of a training batch of {len(seen.batch.indices):,}"
+    return {"activations": seen.numbers(title, "output", seen.passed.activations)}
 
 
-def activations(found: Inspection) -> None:
-    """Outputs of the modules for a training batch, and the units that give nothing."""
-    passed = found.passed
-    found.record["dead_units"] = {name: {"dead": dead, "units": units} for name, (dead, units) in passed.dead.items()}
-    cells = {name: f"{dead:,} of {units:,}" for name, (dead, units) in passed.dead.items()}
-    marks = {name: f"{percent(dead / units)} dead" for name, (dead, units) in passed.dead.items() if dead}
-    notes = ["a dead unit is 0 for every sample of the batch and at every position"] if passed.dead else []
-    title = f"activations of a training batch of {len(found.batch.indices):,}"
-    more = ("dead units", cells)
-    found.add_summaries("activations", passed.activations, title, more=more, notes=notes, marks=marks)
-
-
-def gradients(found: Inspection) -> None:
+def gradients(seen: Inspection) -> dict[str, Any]:
     """Gradients of a training batch by the weights, relative to their size, and by the outputs."""
-    passed, batch = found.passed, f"of a training batch of {len(found.batch.indices):,}"
-    found.record |= {"loss": passed.loss, "without_gradient": passed.without, "frozen": passed.frozen}
-    notes = [f"loss {number(passed.loss)}"]
+    passed, batch = seen.passed, f"of a training batch of {len(seen.batch.indices):,}"
+    seen.report.line(f"loss {number(passed.loss)}")
     if passed.without:
-        notes.append(f"no gradient reaches {', '.join(passed.without)}")
+        seen.report.line(f"no gradient reaches {', '.join(passed.without)}")
     if passed.frozen:
-        notes.append(f"frozen: {', '.join(passed.frozen)}")
-    norms = {weight.name: weight.norm for weight in found.weights}
-    ratios = {each.name: number(each.norm / norms[each.name]) for each in passed.gradients if norms[each.name] > 0}
-    title, more = f"gradients of the loss by the weights, {batch}", ("norm / weight's", ratios)
-    found.add_summaries("gradients", passed.gradients, title, more=more, notes=notes)
-    found.add_summaries("gradients_of_outputs", passed.flows, f"gradients of the loss by the outputs, {batch}")
+        seen.report.line(f"frozen: {', '.join(passed.frozen)}")
+    norms = {name: numbers_of(weight).norm for name, weight in seen.training.model.named_parameters()}
+    rows = seen.numbers(f"gradients of the loss by the weights, {batch}", "parameter", passed.gradients, norms)
+    return {
+        "loss": passed.loss,
+        "without_gradient": passed.without,
+        "frozen": passed.frozen,
+        "gradients": [row | {"weight_norm": norms[row["name"]]} for row in rows],
+        "gradients_of_outputs": seen.numbers(f"gradients of the loss by the outputs, {batch}", "output", passed.flows),
+    }
 
 
-def inputs(found: Inspection) -> None:
+def inputs(seen: Inspection) -> dict[str, Any]:
     """Samples of training as the model is given them, augmented."""
-    count = found.config.samples
-    images, targets = found.batch.images[:count], found.batch.targets[:count]
-    path = found.folder / "inputs.png"
-    found.add_picture(path, pictures.draw_inputs(images, targets, found.training.data, path))
+    images, targets = (each[: seen.config.samples] for each in (seen.batch.images, seen.batch.targets))
+    captions = captions_of(targets, seen.training.data.classes)
+    first = "" if images.shape[1] in (1, 3) else f", first of {images.shape[1]} channels"
+    title = f"{amount(len(images), 'training sample')} as the model sees them, normalisation undone"
+    title += f" ({shape_text(images.shape[1:])}{first})"
+    seen.grid(list(map(Tile, seen.pixels_of(images), captions)), "inputs", title)
+    return {}
 
 
-def filters(found: Inspection) -> None:
-    """The kernels that see the image."""
-    path = found.folder / "filters.png"
-    title = pictures.draw_filters(found.training.model, found.training.data, path)
-    found.add_picture(path, title)
-    if not title:
-        found.skipped.append("filters: no layer has weights that lie over the image")
+def features(seen: Inspection) -> dict[str, Any]:
+    """Grids of what layers make of a few images of the split that the config names, or of the training split."""
+    config, data = seen.config, seen.training.data
+    names = config.tensors or last_maps(seen.layers)
+    # Without a validation split, training images in evaluation mode are the next best
+    batch = next(iter((data.eval_split(config.split) or data.train_for_eval).loader.batches(0, 0, 1)))
+    images, targets = batch.images[:_ROWS], batch.targets[:_ROWS]
+    with evaluating(seen.training.model):
+        found = Extractor(seen.training.model, names, "tensors")(images) if names else {}
+    all_maps = {name: maps_of(outputs.detach().float().cpu(), data.image_size) for name, outputs in found.items()}
+    if all(maps is None for maps in all_maps.values()):
+        seen.report.line(
+            f"features: no output of {', '.join(names) or 'any layer'} can be seen as maps; set tensors=[...]"
+        )
+    for name, maps in all_maps.items():
+        if maps is None:
+            continue
+        spread = maps.transpose(0, 1).flatten(1).nan_to_num().std(dim=1, correction=0)
+        channels = spread.topk(min(_CHANNELS, len(spread))).indices.sort().values.tolist()
+        count, chosen = maps.shape[1], maps[:, channels]
+        finite = chosen[chosen.isfinite()]
+        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+        shades = ((chosen - low) / max(high - low, 1e-12)).numpy()
+        tiles: list[Tile] = []
+        for image, lines, values in zip(
+            seen.pixels_of(images), captions_of(targets, data.classes), shades, strict=True
+        ):
+            tiles += [Tile(image, lines[:1]), *map(Tile, values, [[f"channel {channel}"] for channel in channels])]
+        title = f"{name}: {len(channels)} of {count} channels that vary most, {shape_text(maps.shape[2:])}; "
+        title += f"black is {number(low)}, white is {number(high)}"
+        # An untrusted file may have named the modules, and a name must not lead to another folder
+        plain = re.sub(r"[^\w.-]", "_", name)[:_LONGEST]
+        seen.grid(tiles, f"features_{plain}", title, 1 + len(channels))
+    return {}
 
 
-def features(found: Inspection) -> None:
-    """Outputs of layers for a few images of the split that the config names, or of the training split."""
-    names = found.config.tensors or outer_maps(found.layers)
-    if not names:
-        found.skipped.append("features: no layer gives maps; tensors=[...] names others")
-        return
-    data = found.training.data
-    # Without a validation split, training images in evaluation mode are the next best.
-    split = data.eval_split(found.config.split) or data.train_for_eval
-    batch = next(iter(split.loader.batches(0, 0, 1)))
-    drawn = pictures.draw_maps(found.training.model, batch, names, data, found.folder)
-    found.parts += drawn
-    if not drawn:
-        found.skipped.append(f"features: nothing of {', '.join(names)} can be seen as maps")
-
-
-def errors(found: Inspection) -> None:
+def errors(seen: Inspection) -> dict[str, Any]:
     """The confusion matrix, and the most confident wrong predictions; without classes, the samples with the largest loss."""
-    config, training = found.config, found.training
-    classes = unique_names(training.data.classes)
+    config, training = seen.config, seen.training
+    split, classes = split_of(training.data, config.split), unique_names(training.data.classes)
     outputs = training.task.outputs(classes)
-    split = split_of(training.data, config.split)
     # Without classes, or with over 2048 of them, the loss tells which samples are wrong
-    if not found.plain or "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
-        _largest_losses(found, split)
-        return
-    confusion, surest = mistakes_in(training, split, outputs, limit=config.limit.eval_batches, most=config.samples)
+    if not seen.plain or "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
+        return _largest_losses(seen, split)
+    confusion = torch.zeros(outputs, outputs, dtype=torch.int64)
+    surest: list[tuple[dict[str, Any], Tensor]] = []  # with the image (C, H, W) as the model was given it
+    with evaluating(training.model):
+        for batch in batches_of(split, config.limit.eval_batches):
+            with training.precision.autocast():
+                logits = training.model(batch.images)
+            probabilities, predicted = (largest.cpu() for largest in logits.float().softmax(dim=1).max(dim=1))
+            true = class_numbers(training.task.targets(batch.targets)).cpu()
+            confusion += torch.bincount(true * outputs + predicted, minlength=outputs * outputs).view(outputs, outputs)
+            for place in (predicted != true).nonzero().flatten().tolist():
+                sure, index = float(probabilities[place]), int(batch.indices[place])
+                # Images are copied only of mistakes that are among the surest so far
+                if len(surest) < config.samples or sure > surest[-1][0]["probability"]:
+                    names = {"true": classes[int(true[place])], "predicted": classes[int(predicted[place])]}
+                    record = {"index": index, **names, "probability": sure, "file": seen.file_of(index)}
+                    surest.append((record, batch.images[place].float().cpu().clone()))
+                    surest = sorted(surest, key=lambda each: -each[0]["probability"])[: config.samples]
     samples, matrix = int(confusion.sum()), confusion.tolist()
     wrong = samples - int(confusion.diag().sum())
-    found.record["errors"] = {
-        "split": config.split,
-        "samples": samples,
-        "wrong": wrong,
-        "confusion": matrix,
-        "surest": [
-            {"index": m.index, "true": classes[m.true], "predicted": classes[m.predicted], "probability": m.probability}
-            | {"file": path_of(training.data.parts[config.split][0], m.index)}
-            for m in surest
-        ],
-    }
     rate = percent(wrong / max(1, samples))
-    found.lines.append(f"{wrong:,} of {samples:,} {config.split} samples are predicted as another class ({rate})")
-    title = f"{config.data.name} {config.split}, {samples:,} samples"
-    path = found.folder / "confusion.png"
-    confusion_matrix(matrix, classes, path, title)
-    found.add_picture(path, title)
+    seen.report.line(f"{wrong:,} of {samples:,} {config.split} samples are predicted as another class ({rate})")
+    seen.files.append(seen.folder / "confusion.png")
+    confusion_matrix(matrix, classes, seen.files[-1], f"{config.data.name} {config.split}, {samples:,} samples")
     if surest:
+        texts = [
+            [f"is {m['true']}", f"taken for {m['predicted']}", f"at {percent(m['probability'])}"] for m, _ in surest
+        ]
+        pixels = seen.pixels_of(torch.stack([image for _, image in surest]))
+        tiles = [Tile(*pair, [_GREEN, _RED]) for pair in zip(pixels, texts, strict=True)]
         title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
-        path = found.folder / "errors.png"
-        found.add_picture(path, pictures.draw_errors(surest, title, classes, training.data, path))
+        seen.grid(tiles, "errors", title)
+    found = {"split": config.split, "samples": samples, "wrong": wrong, "confusion": matrix}
+    return {"errors": found | {"surest": [record for record, _ in surest]}}
 
 
-def _largest_losses(found: Inspection, split: SplitData) -> None:
+def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
     """The samples with the largest loss, each evaluated by itself."""
-    config, training = found.config, found.training
+    config, training = seen.config, seen.training
     worst: list[tuple[dict[str, Any], Batch]] = []
     with evaluating(training.model, training.loss):
         for batch in batches_of(split, config.limit.eval_batches):
@@ -300,11 +280,10 @@ def _largest_losses(found: Inspection, split: SplitData) -> None:
                     why = "the evaluation_step of the task gives no loss"
                     if config.what:
                         raise UserError("what", f"names errors, and {why}", "other parts")
-                    found.skipped.append(f"errors: {why}")
-                    return
-                index, loss = int(indices), float(evaluated["loss"])
-                file = path_of(training.data.parts[config.split][0], index)
-                worst.append(({"index": index, "loss": loss, "file": file}, Batch(data, indices)))
+                    seen.report.line(f"errors: {why}")
+                    return {}
+                record = {"index": int(indices), "loss": float(evaluated["loss"]), "file": seen.file_of(int(indices))}
+                worst.append((record, Batch(data, indices)))
             # NaN is worse than all
             worst = sorted(worst, key=lambda each: -math.inf if math.isnan(each[0]["loss"]) else -each[0]["loss"])
             del worst[config.samples :]
@@ -315,15 +294,14 @@ def _largest_losses(found: Inspection, split: SplitData) -> None:
                 drawn = [drawing(batch)[0]["picture"] for _, batch in worst]
             shown = [picture.permute(1, 2, 0).numpy() / 255 for picture in drawn]
         elif training.data.trial is None:
-            shown = [image for _, batch in worst for image in pictures.pixels_of(batch.images, training.data)]
-    found.record["errors"] = {"split": config.split, "largest": [each for each, _ in worst]}
+            shown = [image for _, batch in worst for image in seen.pixels_of(batch.images)]
     title = f"{len(worst)} samples of {config.data.name} {config.split} with the largest loss"
-    texts = [[str(each["index"]), number(each["loss"]), each["file"] or ""] for each, _ in worst]
-    found.parts.append(Table(title, ("index", "loss", "file"), texts))
+    rows = [[str(each["index"]), number(each["loss"]), each["file"] or ""] for each, _ in worst]
+    seen.table(title, ("index", "loss", "file"), rows)
     if shown:
-        captions = [[f"loss {loss}", f"sample {index}"] for index, loss, _ in texts]
-        image_grid(list(map(Tile, shown, captions)), found.folder / "errors.png", title)
-        found.add_picture(found.folder / "errors.png", title)
+        captions = [[f"loss {loss}", f"sample {index}"] for index, loss, _ in rows]
+        seen.grid(list(map(Tile, shown, captions)), "errors", title)
+    return {"errors": {"split": config.split, "largest": [each for each, _ in worst]}}
 
 
 def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
@@ -332,42 +310,55 @@ def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
     return split.loader.batches(0, 0, count if limit is None else min(count, limit))
 
 
-def mistakes_in(
-    training: Run, split: SplitData, classes: int, *, limit: int | None, most: int
-) -> tuple[Tensor, list[pictures.Mistake]]:
-    """Evaluate a split, with no more than a batch of images in memory.
-
-    Returns:
-        The number of samples by class and predicted class, int64 (C, C); and at most `most` mistakes, the surest first.
-    """
-    confusion = torch.zeros(classes, classes, dtype=torch.int64)
-    surest: list[pictures.Mistake] = []
-    with evaluating(training.model):
-        for batch in batches_of(split, limit):
-            with training.precision.autocast():
-                logits = training.model(batch.images)
-            probabilities, predicted = (largest.cpu() for largest in logits.float().softmax(dim=1).max(dim=1))
-            true = class_numbers(training.task.targets(batch.targets)).cpu()
-            confusion += torch.bincount(true * classes + predicted, minlength=classes * classes).view(classes, classes)
-            for place in (predicted != true).nonzero().flatten().tolist():
-                sure = float(probabilities[place])
-                # Images are copied only of mistakes that are among the surest so far.
-                if len(surest) < most or sure > surest[-1].probability:
-                    image = batch.images[place].float().cpu().clone()
-                    mistake = pictures.Mistake(
-                        sure, int(batch.indices[place]), int(true[place]), int(predicted[place]), image
-                    )
-                    surest = sorted([*surest, mistake], key=lambda each: -each.probability)[:most]
-    return confusion, surest
+def shape_text(shape: Sequence[int] | None) -> str:
+    """`32x8x8`; `scalar` for no axes; empty for None."""
+    if shape is None:
+        return ""
+    return "x".join(str(size) for size in shape) if shape else "scalar"
 
 
-PARTS: dict[str, Callable[[Inspection], None]] = {
+def captions_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
+    """A line or two for each target: its class, its two largest classes with their shares, or its numbers."""
+    if targets.ndim == 1 and not targets.is_floating_point() and classes:
+        return [[classes[place]] for place in targets.tolist()]
+    rows = targets.float().reshape(len(targets), -1).tolist()
+    if not classes or targets.shape[1:] != (len(classes),):
+        return [[", ".join(f"{value:.4g}" for value in row[:3])] for row in rows]
+    captions = []
+    for row in rows:
+        largest = sorted(range(len(row)), key=lambda place: -row[place])[:2]
+        lines = [f"{percent(row[at])} {classes[at]}" if row[at] < 1 else classes[at] for at in largest if row[at] > 0]
+        captions.append(lines or ["no label"])
+    return captions
+
+
+def last_maps(layers: Sequence[Layer]) -> list[str]:
+    """The last layer whose output is (C, H, W) of more than a pixel, or the outermost layer that ends with it, if any."""
+    shapes = {layer.name: layer.output or () for layer in layers if layer.name}
+    names = [name for name, shape in shapes.items() if len(shape) == 3 and math.prod(shape[1:]) > 1]
+    return [name for name in names if f"{names[-1]}.".startswith(f"{name}.")][:1]
+
+
+def maps_of(features: Tensor, image_size: tuple[int, int]) -> Tensor | None:
+    """(B, C, H, W) of features of that shape, or of tokens (B, N, C) that lie on a grid, without a class token."""
+    if features.ndim == 4 and features.shape[2:].numel() > 1:
+        return features
+    if features.ndim != 3:
+        return None
+    height, width = image_size
+    for extra in (0, 1):
+        count = features.shape[1] - extra
+        rows = round((count * height / width) ** 0.5)
+        if rows > 1 and count % rows == 0 and abs(count // rows * height - rows * width) < width:
+            return features[:, extra:].transpose(1, 2).reshape(len(features), -1, rows, count // rows)
+    return None
+
+
+PARTS: dict[str, Callable[[Inspection], dict[str, Any]]] = {
     "layers": layers,
-    "weights": weights,
     "activations": activations,
     "gradients": gradients,
     "inputs": inputs,
-    "filters": filters,
     "features": features,
     "errors": errors,
 }

@@ -18,12 +18,13 @@ from runner.base.secrets import mask_words
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
 from runner.config.resolve import resolve_config
+from runner.config.rules import never_evaluates
 from runner.config.schema.sections import Transform, components_of
 from runner.config.schema.verbs import FEATURE_FILES, Inspect
 from runner.engine.position import Position
+from runner.engine.step import Supervised
 from runner.instrument.no_trace import evaluating
-from runner.lab.inspect.layers import shape_text
-from runner.lab.inspect.parts import PARTS, Inspection, Table, batches_of
+from runner.lab.inspect.parts import PARTS, Inspection, batches_of, shape_text
 from runner.models.features import Extractor, write_features
 from runner.run.describe import describe
 from runner.run.directory import claim, timestamp
@@ -38,19 +39,15 @@ from runner.run.from_checkpoint import (
 )
 from runner.run.model import model_of
 from runner.run.run import Run
-from runner.tracking.console import Console
 from runner.tracking.formats import compact
 from runner.tracking.verb_report import Report
 from runner.train import build_run
 
-_MOST_ROWS = 60
 # A model is inspected without what only updates it; whatever else the config names is not even imported.
 _UPDATES: dict[str, Any] = {
     "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},
     "scheduler": {"_target_": "runner.optim.schedules.Constant", "total_steps": None},
 }
-_WITHOUT_DATA = {"layers", "weights", "filters"}
-"""Parts that need only an image of the right shape."""
 
 
 def run(composition: Composition) -> float:
@@ -108,9 +105,9 @@ def run(composition: Composition) -> float:
 
 
 def _without_data(resolved: ResolvedCheckpoint[Inspect]) -> Inspect | None:
-    """The config with blank images and a plain loss, if the parts that it asks for need no more; None otherwise."""
+    """The config with blank images and a plain loss, if it asks for layers alone, which need no more; None otherwise."""
     config, images = resolved.config, resolved.found.contents["metrics"].get("images")
-    if not (images and config.what and set(config.what) <= _WITHOUT_DATA and not config.features and resolved.classes):
+    if not (images and set(config.what or ()) == {"layers"} and not config.features and resolved.classes):
         return None
     blank = {"_target_": "torchvision.datasets.FakeData", "size": 64, "image_size": images}
     data = dataclasses.replace(
@@ -124,39 +121,26 @@ def _inspected(
     config: Inspect, training: Run, found: find.LoadedCheckpoint | None, folder: Path, report: Report
 ) -> dict[str, Any]:
     """Inspect the parts that the config names; returns the content of `inspect.json`."""
-    seen = Inspection(config, training, folder)
-    unless_asked = [] if found is not None else ["errors"]
-    what = [name for name in PARTS if (name in config.what if config.what else name not in unless_asked)]
-    for name, why in [(name, why) for name in what if (why := seen.lacks(name))]:
-        if config.what:
-            raise UserError("what", f"{name} {why}", "other parts")
-        seen.skipped.append(f"{name}: {why}")
-        what.remove(name)
+    plain = training.data.trial is None and isinstance(training.steps, Supervised)
+    need = "needs pairs of image and target, and a task without steps of its own"
+    lacks = {} if plain else dict.fromkeys(("layers", "inputs", "features"), need)
+    if not plain and not config.evaluate.test and never_evaluates(config):
+        lacks["errors"] = "needs evaluations, and the run has none"
+    what = [name for name in PARTS if (name in config.what if config.what else name != "errors" or found is not None)]
+    skipped = [name for name in what if name in lacks]
+    if skipped and config.what:
+        raise UserError("what", f"{skipped[0]} {lacks[skipped[0]]}", "other parts")
+    report.lines(*(f"{name}: {lacks[name]}" for name in skipped))
+    what = [name for name in what if name not in lacks]
+    seen, record = Inspection(config, training, folder, report, plain), dict[str, Any]()
     with report.counting("inspect", len(what)) as begin:
         for name in what:
             begin(name)
-            PARTS[name](seen)
-    report.lines(*seen.lines)
-    for part in seen.parts:
-        if isinstance(part, Table):
-            _show(report, part)
-    report.lines(*seen.skipped)
-    files = [part[0] for part in seen.parts if not isinstance(part, Table)]
-    record = {"folder": str(folder), "what": what, **seen.record, "files": [path.name for path in files]}
+            record |= PARTS[name](seen)
+    record = {"folder": str(folder), "what": what, **record, "files": [path.name for path in seen.files]}
     write_json(folder / "inspect.json", record, named=True)
-    report.lines(*files, folder / "inspect.json")
+    report.lines(*seen.files, folder / "inspect.json")
     return record
-
-
-def _show(report: Console, table: Table) -> None:
-    """Show a table; of a long one the beginning, and the last row, which is the sum where there is one."""
-    for note in table.notes:
-        report.line(note)
-    rows = [list(row) for row in table.rows]
-    shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
-    report.table(table.title, list(table.columns), shown)
-    if len(shown) < len(rows):
-        report.line(f"{len(rows) - len(shown):,} more rows are in inspect.json")
 
 
 def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: Composition) -> Path:

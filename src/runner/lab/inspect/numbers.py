@@ -1,0 +1,165 @@
+"""A model in numbers: what its modules are and cost, and the tensors of one pass forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.data.loaders import Batch
+from runner.instrument.nested import first_tensor
+from runner.instrument.no_trace import evaluating, no_trace
+from runner.instrument.observer import Observer, observe_gradients
+from runner.models.features import listener
+from runner.run.run import Run
+from runner.runtime.determinism import refusal
+
+
+@dataclass
+class Layer:
+    """One module."""
+
+    name: str  # dotted; empty for the model itself
+    kind: str  # its class
+    inner: bool  # whether it has modules inside
+    parameters: int  # direct ones, without those of modules inside
+    trainable: int  # of these
+    output: tuple[int, ...] | None = None  # shape of its last output for one sample; None if it gives no tensor
+    calls: int = 0  # how often it runs in a forward pass
+    output_bytes: int = 0  # of a sample, all calls together; none where the output is its input, changed or viewed
+    flops: int = 0  # of a forward pass with one sample, without those of modules inside
+
+    def add_call(self, inputs: Sequence[Any], output: Any) -> None:
+        """Add a call with these inputs and this output."""
+        self.calls += 1
+        if (tensor := first_tensor(output)) is None:
+            return
+        self.output = tuple(tensor.shape[1:])
+        given = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+        if not self.inner and tensor.untyped_storage().data_ptr() not in given:
+            self.output_bytes += tensor.nbytes // max(1, len(tensor) if tensor.ndim else 1)
+
+
+def layers_of(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted: int) -> list[Layer]:
+    """The modules of a model, with their outputs for images (B, C, H, W) in evaluation mode; the model itself comes first.
+
+    `flops` are those of a forward pass with `counted` samples, by dotted name of the module, its children included.
+    """
+    layers: dict[str, Layer] = {}
+    known: set[int] = set()  # shared weights count with the first module that has them
+    for name, module in model.named_modules():
+        weights = [weight for weight in module.parameters(recurse=False) if id(weight) not in known]
+        known.update(map(id, weights))
+        trainable = sum(weight.numel() for weight in weights if weight.requires_grad)
+        inner = any(True for _ in module.children())
+        layers[name] = Layer(name, type(module).__name__, inner, sum(map(Tensor.numel, weights)), trainable)
+    with evaluating(model), Observer(model, after=lambda name, module, *seen: layers[name].add_call(*seen)):
+        model(images)
+    # Counts include the modules inside, and rows of a table have to add up
+    own = dict(flops)
+    for name, count in flops.items():
+        outer = name
+        while outer:
+            outer = outer.rpartition(".")[0]
+            if outer in flops:  # a list of modules does not run itself and has no operations
+                own[outer] -= count
+                break
+    for name, layer in layers.items():
+        layer.flops = max(0, own.get(name, 0)) // counted
+    return list(layers.values())
+
+
+class Numbers(NamedTuple):
+    """A tensor in numbers; elements that are not finite are counted, and ignored in everything else."""
+
+    shape: tuple[int, ...]
+    mean: float  # NaN if no element is finite, and so below
+    std: float
+    minimum: float
+    maximum: float
+    norm: float  # 2-norm
+    zeros: float  # share of elements that are exactly 0
+    not_finite: int  # how many are NaN or infinite
+
+
+def numbers_of(tensor: Tensor) -> Numbers:
+    """The numbers of a tensor of any device and dtype."""
+    shape, values = tuple(tensor.shape), tensor.detach().float().cpu().flatten()
+    finite = values.isfinite()
+    not_finite = int((~finite).sum())
+    values = values[finite] if not_finite else values
+    if not len(values):
+        return Numbers(shape, math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, not_finite)
+    mean = float(values.sum(dtype=torch.float64)) / len(values)
+    squares = float(values.double().square().sum())
+    std, zeros = math.sqrt(max(0.0, squares / len(values) - mean * mean)), float((values == 0).sum()) / len(values)
+    return Numbers(shape, mean, std, float(values.min()), float(values.max()), math.sqrt(squares), zeros, not_finite)
+
+
+@dataclass
+class Pass:
+    """The tensors of a forward and a backward pass in numbers, by name."""
+
+    loss: float = 0.0  # of the batch
+    activations: dict[str, Numbers] = field(default_factory=dict)  # outputs, in the order in which they are computed
+    flows: dict[str, Numbers] = field(default_factory=dict)  # gradients of the loss by these outputs, in the same order
+    gradients: dict[str, Numbers] = field(default_factory=dict)  # gradients of the loss by the weights
+    without: list[str] = field(default_factory=list)  # weights that are trained and that the loss does not depend on
+    frozen: list[str] = field(default_factory=list)  # weights that are not trained
+
+
+def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Pass:
+    """Send a batch of training through model and loss and back, and take the numbers of each tensor as it is computed.
+
+    Weights, buffers, modes, gradients and random generators are left as they were.
+
+    Args:
+        training: the run.
+        batch: of its training split.
+        tensors: modules whose outputs are looked at; none for all.
+    """
+    model, found, calls = training.model, Pass(), Counter[str]()
+    last: Tensor | None = None
+
+    def take(name: str, tensor: Tensor) -> None:
+        nonlocal last
+        last = tensor
+        calls[name] += 1
+        label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
+        found.activations[label] = numbers_of(tensor)
+        observe_gradients(tensor, lambda gradient: found.flows.update({label: numbers_of(gradient)}))
+
+    def take_output(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        tensor = first_tensor(output)
+        # A module that only returns the output of the last one inside it would add the same row again
+        if name and tensor is not None and not (tensor is last and any(True for _ in module.children())):
+            take(name, tensor)
+
+    step = listener(model, tensors, take, "tensors", training.steps) if tensors else training.steps
+    weights = dict(model.named_parameters())
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    found.frozen = [name for name in weights if name not in trained]
+    try:
+        with no_trace(model, training.loss), torch.enable_grad():
+            training.state.train()
+            with Observer(model, after=take_output, names=[] if tensors else None), training.precision.autocast():
+                loss = step(batch.data)
+            found.loss = float(loss.detach())
+            gradients: Sequence[Tensor | None] = [None] * len(trained)
+            if trained and loss.requires_grad:
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
+                if gradient is None:
+                    found.without.append(name)
+                else:
+                    found.gradients[name] = numbers_of(gradient)
+    except RuntimeError as error:
+        raise refusal(error) or error from error
+    # Gradients arrive from the last layer to the first
+    found.flows = {name: found.flows[name] for name in found.activations if name in found.flows}
+    return found
