@@ -20,7 +20,7 @@ from s3_server import Fault, Store
 
 import runner
 from runner.base.errors import UserError
-from runner.data.sources import copies, remote
+from runner.data.sources import remote
 
 pytestmark = needs("remote")
 
@@ -31,35 +31,18 @@ SMALL = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    some(
-        [
-            ("data.num_workers=2",),
-            ("data.num_workers=2", "data.dataset.cache_gb=1"),
-            ("data.num_workers=0",),
-            ("data.num_workers=4", "data.dataset.cache_gb=1"),
-            ("data.num_workers=1", "data.dataset.cache_gb=0.00001"),
-        ],
-        0,
-        1,
-    ),
-    ids=" ".join,
-)
+@pytest.mark.parametrize("workers", some([2, 0, 4], 0))
 def test_a_training_from_a_store_has_the_bits_of_one_from_a_folder(
-    words: tuple[str, ...], store: Store, folder: Path, tmp_path: Path, accepted: Any, monkeypatch: pytest.MonkeyPatch
+    workers: int, store: Store, folder: Path, accepted: Any
 ) -> None:
-    monkeypatch.setattr(copies, "BLOCK", 10_000)  # a copy takes several reads, which workers begin
     expected = accepted("train", *SMALL, f"data.root={folder}").summary["weights_sha256"]
-    result = accepted("train", *SMALL, f"data.root={store.url}", *words)
+    result = accepted("train", *SMALL, f"data.root={store.url}", f"data.num_workers={workers}")
     assert result.summary["weights_sha256"] == expected
     said = [line for line in (result.out + result.err).splitlines() if "CPU cores" not in line]
     assert "warning" not in "".join(said).lower()
-    kept = list((tmp_path / "user").rglob("*.copy"))
-    assert len(kept) == 3 * (words[-1] == "data.dataset.cache_gb=1"), "in the user's folder for caches"
     store.seen.clear()
     evaluated = accepted("eval", f"ckpt_path={result.directory}", "split=val", f"data.root={store.url}")
-    assert len(store.ranges()) >= 12, "a checkpoint does not say that copies are to be kept"
+    assert len(store.ranges()) >= 12
     assert "warning" not in (evaluated.out + evaluated.err).lower()
 
 
@@ -129,17 +112,12 @@ def test_a_command_line_names_the_shards(folder: Path, accepted: Any) -> None:
     assert named["test"] == listed["test"]
 
 
-def test_keeping_copies_of_local_files_is_said_to_have_no_effect(folder: Path, accepted: Any) -> None:
-    said = accepted("train", *SMALL, f"data.root={folder}", "data.dataset.cache_gb=1", "max_steps=1")
-    assert "data.dataset.cache_gb has no effect: the data are on this machine" in said.out + said.err
-
-
 @pytest.mark.extended
 def test_a_run_that_is_killed_three_times_in_an_epoch_has_the_bits_of_one_that_is_not(
     store: Store, folder: Path, workdir: Path, accepted: Any, killed: Callable[..., Path]
 ) -> None:
     whole = accepted("train", *SMALL, f"data.root={folder}")
-    words = (*SMALL, "checkpoint.every_steps=1", "data.dataset.cache_gb=1", f"data.root={store.url}")
+    words = (*SMALL, "checkpoint.every_steps=1", f"data.root={store.url}")
     for step, workers, before in ((2, 2, ""), (4, 0, "after_2"), (5, 1, "after_4")):
         more = (f"ckpt_path={before}",) if before else ()
         killed(step, *words, *more, f"data.num_workers={workers}").rename(workdir / f"after_{step}")
@@ -152,7 +130,7 @@ def test_a_run_that_is_killed_three_times_in_an_epoch_has_the_bits_of_one_that_i
 def test_ranks_read_a_store_as_they_read_a_folder(ranks: int, store: Store, folder: Path, accepted: Any) -> None:
     words = (*SMALL, f"devices={ranks}", "device=cpu", "data.batch_size=6", "data.num_workers=1")
     expected = accepted("train", *words, f"data.root={folder}").summary["weights_sha256"]
-    found = accepted("train", *words, f"data.root={store.url}", "data.dataset.cache_gb=1")
+    found = accepted("train", *words, f"data.root={store.url}")
     assert found.summary["weights_sha256"] == expected
 
 

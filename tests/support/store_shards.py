@@ -22,10 +22,6 @@ def opened(store: Store, tmp_path: Path, **arguments: Any) -> dict[str, Shards]:
     return made
 
 
-def copies_in(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "cache" / "shards").iterdir())
-
-
 def pixels(number: int) -> torch.Tensor:
     """The image of a number, without a store."""
     return torch.from_numpy(np.array(Image.open(io.BytesIO(encoded(number))))).permute(2, 0, 1)

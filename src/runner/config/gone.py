@@ -33,6 +33,7 @@ class Gone:
 
 
 GONE: dict[str, Gone] = {
+    "data.dataset.cache_gb": Gone("copy the tar files to a disk and set data.root to their folder", default=None),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),
     "search.warm_start": Gone(

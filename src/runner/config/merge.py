@@ -46,7 +46,6 @@ _MOST = {
 _WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
 _LONGEST_NAME = 200
 _NOT_OPENED = ("name", "tags", "notes", "logger")  # texts for people, and loggers, of which none that sends is kept
-_SHARDS = "runner.data.sources.shards.shards"
 
 
 def merge_with_checkpoint(
@@ -181,9 +180,8 @@ def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
         for _, node in keys.walk(dataset):
             if isinstance(node, dict) and node.get("download"):
                 node["download"] = node is dataset and own["download"]
-        for name in ("mirror", "cache_gb") if dataset.get("_target_") == _SHARDS else ("mirror",):
-            if dataset.get(name) is not None:
-                dataset[name] = own["dataset"].get(name)
+        if dataset.get("mirror") is not None:
+            dataset["mirror"] = own["dataset"].get("mirror")
 
 
 def _data_of(composed: dict[str, Any]) -> dict[str, Any]:

@@ -180,8 +180,7 @@ def _digest(recipe: dict[str, Any]) -> Any:
 
 def recipe_of(data: Data) -> dict[str, Any]:
     """What the data sets are built from, for `cache_key`."""
-    arguments = {key: value for key, value in data.dataset.items() if key != "cache_gb"}  # which changes no image
-    return {"dataset": arguments, "root": data.location, "image_size": data.image_size}
+    return {"dataset": {**data.dataset}, "root": data.location, "image_size": data.image_size}
 
 
 def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:

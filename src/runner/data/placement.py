@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
-from runner.base.reading import is_url
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.bad_samples import ReplacementSampler
@@ -222,10 +221,8 @@ def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> li
         useless |= {"placement": "the device is the CPU"} if data.placement == "device" else {}
     elif in_memory:
         useless["non_blocking"] = reason
-    local = data.dataset.get("cache_gb") is not None and not is_url(data.location)
-    kept = ["data.dataset.cache_gb has no effect: the data are on this machine"] if local else []
     # Defaults are not reported, because the user did not ask for them
-    return kept + [
+    return [
         f"data.{key}={json.dumps(value) if not isinstance(value, str) else value} has no effect: {why}"
         for key, why in useless.items()
         if (value := getattr(data, key)) != getattr(Data, key)

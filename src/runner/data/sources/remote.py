@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import io
-import json
 import os
 import random
 import time
@@ -20,12 +19,12 @@ from urllib.parse import urlsplit
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import heard
 from runner.data.bad_samples import one_line
-from runner.data.sources.copies import BLOCK, Copies
 
 ATTEMPTS = 6
 DELAY_S = 0.5  # before the second attempt; it doubles before each further one
 PATIENCE_S = 60.0  # after which there is no further attempt
 TIMEOUT_S = 30.0  # of one request, with its answer
+_BLOCK = 2**20  # bytes that are requested at once of a shard that is read whole
 _LARGEST = 2**28  # bytes of an index, names of classes or a manifest; an index has about 40 an image
 # Of HTTP: access is denied; there is no such object; no such range; asking again may help
 _DENIED, _ABSENT, _TOO_MUCH, _LATER = 403, (404, 410), 416, (408, 409, 425, 429)
@@ -185,12 +184,6 @@ class RemoteShard:
     size: int
     version: str
     has_index: bool  # whether an object `<url>.index` was listed
-    copies: Copies | None = None
-
-    @property
-    def name(self) -> str:
-        """What no other content has as a name, for its copy."""
-        return json.dumps([self.url, self.version, self.size])
 
     def range(self, start: int, end: int) -> bytes:
         """Bytes from `start` up to `end`; raises `DataFailed`, also if the object was replaced or removed."""
@@ -219,14 +212,7 @@ class RemoteShard:
             raise
 
     def read(self, start: int, length: int, checksum: int) -> bytes:
-        """Bytes with that CRC-32, of the copy or of the store; raises `DataFailed` as `range`, and if they have another one."""
-        if (
-            self.copies is not None
-            and (content := self.copies.read(self.name, self.size, self.range, start, length)) is not None
-        ):
-            if len(content) == length and zlib.crc32(content) == checksum:
-                return content
-            self.copies.remove(self.name)
+        """Bytes with that CRC-32; raises `DataFailed` as `range`, and if they have another one."""
         for _ in range(2):  # a network may damage what it carries, once
             content = self.range(start, start + length)
             if zlib.crc32(content) == checksum:
@@ -247,8 +233,8 @@ class RemoteShard:
         return now.size != self.size or (comparable and now.version != self.version)
 
     def opened(self) -> BinaryIO:
-        """The object as a file for reading: not its copy, as only an index can tell whether that is damaged."""
-        return io.BufferedReader(_Stream(self), BLOCK)
+        """The object as a file for reading."""
+        return io.BufferedReader(_Stream(self), _BLOCK)
 
 
 class _Stream(io.RawIOBase):

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
 import zlib
@@ -25,7 +24,6 @@ from torch import Tensor
 from runner.base.errors import UserError
 from runner.base.reading import LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_json, read_regular
 from runner.config.schema.sections import Data
-from runner.data.sources.copies import Copies
 from runner.data.sources.detection import objects_of, with_objects
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding, read_image, read_mask
@@ -123,7 +121,6 @@ def shards(
     train: str | list[str] | None = None,
     val: str | list[str] | None = None,
     test: str | list[str] | None = None,
-    cache_gb: float | None = None,
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
     cache_folder: str | None = None,
@@ -141,7 +138,6 @@ def shards(
         label: key of class numbers in JSON files.
         train, val, test: the shards of each split, relative to `root`, such as "train-{0000..0146}.tar", or a list of them;
             the folders are listed if all three are None.
-        cache_gb: GB (10^9 bytes) of copies of whole shards of a store that are kept in `cache_folder`; None keeps none.
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         cache_folder: where indexes are looked for; None for none.
 
@@ -153,19 +149,11 @@ def shards(
     if is_url(root) and re.search(r"//[^/]*:[^/]*@|\?", root):
         allowed = "credentials where the client of the store looks for them, such as its environment variables"
         raise UserError("data.root", "is a URL with a password or a query, which would be stored with the run", allowed)
-    if cache_gb is not None and not 0 < cache_gb < math.inf:
-        raise UserError("data.dataset.cache_gb", f"is {cache_gb}", "a number above 0, or null")
     decoding = Decoding(image_size if target == "class" else None, channels, crop_share, max_pixels)
     named = {"train": train, "val": val, "test": test}
     paths, manifest = _found(base, named), _manifest(base)
     if manifest.get("samples", ...) is None:
         raise UserError("data.root", f"the pack in {base} is not finished", "the same `pack` command again")
-    if cache_gb is not None and cache_folder is not None:
-        copies = Copies(Path(cache_folder, "shards"), int(cache_gb * 1e9))
-        paths = {
-            split: [path if isinstance(path, Path) else dataclasses.replace(path, copies=copies) for path in found]
-            for split, found in paths.items()
-        }
     every = [path for found in paths.values() for path in found]
     # Reading and checksums release the lock of the interpreter
     with ThreadPoolExecutor() as pool:
