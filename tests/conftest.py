@@ -27,7 +27,6 @@ from composition_cache import install
 
 from runner.base.errors import Problem
 from runner.cli import main
-from runner.config import signatures
 from runner.config.command import opened
 from runner.config.composition import Composition
 from runner.config.resolve import problems_in
@@ -165,8 +164,6 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
-    for cached in (signatures.read_signature, signatures._source, signatures._annotation):
-        cached.cache_clear()
 
 
 @pytest.fixture

@@ -309,7 +309,7 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
     schema, sources = VERBS[verb], Sources([Path(config_dir)] if config_dir else [])
     checked = check_overrides(list(words), schema, sources, False)
 
-    def also(composition: Composition, _: bool) -> list[Problem]:
+    def also(composition: Composition) -> list[Problem]:
         return problems_in(composition.values, composition, schema)[1]
 
     with _COMPOSING, application(verb, sources, schema) as app:

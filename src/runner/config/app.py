@@ -125,7 +125,7 @@ def compose(
     schema: type,
     sources: Sources,
     *,
-    also: Callable[[Composition, bool], list[Problem]],
+    also: Callable[[Composition], list[Problem]],
     known: Sequence[str] = (),
 ) -> tuple[Composition, DictConfig]:
     """Compose the first job, before folders are made, callbacks run and loggers are built.
@@ -176,7 +176,7 @@ def compose(
     # Words without effect are probably mistakes, so they are refused too
     problems += [*overrides.without_effect(checked.accepted)]
     if problems:
-        raise ConfigError([*problems, *also(composition, False)])
+        raise ConfigError([*problems, *also(composition)])
     return composition, cfg
 
 

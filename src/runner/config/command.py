@@ -25,7 +25,7 @@ from runner.config.flags import parse
 from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
 from runner.config.sources import Sources, text_of
 
-ProblemsOf = Callable[[Composition, bool], list[Problem]]
+ProblemsOf = Callable[[Composition], list[Problem]]
 """Finds the problems of a composition, with or without importing torch."""
 
 

@@ -1,24 +1,16 @@
-"""The frequent messages of Hydra's and OmegaConf's in the form of all others; the rest with the key in front."""
+"""What Hydra and OmegaConf say, with the key in front."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-import yaml
-from hydra.conf import HydraConf
-from omegaconf import OmegaConf
-
 from runner.base.errors import Problem, nearest
-from runner.config.keys import ANY_KEY, closest, flatten
-from runner.config.sources import shipped
+from runner.config.keys import ANY_KEY, closest
 
-# What OmegaConf says, and what stands in it.
-_KEY = re.compile(r"Interpolation key '(.*)' not found")
-_RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
+# What they say of a key that does not exist
 _ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
 _UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
-_CHOICE = re.compile(r"Invalid value '(.*?)', expected one of \[(.*?)\]")
 
 REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm"}
 """Launchers of plugins of Hydra, and the launcher of this program that replaces each."""
@@ -48,25 +40,12 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     file = re.match(r"In '(.*?)'", text)
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
     key = key or (file[1] if file else "config")
-    # From the most specific message to the most general one
-    if match := _KEY.search(text):
-        missing = match[1]
-        message = f"refers to '{missing}', which is not a key"
-        return Problem(key, message, "${KEY} of a key that there is, or \\${ for the text", closest(missing, known))
-    if match := _RESOLVER.search(text):
-        return Problem(key, f"uses '{match[1]}', which is not a resolver", "oc.env, oc.select, oc.decode")
     if match := _ABSENT.search(text):
         return Problem(match[1], "cannot be deleted, because it does not exist", ANY_KEY, closest(match[1], known))
-    if match := _UNKNOWN.search(text):
-        if not key.startswith("hydra."):
-            return Problem(key, "is not a key", ANY_KEY, closest(key, known))
-        names = [f"hydra.{name}" for name in flatten(OmegaConf.to_container(OmegaConf.structured(HydraConf)))]
-        names += ["hydra.sweeper.params"]  # of the basic sweeper
-        files = (shipped() / "hydra" / "launcher").glob("*.yaml")
-        names += [f"hydra.launcher.{name}" for path in files for name in yaml.safe_load(path.read_text())]
-        return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)", nearest(key, names))
-    if match := _CHOICE.search(text):
-        return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))
+    if _UNKNOWN.search(text):
+        if key.startswith("hydra."):
+            return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)")
+        return Problem(key, "is not a key", ANY_KEY, closest(key, known))
     if isinstance(error, RecursionError):
         return Problem("defaults", "a config includes itself, directly or indirectly", "defaults without a cycle")
     said = next((line for line in lines if not line.startswith("In '")), type(error).__name__)

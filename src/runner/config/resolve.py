@@ -33,44 +33,51 @@ def problems_in(
     *,
     where: str = "",
     builds: Sequence[str] | None = None,
-    imports: bool = True,
 ) -> tuple[T | None, list[Problem]]:
     """Validate plain values: types, ranges, rules between keys, and the signature of every component that is built.
 
-    `builds` are the sections of these components; None means all. `imports`: see `bind`.
+    `builds` are the sections of these components; None means all.
 
     Returns:
         The config, or None where a value has the wrong type, and the problems. A number under `lr` is moved to `optimizer.lr`.
     """
-    # Types first, as rules between keys need values of the right type
-    config, problems = typed(schema, values)
-    if config is not None:
-        problems += [*conflicts(config), *two_rates(values, composition.overrides)]
-        # `lr` is short for `optimizer.lr`, and from here on only the long form exists
-        if isinstance(config.lr, float):
-            config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
+    config, problems = _typed_and_compatible(values, composition, schema)
+    # `lr` is short for `optimizer.lr`, and from here on only the long form exists
+    if config is not None and isinstance(config.lr, float):
+        config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
     # Each component is compared with the signature of what it names, before anything is built
     for key, node in nodes(schema, values):
         built = builds is None or keys.within(key, builds)
         if built and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
-            problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"), imports)
+            problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"))
     # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
     left_over = [key for key, value in keys.walk(values) if value is None and not says(key, composition.overrides)]
     problems = [each for each in problems if not (each.kind == "argument" and each.key in left_over)]
     problems = [_of_an_option(problem, composition) for problem in problems]
-    if imports and config is not None and not (problems or where or may_resume(composition)):
+    if config is not None and not (problems or where or may_resume(composition)):
         problems = statistics_of_others(config, composition)
     return config, composition.with_origins(problems, where)
 
 
+def _typed_and_compatible(
+    values: dict[str, Any], composition: Composition, schema: type[T]
+) -> tuple[T | None, list[Problem]]:
+    """The config, or None where a value has the wrong type, and the problems of types, ranges, and rules between keys."""
+    config, problems = typed(schema, values)
+    if config is not None:
+        problems += [*conflicts(config), *two_rates(values, composition.overrides)]
+    return config, problems
+
+
 def problems_without_imports(composition: Composition, schema: type[T]) -> list[Problem]:
-    """The problems of a command line that are known before torch is imported, which takes seconds.
+    """The problems of a command line that are known before torch is imported, which takes seconds: all but those of components.
 
     Where a checkpoint has the last say on the config, these are the values on the command line of a wrong type.
     """
     if not may_resume(composition):
-        return problems_in(composition.values, composition, schema, imports=False)[1]
+        problems = _typed_and_compatible(composition.values, composition, schema)[1]
+        return composition.with_origins([_of_an_option(problem, composition) for problem in problems])
     given = set(map(keys.key_of, composition.overrides))
     wrong = [problem for problem in typed(schema, composition.values)[1] if problem.key in given]
     return composition.with_origins(wrong)

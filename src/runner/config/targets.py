@@ -18,7 +18,6 @@ from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.base.secrets import is_masked
 from runner.config import keys
 from runner.config.schema.sections import extras_class
-from runner.config.signatures import read_signature
 from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed
 
@@ -128,9 +127,7 @@ def targets_in(value: Any) -> Iterator[tuple[str, str]]:
     )
 
 
-def bind(
-    key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0, imports: bool = True
-) -> list[Problem]:
+def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0) -> list[Problem]:
     """Check a component's arguments against the signature of its target, without calling it.
 
     Args:
@@ -138,21 +135,16 @@ def bind(
         node: `_target_` and the arguments; nested components are checked, too.
         facts: names of arguments that the program adds where the signature has them.
         positional: how many leading arguments the program passes by position.
-        imports: False reads signatures from source files, and finds no problem where these do not tell them.
     """
     problems: list[Problem] = []
     for name, value in node.items():
         for at, inner in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(inner, dict) and "_target_" in inner:
                 inside = f"{key}.{name}" if at is None else f"{key}.{name}.{at}"
-                problems += bind(inside, inner, FACTS.get(inside, ()), imports=imports)
+                problems += bind(inside, inner, FACTS.get(inside, ()))
     path = str(node["_target_"])
-    # Without imports, the signature is read from the source; where that is impossible, the check comes later
-    read = None if imports else read_signature(path)
-    if not imports and read is None:
-        return problems
     try:
-        component = Component(key, node, read)
+        component = Component(key, node)
     except UserError as error:
         return [*problems, Problem(f"{key}._target_", str(error))]
     if not callable(component.target):

@@ -23,7 +23,7 @@ from runner.config.composition import Composition
 from runner.config.keys import at, flatten, key_of, walk, within
 from runner.config.resolve import problems_in
 from runner.config.schema.train import Train
-from runner.config.signatures import source_files
+from runner.sweeps.source_files import source_files
 
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
@@ -143,7 +143,7 @@ def composed(command: Command, jobs: Sequence[Sequence[str]], validate: Validate
     for words in jobs:
         try:
             compositions.append(job := command.composed(words))
-            found.append([] if job.values.get("ckpt_path") is not None else command.problems_of(job, False))
+            found.append([] if job.values.get("ckpt_path") is not None else command.problems_of(job))
         except ConfigError as error:
             found.append(list(error.problems))
     # Importing torch takes seconds, so it is done only for jobs that are right as far as is known

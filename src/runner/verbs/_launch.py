@@ -27,9 +27,7 @@ from runner.verbs._job import run_job, status_of
 from runner.verbs._table import Verb
 
 if TYPE_CHECKING:
-    from runner.base.errors import Problem
     from runner.config.command import Command
-    from runner.config.composition import Composition
 
 _FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 _LAUNCHERS = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
@@ -93,24 +91,12 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
 def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
     """Run the jobs of a verb that takes a config; `one_process` unless torchrun or srun started several."""
     from runner.config.command import opened
-    from runner.config.resolve import problems_in, problems_without_imports
+    from runner.config.resolve import problems_without_imports
     from runner.config.schema import VERBS as SCHEMAS
 
-    schema, shows_loading = SCHEMAS[verb.name], sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv)
-
-    @functools.cache
-    def say_loading() -> None:
-        if shows_loading:  # standard output may be a pipe, and its last line is the run directory
-            print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
-
-    def problems_of(composition: Composition, imports: bool) -> list[Problem]:
-        # Checks without imports take milliseconds, so a typing error is reported before torch is loaded
-        problems = problems_without_imports(composition, schema)
-        if problems or not imports:
-            return problems
-        say_loading()
-        return problems_in(composition.values, composition, schema)[1]
-
+    schema = SCHEMAS[verb.name]
+    # Checks without imports take milliseconds, so a typing error in a key or value is reported before torch is loaded
+    problems_of = functools.partial(problems_without_imports, schema=schema)
     with interruptible(), opened(verb.name, verb.expand_shorthand(argv), schema, problems_of) as command:
         if isinstance(command, int):
             return command
@@ -128,9 +114,11 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
                 return _run_each(verb, command)
             # Keys of sweeps would have no effect on a single run, and are probably a forgotten --multirun
             command.refuse_keys_of_sweeps("applies to a sweep, and this is a single run", "--multirun, or no such key")
-            if problems := problems_of(command.composition, False):
+            if problems := problems_of(command.composition):
                 raise ConfigError(problems)
-            say_loading()
+            # Standard output may be a pipe, and its last line is the run directory
+            if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):
+                print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
             return status_of(functools.partial(run_job, verb.name, command.composition))
         finally:
             if slurm.warned(command.composition.values):  # nothing that failed prevents that

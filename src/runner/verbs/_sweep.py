@@ -91,7 +91,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
 
 def _check(command: Command) -> None:
     """Refuse what is wrong with a sweep as a whole."""
-    wrong = [each for each in command.problems_of(command.composition, False) if within(each.key, ("sweep", "search"))]
+    wrong = [each for each in command.problems_of(command.composition) if within(each.key, ("sweep", "search"))]
     if (chosen := command.chosen("hydra/sweeper")) != "basic":
         message = f"is {chosen}, and runner makes the jobs of a sweep itself"
         wrong.append(Problem("hydra/sweeper", message, "basic, or sweep=optuna for a search"))
