@@ -194,7 +194,7 @@ def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
         read_coco(drawn)
     path.unlink()
     with pytest.raises(
-        UserError, match=r"^data.dataset.val_annotations: .*val.json\n.*files train.json; .*=null splits"
+        UserError, match=r"^data.dataset.val_annotations: .*val.json\n.*files train.json; .*train_annotations=train.json .*val_annotations=null"
     ):
         read_coco(drawn)
     (drawn / "images/train").rename(drawn / "photos")
@@ -243,6 +243,28 @@ def test_run_lengths_of_another_size_are_refused_before_they_are_decoded(drawn: 
         UserError, match=r"its run-length encoding has the size \[46000, 46000\], and the image \[32, 40\]"
     ):
         list(train)
+
+
+@pytest.mark.parametrize(
+    ("root", "reason", "advice"),
+    [
+        ("gone", "there is no", "gonex"),
+        ("a.yaml", "is a file", "data=yolo"),
+        ("only", "there is no file", "data.dataset.train_annotations=a.json data.dataset.train_images=FOLDER"),
+    ],
+)
+def test_a_root_that_has_no_files_of_coco_is_named_with_what_to_set(
+    tmp_path: Path, root: str, reason: str, advice: str
+) -> None:
+    (tmp_path / "gonex").mkdir()
+    (tmp_path / "a.yaml").touch()
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "a.json").write_text("{}")
+    with pytest.raises(UserError) as raised:
+        coco(str(tmp_path / root), "images", "annotations.json")
+    (problem,) = raised.value.problems
+    assert reason in problem.message
+    assert advice in problem.allowed + problem.nearest
 
 
 def test_yolo_is_found_by_its_description(drawn: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 def source_files(path: str) -> dict[str, Path]:
     """The Python files behind a dotted path by module: where it is named, and where it is defined. Nothing is imported."""
-    # Reading the source instead of importing it works without the packages, and without the seconds of torch
     module, _, name = path.rpartition(".")
     try:
         spec = _spec(module)
@@ -25,10 +24,9 @@ def source_files(path: str) -> dict[str, Path]:
     # A name may come from another file, where its class is defined
     for node in ast.parse(files[module].read_bytes()).body:
         if isinstance(node, ast.ImportFrom):
-            origin = resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    files |= source_files(f"{origin}.{alias.name}")
+            for alias in (each for each in node.names if name == (each.asname or each.name)):
+                source = resolve_name("." * node.level + (node.module or ""), package)
+                files |= source_files(f"{source}.{alias.name}")
     return files
 
 

@@ -21,7 +21,7 @@ from runner.config.schema.sections import Data
 from runner.data.sources.annotated import Annotated, refuse_shares
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import check_names, images_below, is_inside, unread_warnings, written
+from runner.data.sources.listing import check_names, existing, images_below, is_inside, unread_warnings, written
 
 OnError = Literal["raise", "skip"]
 
@@ -153,7 +153,10 @@ def _filled(outline: Any, scale: tuple[int, int], height: int, width: int, path:
             raise ValueError(f"its run-length encoding has the size {outline['size']}, and the image {[height, width]}")
         if isinstance(outline, list):
             outline = [(np.reshape(points, (-1, 2)) * scale).ravel().tolist() for points in outline]
-        return torch.from_numpy(mask.decode(mask.segmToRle(outline, width, height))).view(height, width)
+        filled = torch.from_numpy(mask.decode(mask.segmToRle(outline, width, height))).view(height, width)
+        if not filled.any():
+            raise ValueError("it covers no pixel")
+        return filled
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"{path} has an object whose outline cannot be used: {error}.") from error
 
@@ -178,15 +181,20 @@ def coco(
     Raises:
         UserError: if a file is missing, cut short or of another format; it names the file and the place in it.
     """
-    base, made, names = Path(root).expanduser(), {}, dict[int, str]()
+    base, made, names = existing(root), {}, dict[int, str]()
+    if base.is_file():
+        raise UserError("data.root", f"{base} is a file", "a folder; data=yolo takes the YAML file of a data set")
     folders, files = (train_images, val_images, test_images), (train_annotations, val_annotations, test_annotations)
     for split, folder, file in zip(_SPLITS, folders, files, strict=True):
         if file is None:
             continue
         if not (base / file).exists():
             there = sorted(str(path.relative_to(base)) for depth in ("*.json", "*/*.json") for path in base.glob(depth))
-            found = f"the JSON files {', '.join(there[:5])}" if there else "no JSON file"
-            allowed = f"{base} has {found}; data.dataset.val_annotations=null splits the images of one file"
+            one = f"data.dataset.train_annotations={there[0]} data.dataset.train_images=FOLDER" if there else ""
+            found = (
+                f"the JSON files {', '.join(there[:5])}; for one file that is split: {one}" if there else "no JSON file"
+            )
+            allowed = f"{base} has {found}{' data.dataset.val_annotations=null' if there else ''}"
             raise UserError(f"data.dataset.{split}_annotations", f"there is no file {base / file}", allowed)
         images, theirs, empty = _read_coco(base / file, base / (folder or ""), base, masks)
         if images and not images[0].path.is_file() and not (base / (folder or "")).is_dir():
@@ -273,7 +281,7 @@ def yolo(
     Raises:
         UserError: if a file is missing or a line is wrong; it names both.
     """
-    base, made = Path(root).expanduser(), {}
+    base, made = existing(root), {}
     if base.is_file():  # as Ultralytics' users name it
         base, description = base.parent, base.name
     path, plain = base / description, base / "classes.txt"

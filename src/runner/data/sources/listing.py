@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, nearest_path
 from runner.data.sources.index_file import IndexFile
 
 _PHOTOS = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff")
@@ -96,6 +96,14 @@ def written(path: Path) -> Path:
     """The file of a path, also if its name has another Unicode form there, as macOS and Linux write é; else the path."""
     forms = (path.with_name(unicodedata.normalize(form, path.name)) for form in ("NFC", "NFD"))
     return next((each for each in (path, *forms) if os.path.lexists(each)), path)
+
+
+def existing(root: str) -> Path:
+    """The path of `data.root`; raises `UserError` if there is none."""
+    base = Path(root).expanduser()
+    if not base.exists():
+        raise UserError("data.root", f"there is no {base}", "the folder of the data", nearest_path(base))
+    return base
 
 
 def check_names(key: str, where: Path | str, names: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from runner.base.reading import read_text
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
-from runner.data.sources.listing import check_names, images_below
+from runner.data.sources.listing import check_names, existing, images_below
 
 _IGNORED = 255
 _LOOKED_AT = 8  # masks
@@ -100,7 +100,7 @@ def segmentation_folder(
         UserError: if a folder, a mask or the names of the classes are missing, or masks have no values that count.
         ValueError: if `values` do not fit the classes.
     """
-    base = Path(root).expanduser()
+    base = existing(root)
     folders = {name: base / name for name in ("train", "val", "test") if (base / name / "images").is_dir()}
     folders = folders if "train" in folders else {"train": base, **folders}
     listed = base / "classes.txt"

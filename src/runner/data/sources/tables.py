@@ -248,7 +248,7 @@ def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple
     numbers = {name: _as_number(name) for name in dict.fromkeys(names)}
     if not any(map(math.isnan, numbers.values())):
         for name, number in numbers.items():
-            if number != math.floor(number):
+            if not number.is_integer():  # nor is what is infinite
                 allowed = "names or whole numbers of classes, or data.dataset.kind=regression task=regression loss=mse"
                 raise table.wrong(names.index(name), column, f"is {name}, which is not a class", allowed)
         ordered = sorted(numbers, key=lambda name: (numbers[name], name))
