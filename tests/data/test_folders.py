@@ -150,6 +150,10 @@ def test_indices_count_from_the_end_and_stop_there(root):
         (lambda root: root / "train/cat/0.png", "0.png is not a folder"),
         (lambda root: root / "train/cat", "one folder of images for each class; there are only images of no class"),
         (lambda root: (root / "e").mkdir() or root / "e", "for each class; there is none"),
+        (
+            lambda root: [(root / "m" / name).mkdir(parents=True) for name in ("images", "masks")] and root / "m",
+            r"images and masks, and no classes\n.*experiment=segmentation",
+        ),
         (lambda root: [(root / s / "bird").mkdir() for s in ("train", "test")] and root, "folder .*train/bird has no"),
         (lambda root: _save(root / "train/bird/0.png") and root, "bird only in .*train"),
         (lambda root: _save(root / "test/bird/0.png") and root, "bird only in .*test"),

@@ -190,11 +190,10 @@ def coco(
             continue
         if not (base / file).exists():
             there = sorted(str(path.relative_to(base)) for depth in ("*.json", "*/*.json") for path in base.glob(depth))
-            one = f"data.dataset.train_annotations={there[0]} data.dataset.train_images=FOLDER" if there else ""
-            found = (
-                f"the JSON files {', '.join(there[:5])}; for one file that is split: {one}" if there else "no JSON file"
-            )
-            allowed = f"{base} has {found}{' data.dataset.val_annotations=null' if there else ''}"
+            found = f"the JSON files {', '.join(there[:5])}" if there else "no JSON file"
+            words = "data.dataset.train_images=FOLDER data.dataset.val_annotations=null"
+            one = f"; one file is split with data.dataset.train_annotations={there[0]} {words}" if there else ""
+            allowed = f"{base} has {found}{one}"
             raise UserError(f"data.dataset.{split}_annotations", f"there is no file {base / file}", allowed)
         images, theirs, empty = _read_coco(base / file, base / (folder or ""), base, masks)
         if images and not images[0].path.is_file() and not (base / (folder or "")).is_dir():

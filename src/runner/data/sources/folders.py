@@ -186,6 +186,8 @@ def _class_folders(folder: Path) -> list[str]:
             found, allowed = "there are only images of no class", f"data.root={folder.parent}"
         problem = f"{folder.absolute()} must hold one folder of images for each class; {found}"
         raise UserError("data.root", problem, allowed)
+    if names == ["images", "masks"]:  # which would train one kind of file against the other
+        raise UserError("data", f"{folder.absolute()} has images and masks, and no classes", "experiment=segmentation")
     # A single folder with folders in it is most often one level too many.
     inner = [entry for entry in (folder / names[0]).iterdir() if entry.is_dir()] if len(names) == 1 else []
     if len(inner) > 1:
