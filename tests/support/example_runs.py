@@ -28,6 +28,7 @@ RUNS = {
     "siamese_network": [
         "data.dataset.source._target_=runner.data.sources.digits.digits",
         *("~data.dataset.source.root", "~data.dataset.source.download", "data.batch_size=8", "evaluate.batch_size=64"),
+        *("data.normalize.mean=[0.3]", "data.normalize.std=[0.4]"),
         *("epochs=2", "limit.train_batches=5", "limit.eval_batches=2", "data.num_workers=0"),
     ],
     "vae": [*_MNIST, "epochs=2"],
