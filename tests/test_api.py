@@ -311,7 +311,8 @@ def test_a_model_needs_no_package_that_only_trained_it(
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(workdir / "own"))
         words = ("optimizer=sgd", "optimizer._target_=only_here.Optimizer", "loss._target_=only_here.Loss")
-        own = ("data.dataset._target_=only_here.data", "+callbacks.mine._target_=only_here.Callback")
+        numbers = ("data.normalize.mean=[0.3]", "data.normalize.std=[0.4]")
+        own = ("data.dataset._target_=only_here.data", *numbers, "+callbacks.mine._target_=only_here.Callback")
         result = train(*WORDS, *words, *own, "epochs=1", "hydra.run.dir=run")
     sys.modules.pop("only_here")
     for words in (
