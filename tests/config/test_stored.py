@@ -425,7 +425,7 @@ def test_a_run_whose_model_wants_its_images_so_goes_on_with_the_same_command(run
     (workdir / "wanting.py").write_text(WANTED, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.setenv("RUNNER_TRUST", "wanting")
-    data = ("data=digits", "limit.train_batches=1")
+    data = ("data=digits",)
     first = train(*data, "model._target_=wanting.small", "model=null", "max_steps=1", "evaluate.test=false")
     again = ("ckpt_path=last", "data=digits")
     second = train(*again, "max_steps=2")
