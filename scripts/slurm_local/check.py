@@ -185,7 +185,7 @@ def array(check: Check) -> None:
 
 def sweep_killed(check: Check) -> None:
     """A sweep whose process is killed between the submission of its jobs and its next line, and stopped by Ctrl-C."""
-    alone = (*LONG, "epochs=60", "--multirun", "seed=1,2")
+    alone = (*LONG, "epochs=150", "--multirun", "seed=1,2")  # they have to run still when squeue is asked
     words = (*alone, *LAUNCHER)
     tools, environment = check.folder / "tools", check.environment
     tools.mkdir()
