@@ -138,8 +138,8 @@ def run(composition: Composition) -> float:
     }
     write_json(path, record, named=True)
     if not report.json(record):
-        report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
         report.lines(*busy(max(result.cpu_wait for result in results)))
+        report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
         report.folder(folder)
     return statistics.median(best.speeds)
 
