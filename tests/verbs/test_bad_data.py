@@ -231,9 +231,8 @@ def test_two_images_exchanged_between_classes_are_other_data(workdir: Path, trai
 def test_with_full_identity_every_byte_counts(workdir: Path, train: Any, rejected: Any) -> None:
     root = images(workdir / "images", count=80)
     for path in root.glob("*/*.png"):
-        Image.open(path).resize((64, 64)).save(
-            path.with_suffix(".bmp")
-        )  # of one size, and larger than what is always read
+        # Of one size, and larger than what is always read
+        Image.open(path).resize((64, 64)).save(path.with_suffix(".bmp"))
         path.unlink()
     plain = train(*ON_FOLDER, "epochs=1")
     full = train(*ON_FOLDER, "epochs=1", "data.identity=full")
