@@ -124,11 +124,6 @@ def test_waits_are_counted_within_the_steps(tmp_path: Path) -> None:
     assert gpu.of_syncs("", tmp_path) == [("host waits for the GPU", "", "2 in 2 steps", expected)]
 
 
-def test_predicted_and_reported_bytes_are_rows() -> None:
-    printed = "| model | ranks |\n|---|---|\n| mlp | 2 | total | 100 | 101 | 102 | 1.020 |"
-    assert gpu.of_memory(printed, NONE) == [("total, mlp, 2 ranks", "predicted", "1.020 times", "102 bytes")]
-
-
 def test_both_trainings_of_cifar10_are_rows(tmp_path: Path) -> None:
     lines = [
         "|  run     |  epoch  |  train_acc  |  val_acc  |  tta_val_acc  |  time_seconds  |",

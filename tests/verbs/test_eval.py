@@ -107,7 +107,7 @@ def test_every_verb_takes_the_best_weights_of_the_newest_run_and_says_where_the_
     assert best < last
     common = ("ckpt_path=last", "name=twice", "threads=1")
     for verb, *more in (
-        ["eval"], ["predict", "input=test"], ["export", "format=safetensors"], ["inspect", "what=weights"]
+        ["eval"], ["predict", "input=test"], ["export", "format=safetensors"], ["inspect", "what=layers"]
     ):  # fmt: skip
         shown = accepted(verb, *common, *more).out
         assert f"best, step {best} (last: step {last}, ckpt_path={folder / 'last.safetensors'})" in shown, verb
