@@ -104,9 +104,11 @@ def statistics_of_others(config: Train, composition: Composition) -> list[Proble
     file, read = Path(origin.rpartition(":")[0]), {target for _, target in targets_in(data.dataset)}
     targets = ("dataset._target_", "data.dataset._target_")
     own = {str(node.value) for name, _, node in walk(compose(file)) if name in targets}
-    # Another class around the same data has the same numbers, and those of trained weights replace them
-    replaced = _with_preferred_data(config, composition.overrides).data.normalize != data.normalize
-    if not own or own & read or replaced:
+    # Another class around the same data has the same numbers
+    if not own or own & read:
+        return []
+    # Those of trained weights replace them
+    if _with_preferred_data(config, composition.overrides).data.normalize != data.normalize:
         return []
     problem = f"has the numbers of {file.parent.name}={file.stem}, and '{data.dataset['_target_']}' reads other data"
     allowed = "data=own, or data.normalize.mean and data.normalize.std of these data"
