@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from extended import some
-from lock_holder import held_elsewhere
 
 from runner.engine.errors import Preempted
 
@@ -195,30 +194,6 @@ def test_a_word_left_out_means_other_settings(again: Any, accepted: Any, rejecte
     assert "holds a run of other settings (model.dropout)" in refused.err
     other = accepted("train", *words, "threads=1")
     assert other.directory != first.directory
-
-
-def test_a_new_run_says_how_to_continue_one_of_the_same_settings(again: Any, accepted: Any, workdir: Path) -> None:
-    def told(*words: str) -> bool:
-        result = accepted("train", *SMALL, "+callbacks.stop._target_=stop.Stop", *words)
-        lines = [line for line in result.out.splitlines() if f"ckpt_path={first.directory}" in line]
-        assert len(lines) in (0, 1), lines
-        return bool(lines)
-
-    step = "+callbacks.stop.step=9"
-    first = again()
-    assert first.status == 75, first.err
-    assert not told(step, "seed=3")
-    assert not told(step, "--multirun", "seed=0")
-    (workdir / "stopped").touch()
-    saved = first.directory / "checkpoints"
-    with held_elsewhere(first.directory):
-        assert not told(step, "hydra.run.dir=one")
-    saved.rename(first.directory / "away")
-    assert not told(step, "hydra.run.dir=two")
-    (first.directory / "away").rename(saved)
-    assert told("log.every_steps=2", step, "hydra.run.dir=three")
-    assert told(step)
-    assert not told(step), "a newer run of the same settings has finished"
 
 
 def test_a_run_that_is_stopped_before_it_has_a_checkpoint_says_so(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

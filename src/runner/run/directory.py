@@ -57,11 +57,10 @@ def claim(parent: Path, stamp: str) -> Path:
     return path
 
 
-def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple[RunDirectory | None, list[str]]:
+def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[RunDirectory | None, list[str]]:
     """The newest run in `runs` that is the `same` and has not finished, unless a newer one has, and warnings.
 
-    `most` limits how many are looked at, by their names; 0 means no limit. Directories that cannot be read or used are skipped
-    with a warning, because they may belong to someone else.
+    Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
     """
     skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
 
@@ -77,8 +76,7 @@ def unfinished(runs: Path, same: Callable[[Path], bool], most: int = 0) -> tuple
         return None
 
     # Every run has this file, because it is written first
-    folders = sorted(path.parent for path in runs.glob("*/overrides.yaml"))[-most:]
-    for folder in sorted(folders, key=_recency, reverse=True):
+    for folder in sorted((path.parent for path in runs.glob("*/overrides.yaml")), key=_recency, reverse=True):
         if (read_summary(folder) or {}).get("status") == "finished":
             # A finished run that is newer than the unfinished one wins: what was interrupted was done again
             finished.append(folder)

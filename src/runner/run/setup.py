@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from runner.config.output_folders import holds_run
 from runner.config.resolve import resolve_config, resolve_with_checkpoint, statistics_of_others
 from runner.config.schema.train import Train
 from runner.distributed.world import restarted
-from runner.run.directory import RunDirectory, slurm_job, unfinished, works
+from runner.run.directory import RunDirectory, slurm_job, unfinished
 
 
 @dataclass
@@ -62,9 +61,6 @@ def resolve(composition: Composition) -> Setup:
         # An earlier run may have had them, and a new one is refused
         if again is None and (problems := statistics_of_others(config, composition)):
             raise ConfigError(problems)
-        # The user may have meant to continue a run that ended early, so a warning names it
-        if not (composition.resumes or restarted() or composition.job_dir):
-            warnings = _left_behind(composition)
         return Setup(config, again=again, warnings=warnings)
     found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
     # From here on, a checkpoint is used: its config comes first, and the command line changes it
@@ -94,19 +90,6 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
     unlike = _compared_with(composition)
     return unfinished(composition.runs, lambda run: of_job in (None, slurm_job(run)) and not unlike(run))
-
-
-def _left_behind(composition: Composition) -> list[str]:
-    """A warning if a run with the settings of one that starts ended early and has a checkpoint."""
-
-    unlike = _compared_with(composition)
-
-    def same(run: Path) -> bool:
-        return find.resumable(run) and not (works(run) or unlike(run))
-
-    found, _ = unfinished(composition.runs, same, most=20)
-    command = f"python -m runner train {shlex.quote(f'ckpt_path={found.path}')}" if found else ""
-    return [f"a run with the same settings has not finished; to continue it: {command}"] if found else []
 
 
 def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
