@@ -37,7 +37,7 @@ MAY_IMPORT = {
 }
 """What each folder may import; the command line (`cli`, `api`) may import all. Nothing but verbs and `api` uses `lab`."""
 COMPARE_NAMES = {
-    *(f"config/{name}.py" for name in ("allowed_targets", "hydra_nodes", "merge", "rules", "targets")),
+    *(f"config/{name}.py" for name in ("untrusted", "merge", "rules", "targets")),
     "engine/nonfinite.py",
 }
 """Files with dotted paths of other folders that they compare with targets of a config, and do not import."""

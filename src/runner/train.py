@@ -10,9 +10,9 @@ from typing import Any
 from runner.base.errors import DataFailed
 from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
-from runner.config.merge import may_write_cache
 from runner.config.rules import never_evaluates
 from runner.config.schema.train import Train
+from runner.config.untrusted import may_write_cache
 from runner.data.build import read_data
 from runner.data.module import DataModule
 from runner.distributed.agreement import Agreement
@@ -167,7 +167,7 @@ def _build(record: RunRecord, ending: contextlib.ExitStack) -> Run:
     if config.compile:
         forget_compiled()
     # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
-    run = build_run(config, start, make_cache=may_write_cache(config, record.composition))
+    run = build_run(config, start, make_cache=may_write_cache(config, record.composition.values))
     ending.callback(run.data.close)
     # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
     run.warnings += validate_limits(run)

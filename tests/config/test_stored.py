@@ -17,9 +17,10 @@ from runner.base.errors import ConfigError, UserError
 from runner.checkpoint import file as checkpoint_file
 from runner.config import stored
 from runner.config.app import Composition
-from runner.config.merge import may_write_cache, merge_with_checkpoint
+from runner.config.merge import merge_with_checkpoint
 from runner.config.resolve import resolve_with_checkpoint
 from runner.config.schema.train import Train
+from runner.config.untrusted import may_write_cache
 
 TINY = ("threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "epochs=3")
 
@@ -387,7 +388,7 @@ def test_a_file_cannot_have_data_fetched(original, compose) -> None:
 
 def test_a_cache_is_made_only_in_a_folder_that_the_user_has_named(compose) -> None:
     def allowed(text: str, line: Composition) -> bool:
-        return may_write_cache(resolve_with_checkpoint(text, "c.pt", line, Train)[0], line)
+        return may_write_cache(resolve_with_checkpoint(text, "c.pt", line, Train)[0], line.values)
 
     line = compose()
     original = line.values
@@ -407,7 +408,7 @@ def test_data_of_an_own_option_that_says_only_the_data_set_have_the_defaults(ori
     values, _ = merge_with_checkpoint(text, "c.pt", short)
     assert values["data"]["download"] is False
     config, _ = resolve_with_checkpoint(stored.dump(line.values), "c.pt", short, Train)
-    assert may_write_cache(config, short)
+    assert may_write_cache(config, short.values)
 
 
 WANTED = """

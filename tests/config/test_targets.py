@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from runner.base.errors import UserError
-from runner.config.allowed_targets import refusal
 from runner.config.targets import _refused, bind, build, called, resolve, targets_in
+from runner.config.untrusted import refusal
 
 PACKAGE = '''
 """A package of the user's."""

@@ -13,11 +13,11 @@ from typing import Any, get_origin
 from runner.base.durations import DURATION, seconds
 from runner.base.errors import Problem
 from runner.config import keys
-from runner.config.allowed_targets import not_packages, packages_in
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
+from runner.config.untrusted import not_packages, packages_in
 
 Broken = Iterator[tuple[str, ...]]
 

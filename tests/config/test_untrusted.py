@@ -14,10 +14,10 @@ from torchvision import models
 
 from runner.base.errors import ConfigError, UserError
 from runner.config import stored
-from runner.config.allowed_targets import remedy
 from runner.config.app import Composition
 from runner.config.merge import merge_with_checkpoint
 from runner.config.targets import build
+from runner.config.untrusted import _remedy
 
 Compose = Callable[..., Composition]
 PLACES = (
@@ -145,11 +145,11 @@ def test_a_name_that_no_builder_has_is_refused(named: dict[str, str], reason: st
 
 
 def test_trust_that_was_given_is_not_advised_again() -> None:
-    assert "trust=[own_parts]" in remedy("own_parts.Net", [], "model")
+    assert "trust=[own_parts]" in _remedy("own_parts.Net", [], "model")
     for path in ("own_parts.Nte", "own_parts.Net.inner", "own_parts.Alias"):
-        assert "a public class or function" in remedy(path, ["own_parts"], "model")
-    assert "trust" not in remedy("torch.hub.load", ["own_parts"], "loss")
-    assert "torch.nn.modules" in remedy("torch.hub.load", [], "loss")
+        assert "a public class or function" in _remedy(path, ["own_parts"], "model")
+    assert "trust" not in _remedy("torch.hub.load", ["own_parts"], "loss")
+    assert "torch.nn.modules" in _remedy("torch.hub.load", [], "loss")
 
 
 @pytest.mark.parametrize(("name", "reason"), [("ImageFolder", "No such file"), ("MNIST", "Dataset not found")])
