@@ -42,7 +42,7 @@ STEPS = [
     ("optimizer=sgd", "amp=bf16", "grad_clip.value=0.1"),
     (*FUSED, "grad_clip.norm=1.0"),
     (*FUSED, "grad_clip.agc=0.01", "ema=0.9", "optimizer.no_decay=auto"),
-    (*FUSED, "ema=0.9", "on_oom=split"),
+    (*FUSED, "ema=0.9", "accumulate=2"),
     (*FUSED, "amp=fp16"),
     # What torch has no fused kernel for: the step is taken, and undone on the device if need be.
     ("optimizer=rmsprop", "optimizer.momentum=0.9"),

@@ -318,7 +318,6 @@ def test_verbs_that_measure_one_kind_of_update_say_so(run: Callable[..., Any]) -
         ((*SEVERAL, "freeze=[discriminator]"), "freeze", "optimizer.discriminator"),
         ((*SEVERAL, "task._target_=networks.Listed"), "task", "gives a list"),
         ((*SEVERAL, "optimizer=mixed"), "optimizer.generator", "LBFGS"),
-        ((*SEVERAL, "on_oom=split"), "on_oom", "several optimizers"),
         ((*SEVERAL, "optimizer.generator.rate=1"), "optimizer.generator.rate", "not an argument"),
         ((*SEVERAL, "scheduler=critic"), "scheduler", "scheduler.critic"),
         ((*LBFGS, "on_nonfinite=skip"), "on_nonfinite", "LBFGS"),

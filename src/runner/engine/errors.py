@@ -1,5 +1,12 @@
 """Exceptions that end training early; exit codes are those of `runner.base.errors`."""
 
+import re
+
+import torch
+
+# On the CPU torch raises a plain RuntimeError with one of these messages
+_CPU_MESSAGE = re.compile(r"can't allocate memory|not enough memory")
+
 
 class Diverged(Exception):
     """The training loss or the weights are no longer finite."""
@@ -41,3 +48,10 @@ class RankMismatch(Exception):
     """The ranks of a run disagree about what they compute."""
 
     exit_code = 2
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error says that a device, or the CPU, is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_MESSAGE.search(str(error)) is not None

@@ -78,7 +78,6 @@ class Train(Section):
     detect_anomaly: bool = False
     post_mortem: bool = False
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
-    on_oom: Literal["raise", "split"] = "raise"
     ema: Annotated[float, Gt(0), Lt(1)] | None = None
     swa: Annotated[float, Gt(0)] | None = None
     trust: list[str] = field(default_factory=list)
