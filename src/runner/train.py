@@ -217,7 +217,6 @@ def _train(
         monitor=run.monitor,
         interrupted=agreement.reason,
         step=run.step,
-        roll_back=saving.roll_back,
     )
 
     # From here on, the state is that of the checkpoint

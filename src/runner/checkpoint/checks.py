@@ -98,7 +98,6 @@ _RULES: dict[str, tuple[Check, str]] = {
     "scaler": (_or_none(_NUMBERS[0]), "numbers by name"),
     **dict.fromkeys(("position.epoch", "position.batch", "position.global_step"), _COUNT),
     "position.evaluation_due?": (_is(bool), "true or false"),
-    "position.skipped_steps?": (_list(_is(int)), "a list of steps"),
     "position.turns?": (_are_turns, "a list of steps and epochs, in order"),
     "metrics.callbacks": (_is(dict), "a mapping"),
     "metrics.data": (_by_name(_is_fingerprint), "samples and content of splits"),

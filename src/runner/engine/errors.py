@@ -16,14 +16,6 @@ class Diverged(Exception):
     hint = "; lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
 
 
-class NotFinite(Exception):
-    """Optimizer step number `step`, from 1, was skipped because its loss or gradients are not finite; training goes back."""
-
-    def __init__(self, step: int, report: str) -> None:
-        super().__init__(report)
-        self.step = step
-
-
 class BadMetric(Exception):
     """A callback reports a metric that cannot be logged."""
 

@@ -14,7 +14,6 @@ class Position:
     batch: int = 0  # completed batches of the current epoch
     global_step: int = 0  # completed optimizer steps
     evaluation_due: bool = False  # whether the validation split must be evaluated before training continues
-    skipped_steps: list[int] = field(default_factory=list)  # numbers of steps, from 1, that are not finite
     turns: list[list[int]] = field(default_factory=list)  # [step, epoch], see `runner.engine.plan.Timeline`
 
 

@@ -175,8 +175,6 @@ def apply_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim
             parts.optimizer_step()
         else:
             optimizer.step()
-        if guard is not None:
-            guard.undo()
     drop_gradients(optimizer)
     return allowed
 

@@ -168,7 +168,7 @@ def _check_window(config: Train, state: TrainState) -> None:
         ("strategy", config.strategy == "fsdp" and world().size > 1, "ddp"),
         ("sync_batchnorm", config.sync_batchnorm and world().size > 1, "false"),
         ("amp", not several and state.scaler is not None, "bf16 or false"),
-        ("on_nonfinite", not several and config.on_nonfinite == "skip", "raise or rollback"),
+        ("on_nonfinite", not several and config.on_nonfinite == "skip", "raise"),
     ):
         if given:
             raise UserError(key, f"is {str(keys.at(to_plain(config), key)).lower()}, and {why}", allowed)
