@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from runner.engine.errors import is_out_of_memory
 from runner.run import batch_size
 from runner.run.batch_size import free_memory, largest_power
 
@@ -111,30 +112,50 @@ import torch
 from torch import nn
 
 class Greedy(nn.Module):
-    # Takes a batch of one, as it is tried first, and has no memory for more.
+    # Takes two samples in training and four in evaluations, and has no memory for more
     def __init__(self, in_channels, num_classes):
         super().__init__()
         self.head = nn.Linear(64 * in_channels, num_classes)
 
     def forward(self, images):
-        if len(images) > 2: raise torch.OutOfMemoryError("no memory is left")
+        if len(images) > (2 if self.training else 4): raise torch.OutOfMemoryError("no memory is left")
         return self.head(images.flatten(1))
 """
 
 
 @pytest.mark.parametrize(
-    ("words", "size"),
-    [(("train",), 4), (("train", "dry_run=true", "data.batch_size=32"), 32), (("find-lr", "data.batch_size=32"), 32)],
-    ids=["batch-size", "dry-run", "find-lr"],
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("not enough memory"), False),
+    ],
 )
-def test_no_memory_for_what_is_tried_first_is_a_sentence(
-    words: tuple[str, ...], size: int, rejected: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch
+def test_what_says_that_memory_is_short(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "size", "allowed"),
+    [
+        ("train", "data", 4, "a smaller model"),
+        ("train dry_run=true data.batch_size=32", "data", 32, "a smaller data.batch_size with a larger accumulate"),
+        ("find-lr data.batch_size=32", "data", 32, "data.batch_size=16 accumulate=2, which gives the same update"),
+        ("train data.batch_size=32", "data", 32, "data.batch_size=16 accumulate=2, which gives the same update"),
+        ("train data.batch_size=15 accumulate=2", "data", 15, "data.batch_size=5 accumulate=6, which gives the same"),
+        ("train data.batch_size=2", "evaluate", 512, "a smaller evaluate.batch_size"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_a_sentence_with_settings_that_fit(
+    words: str, key: str, size: int, allowed: str, rejected: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "greedy.py").write_text(GREEDY, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.setenv("RUNNER_TRUST", "greedy")
-    verb, *more = words
+    verb, *more = words.split()
     parts = [word for word in RUN if not word.startswith("model")]
     found = rejected(verb, "threads=1", *parts, "model=null", "+model._target_=greedy.Greedy", *more)
-    assert f"data.batch_size: there is not enough memory for batches of {size}: no memory is left" in found.err
-    assert "allowed: a smaller" in found.err
+    assert f"{key}.batch_size: there is not enough memory for batches of {size}: no memory is left" in found.err
+    assert f"allowed: {allowed}" in found.err

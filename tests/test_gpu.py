@@ -56,7 +56,6 @@ def test_fp16_trains_with_the_scaler_and_the_scale_is_saved(train: Any) -> None:
         ("optimizer.foreach=true",),
         ("activation_checkpointing=true",),
         ("data.placement=disk", "data.num_workers=2", "data.pin_memory=true"),
-        ("on_oom=split",),
     ],
     ids=" ".join,
 )
@@ -90,7 +89,7 @@ def test_nccl_connects_a_world_of_one_whose_gradients_are_those_of_the_model(mon
     parts = StepConfig(Supervised(model, F.cross_entropy, lambda targets: targets))
     batch = Batch((images, targets), torch.arange(6, device=device))
     with joined(60.0, device) as world:
-        parts, step = parallelize(parts, train_step, state, world, find_unused=False, retries=False)
+        parts, step = parallelize(parts, train_step, state, world, find_unused=False, repeats=False)
         step(state, parts, batch, 1.0, 6, update=False)
         total = torch.ones(1, device=device)
         dist.all_reduce(total)

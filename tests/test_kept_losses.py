@@ -96,17 +96,15 @@ def test_a_killed_run_ends_with_the_same_bits(train: Any, killed: Any, name: str
 def test_two_ranks_train_learned_weights_as_one_does(train: Any, pool: RankPool) -> None:
     words = (*WORDS, loss("Weighted"), "dtype=float64", "accumulate=2", "grad_clip.norm=0.5")
     one = kept(saved(train(*words)))
-    for more in ((), ("on_oom=split",)):
-        with pool.installed():
-            two = kept(saved(train(*words, *more, "devices=2")))
-        assert max(float((two[name] - tensor).abs().max()) for name, tensor in one.items()) < 1e-12
+    with pool.installed():
+        two = kept(saved(train(*words, "devices=2")))
+    assert max(float((two[name] - tensor).abs().max()) for name, tensor in one.items()) < 1e-12
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-@pytest.mark.parametrize("on_oom", some(["raise", "split"], 0))
-def test_what_a_loss_keeps_is_that_of_the_first_rank(train: Any, pool: RankPool, on_oom: str) -> None:
-    words = (*WORDS, loss("Bank"), f"on_oom={on_oom}", "devices=2")
+def test_what_a_loss_keeps_is_that_of_the_first_rank(train: Any, pool: RankPool) -> None:
+    words = (*WORDS, loss("Bank"), "devices=2")
     with pool.installed():
         whole = train(*words)
         half = train(*words, "max_steps=5")

@@ -42,13 +42,8 @@ STEPS = [
     ("optimizer=sgd", "amp=bf16", "grad_clip.value=0.1"),
     (*FUSED, "grad_clip.norm=1.0"),
     (*FUSED, "grad_clip.agc=0.01", "ema=0.9", "optimizer.no_decay=auto"),
-    (*FUSED, "ema=0.9", "on_oom=split"),
+    (*FUSED, "ema=0.9", "accumulate=2"),
     (*FUSED, "amp=fp16"),
-    # What torch has no fused kernel for: the step is taken, and undone on the device if need be.
-    ("optimizer=rmsprop", "optimizer.momentum=0.9"),
-    ("optimizer=rmsprop", "optimizer.centered=true", "ema=0.9"),
-    ("optimizer=muon", "model=mlp", "~model.width", "grad_clip.norm=1.0"),
-    ("optimizer=muon", "model=mlp", "~model.width", "on_nonfinite=rollback", "optimizer.no_decay=auto"),
     ("optimizer=adam", "optimizer.fused=true"),
 ]
 
@@ -57,7 +52,7 @@ def test_every_optimizer_that_is_shipped_is_watched() -> None:
     shipped = {path.stem for path in (Path(__file__).parents[1] / "conf/optimizer").glob("[!_]*.yaml")}
     assert {
         word.removeprefix("optimizer=") for words in STEPS for word in words if word.startswith("optimizer=")
-    } == shipped - {"lbfgs"}  # it reads the loss of each evaluation itself
+    } == shipped - {"lbfgs", "muon", "rmsprop"}  # which have no fused kernel: each step waits, and a warning says so
 
 
 class Reads(TorchDispatchMode):
@@ -100,13 +95,11 @@ def watching(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("words", some(STEPS, 1, 3, 5, 7, 9), ids=" ".join)
+@pytest.mark.parametrize("words", some(STEPS, 1, 3, 5, 6), ids=" ".join)
 def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
     train: Any, watching: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     reads = Reads(monkeypatch)
-    # On a GPU, reading the guard's flag waits; here it would do so without being one of the operations that count.
-    monkeypatch.setattr("runner.engine.nonfinite._reading_waits", lambda device: True)
     watching.Watch.count = staticmethod(lambda: len(reads.found))
     with reads:
         train(*RUN, *words, "callbacks.watch={_target_: watching.Watch}")

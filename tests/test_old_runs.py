@@ -214,6 +214,8 @@ CONFIG = "# @package _global_\n# x\n# train\nold:\n  key: 1\n"
         (("ckpt_path=plain", "accumulate=fewer"), "accumulate", "can no longer be fewer"),
         (("fsdp.lazy_init=true",), "fsdp.lazy_init", "no longer exists"),
         (("data=shards", "data.dataset.cache_gb=1"), "data.dataset.cache_gb", "no longer exists"),
+        (("on_nonfinite=rollback",), "on_nonfinite", "can no longer be rollback"),
+        (("on_oom=split",), "on_oom", "no longer exists"),
         (("optimizer=ancient",), "optimizer", "can no longer be ancient"),
         (("lr=auto",), "lr", "can no longer be auto"),
         (("--multirun", "lr=0.1,auto"), "lr", "can no longer be auto"),

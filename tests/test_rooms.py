@@ -184,7 +184,7 @@ BUDGET = {
     "config": 4_135,
     "data": 8_620,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
-    "engine": 3_225,
+    "engine": 2_983,
     "instrument": 745,  # attributes of a task, which a trial puts back
     "lab": 7_930,
     "launch": 1_030,

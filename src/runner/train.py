@@ -22,7 +22,6 @@ from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
 from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
-from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
 from runner.engine.window import needs_window
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
@@ -110,12 +109,12 @@ def build_run(
     toggled.compile_step_of(state.optimizer)
 
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
-    step = build_step(config, length.plan.batch_size, state)
+    step = build_step(config, state)
     warnings += slow_guard(parts, state, hardware)
     if world().size > 1:
-        unused, late = config.dist.find_unused_parameters, config.on_oom == "split" or needs_window(state.optimizer)
+        unused, repeats = config.dist.find_unused_parameters, needs_window(state.optimizer)
         warnings += uneven_loss(loss, task, data)
-        parts, step = parallelize(parts, step, state, world(), find_unused=unused, retries=late)
+        parts, step = parallelize(parts, step, state, world(), find_unused=unused, repeats=repeats)
     return Run(
         config=config,
         hardware=hardware,
@@ -203,7 +202,6 @@ def _train(
         *custom.values(),
         *also_call,
         SkippedSteps(record.directory.path, console),
-        *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         RankBuffers(run, record),
         saving.callback,
@@ -219,7 +217,6 @@ def _train(
         monitor=run.monitor,
         interrupted=agreement.reason,
         step=run.step,
-        roll_back=saving.roll_back,
     )
 
     # From here on, the state is that of the checkpoint

@@ -27,9 +27,7 @@ def test_contents_of_a_run_are_what_they_should_be(contents: Make) -> None:
     [
         (("position", "epoch"), 2**60, "position.epoch"),
         (("position", "batch"), True, "position.batch"),
-        (("position", "micro_batch"), "0", "position.micro_batch"),
         (("position", "evaluation_due"), 1, "position.evaluation_due"),
-        (("position", "skipped_steps"), [1, "2"], "position.skipped_steps is not a list of steps"),
         (("position", "turns"), [[5, 1], [5, 2]], "position.turns is not a list of steps and epochs, in order"),
         (("position", "turns"), [[5, "1"]], "position.turns is not a list of steps and epochs, in order"),
         (("position", "turns"), 5, "position.turns is not a list of steps and epochs, in order"),

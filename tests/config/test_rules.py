@@ -94,8 +94,6 @@ swa=0.5 evaluate.every_epochs=null | swa | at evaluations
 averaging.lr_factor=0.1 | averaging.lr_factor | has no effect without swa
 averaging.recalibrate_batches=3 ema=0.9 | averaging.recalibrate_batches | has no effect without swa
 grad_clip.agc=0 | grad_clip.agc | cannot be 0
-on_oom=splitt | on_oom | cannot be splitt
-on_oom=split compile=true compiler.mode=reduce-overhead | on_oom | replays CUDA graphs
 data.batch_size=automatic | data.batch_size | cannot be automatic
 data.batch_size=0 | data.batch_size | cannot be 0
 unfreeze_at=100 | unfreeze_at | has no effect, as freeze names nothing

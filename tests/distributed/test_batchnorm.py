@@ -14,7 +14,7 @@ from extended import some
 from torch import nn
 
 from rank_pool import RankPool
-from runner.base.errors import Problem, UserError
+from runner.base.errors import UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, synchronize
 
 
@@ -60,10 +60,6 @@ def test_a_layer_that_computes_more_than_batchnorm_is_refused() -> None:
 
     with pytest.raises(UserError, match="layer '0', as Rectified is not torch's BatchNorm"):
         synchronize(nn.Sequential(Rectified(3)))
-
-
-def test_splitting_batches_is_refused_beside_it(problems: Callable[..., dict[str, Problem]]) -> None:
-    assert "all processes" in str(problems("sync_batchnorm=true", "on_oom=split")["on_oom"])
 
 
 @pytest.mark.slow

@@ -142,7 +142,6 @@ def test_initial_weights_have_the_same_bits(runs: Callable[..., Any]) -> None:
     ("word", "key"),
     [
         ("compile=true", "compile"),
-        ("on_oom=split", "on_oom"),
         ("amp=fp16", "amp"),
         ("dist.find_unused_parameters=true", "dist.find_unused_parameters"),
         ("optimizer._target_=torch.optim.Adafactor", "optimizer"),

@@ -359,14 +359,3 @@ def test_a_loss_far_above_the_lines_before_and_the_first_one_of_exactly_zero_are
         "the training loss jumped to 6.5 at step 16",
         "the training loss is exactly 0: no target counts, or nothing is left to learn",
     ]
-
-
-def test_what_was_put_off_is_forgotten_where_training_goes_back(bench: Any) -> None:
-    one = bench(4, limits={"epochs": 2, "max_steps": None})
-    saving = Checkpointing(None, 1, lambda loop, *_: None, lambda loop: "a copy", min_seconds=1000)
-    loop = one.loop(saving)
-    loop._evaluate = lambda: {"val/loss": 1.0}
-    loop.improved, loop.epoch_ended = True, True
-    saving.on_boundary(loop)
-    loop.emit("on_rollback", None)
-    assert saving.leave() is None

@@ -167,22 +167,6 @@ def test_a_short_training_thaws_as_the_run_does(check: Callable[..., Any], monke
     assert steps[-10:] == [False] * 4 + [True] * 6
 
 
-def test_a_short_training_rolls_back_as_the_run_does(check: Callable[..., Any]) -> None:
-    data = "data.dataset={_target_: check_zoo.shapes, fault: not a number, samples: 400}"
-    words = (
-        "on_nonfinite=rollback",
-        "train=true",
-        "train_steps=16",
-        "optimizer.lr=0.02",
-        "data.normalize={mean: [0.2, 0.5, 0.5], std: [0.1, 0.2, 0.2]}",
-        "only=[training]",
-    )
-    found = check(data, *words)["training"]
-    assert found["status"] == "warn", found
-    assert "rolled back 2 times" in found["evidence"]
-    assert "sample 17 " in found["evidence"]
-
-
 def test_there_are_faults_enough_and_every_check_has_one() -> None:
     assert len({case.fault for case in check_zoo.CASES}) >= 25
     beside = {"beats-baselines"}  # takes a checkpoint

@@ -108,39 +108,19 @@ def test_under_fp16_a_gradient_that_overflows_is_left_to_the_scaler(faulty: Any)
     assert finite(result.directory)
 
 
-# Every two of a policy, a precision and an optimizer occur together.
 @pytest.mark.parametrize(
-    ("policy", "amp", "optimizer"),
-    some(
-        [
-            (policy, amp, ("optimizer=sgd", "optimizer=rmsprop")[(row + column) % 2])
-            for row, policy in enumerate(("skip", "rollback"))
-            for column, amp in enumerate(AMP)
-        ],
-        1,
-        2,
-        3,
-        several=True,
-    ),
+    ("amp", "optimizer"),
+    [("amp=false", "optimizer=rmsprop"), ("amp=bf16", "optimizer=sgd"), ("amp=fp16", "optimizer=sgd")],
 )
-def test_training_goes_on_without_the_step(faulty: Any, policy: str, amp: str, optimizer: str) -> None:
-    result = faulty("Input", policy, amp, optimizer, "optimizer.lr=0.01")
+def test_training_goes_on_without_the_step(faulty: Any, amp: str, optimizer: str) -> None:
+    result = faulty("Input", "skip", amp, optimizer, "optimizer.lr=0.01")
     assert result.status == 0, result.err + result.out
     assert "step 13" in result.out
     assert finite(result.directory)
-    last = read(result.directory / "checkpoints" / "last.safetensors")
-    assert last["position"]["skipped_steps"] == ([13] if policy == "rollback" else [])
-    assert last["position"]["global_step"] == 24
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 24
     steps = [line["global_step"] for line in result.metrics if line["split"] == "train"]
     assert steps == sorted(set(steps))
     assert all(line["loss"] is not None for line in result.metrics)
-
-
-def test_a_weight_is_healed_by_going_back(faulty: Any) -> None:
-    result = faulty("Weight", "rollback")
-    assert result.status == 0, result.err + result.out
-    assert "training continues from step 10 and will skip step 13" in result.out
-    assert finite(result.directory)
 
 
 def test_a_weight_is_not_healed_by_skipping_and_nothing_spoilt_is_saved(faulty: Any) -> None:
@@ -150,14 +130,7 @@ def test_a_weight_is_not_healed_by_skipping_and_nothing_spoilt_is_saved(faulty: 
     assert finite(result.directory)
 
 
-def test_what_was_left_out_stays_so_in_a_resumed_run(faulty: Any, train: Any) -> None:
-    whole = faulty("Input", "rollback")
-    early = whole.directory / "checkpoints" / "step_0000000020.safetensors"
-    rest = train(f"ckpt_path={early}", "trust=[faults]")
-    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
-
-
-def test_with_one_read_a_step_a_wrong_choice_is_a_sentence(rejected: Any) -> None:
+def test_another_choice_is_refused(rejected: Any) -> None:
     result = rejected("train", "on_nonfinite=ignore")
     assert "on_nonfinite: cannot be ignore" in result.err
-    assert "raise, skip" in result.err
+    assert "allowed: raise or skip" in result.err

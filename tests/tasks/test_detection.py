@@ -167,8 +167,6 @@ def test_workers_kills_and_resumes_give_the_same_bits(train: Callable[..., Any],
     directory = killed_again(train, directory)
     resumed = train(f"ckpt_path={directory}", "callbacks=none", "max_steps=null")
     assert (resumed.summary["weights_sha256"], resumed.summary["last"]) == expected
-    split = train(*words, "on_oom=split", "epochs=1")
-    assert split.summary["global_step"] == 3
 
 
 def killed_again(train: Callable[..., Any], directory: Path) -> Path:

@@ -258,16 +258,10 @@ def test_a_task_with_a_step_of_its_own_trains_logs_its_terms_and_is_tested(train
 
 
 @pytest.mark.parametrize("words", some([VECTORS, BOXES], 1), ids=["vectors", "boxes"])
-def test_workers_resumes_and_micro_batches_give_the_same_weights(
-    train: Callable[..., Any], words: tuple[str, ...]
-) -> None:
+def test_workers_and_resumes_give_the_same_weights(train: Callable[..., Any], words: tuple[str, ...]) -> None:
     whole = train(*words)
     expected = whole.summary["weights_sha256"]
     assert train(*words, "data.num_workers=2").summary["weights_sha256"] == expected
-    split = train(*words, "on_oom=split")
-    assert split.summary["weights_sha256"] == expected
-    terms = [[record.get("divergence") for record in each.metrics] for each in (whole, split)]
-    assert terms[0] == terms[1]
     part = train(*words, "max_steps=3", "name=part")
     resumed = train(f"ckpt_path={part.directory}", "max_steps=null")
     assert resumed.summary["weights_sha256"] == expected

@@ -38,7 +38,7 @@ _OF = {
         data.normalize.mean data.normalize.std data.images data.collate data.on_error data.max_pixels
         device devices strategy dist.find_unused_parameters fsdp.blocks fsdp.replicas threads dtype amp channels_last sync_batchnorm
         compile compiler.mode compiler.fullgraph compiler.dynamic
-        cudnn_benchmark tf32 matmul_precision deterministic on_nonfinite on_oom
+        cudnn_benchmark tf32 matmul_precision deterministic on_nonfinite
         evaluate.every_epochs evaluate.every_steps limit.eval_batches metrics callbacks checkpoint.monitor checkpoint.mode
         ema swa averaging.warmup averaging.lr_factor averaging.anneal_epochs averaging.recalibrate_batches
     """,

@@ -36,6 +36,16 @@ GONE: dict[str, Gone] = {
     "data.dataset.cache_gb": Gone("copy the tar files to a disk and set data.root to their folder", default=None),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),
+    "on_nonfinite": Gone(
+        "set on_nonfinite=skip, or resume the last checkpoint", default="raise", values={"rollback": "skip"}
+    ),
+    "on_oom": Gone(
+        "set half of data.batch_size and twice accumulate, which gives the same update; or data.batch_size=auto",
+        default="raise",
+    ),
+    "position.micro_batch": Gone(""),
+    "position.pieces": Gone(""),
+    "position.skipped_steps": Gone(""),
     "search.warm_start": Gone(
         "continue a search with more search.trials, or narrow search.space to good values", default=None
     ),

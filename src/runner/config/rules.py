@@ -80,21 +80,13 @@ def _of_speed(config: Train) -> Broken:
         yield "dtype", f"is float64, but amp={amp} computes in 16 bits", "amp=false, or dtype=float32"
     if config.dtype == "float64" and config.log.utilization is True:
         yield "log.utilization", "is true, but the peak of a device in float64 is not known", "auto or false"
-    if config.sync_batchnorm and config.on_oom == "split":
-        message = "is split, but with sync_batchnorm=true all processes have to compute the same batches"
-        yield "on_oom", message, "on_oom=raise, or sync_batchnorm=false"
     if config.tf32 and config.matmul_precision == "highest":
         message = "is highest, but tf32=true asks for TensorFloat-32 in matrix products"
         yield "matmul_precision", message, "matmul_precision=null, or tf32=false"
-    if config.compile is not False and mode in ("reduce-overhead", "max-autotune"):
+    if config.compile is not False and mode in ("reduce-overhead", "max-autotune") and config.accumulate > 1:
         replays = "replays CUDA graphs, which overwrite the gradients that"
-        others = "compiler.mode=default or max-autotune-no-cudagraphs"
-        if config.accumulate > 1:
-            message = f"{mode} {replays} accumulate={config.accumulate} adds up"
-            yield "compiler.mode", message, f"{others}, or accumulate=1"
-        if config.on_oom == "split":
-            message = f"is split, but compiler.mode={mode} {replays} micro-batches add up"
-            yield "on_oom", message, f"on_oom=raise, or {others}"
+        message = f"{mode} {replays} accumulate={config.accumulate} adds up"
+        yield "compiler.mode", message, "compiler.mode=default or max-autotune-no-cudagraphs, or accumulate=1"
     if isinstance(config, Audit | Bench) and config.data.batch_size == "auto":
         yield "data.batch_size", "is auto, which may find another number for each side", "a number"
     for key, node in components_of("optimizer", config.optimizer).items():
@@ -286,11 +278,6 @@ def _of_sharding(config: Train) -> Broken:
     another = "or strategy=ddp"
     if config.compile is not False:
         yield "compile", "cannot compile a model whose weights strategy=fsdp shards", f"compile=false, {another}"
-    if config.on_oom == "split":
-        message = (
-            "is split, but with strategy=fsdp all processes gather weights together, also if only one lacks memory"
-        )
-        yield "on_oom", message, f"on_oom=raise, {another}"
     if config.amp == "fp16":
         yield "amp", "is fp16, whose scaled loss strategy=fsdp does not support", f"bf16 or false, {another}"
     if config.dist.find_unused_parameters:

@@ -26,9 +26,8 @@ class ParallelStep:
     """A training step on this rank's rows of a batch, whose gradients are those of the whole batch.
 
     DistributedDataParallel averages the gradients of the ranks while the backward pass still computes. Each rank weights its
-    mean loss by its share of the samples, so batches that the ranks do not divide are exact too. With `retries`, a step may
-    compute the same rows several times (`on_oom=split`, several optimizers), so the gradients are averaged once, before each
-    update.
+    mean loss by its share of the samples, so batches that the ranks do not divide are exact too. With `repeats`, a step may
+    compute the same rows several times (several optimizers, closures), so the gradients are averaged once, before each update.
 
     A model that is sharded averages its gradients itself, so it is called as it is. Buffers of a loss are those of rank 0.
 
@@ -38,15 +37,15 @@ class ParallelStep:
         step: computes a step, see `runner.engine.step.train_step`.
         world: the ranks.
         find_unused: whether parameters may have no gradient in some steps.
-        retries: see above.
+        repeats: see above.
     """
 
     def __init__(
-        self, state: Any, objective: _Objective, step: Any, world: World, *, find_unused: bool, retries: bool
+        self, state: Any, objective: _Objective, step: Any, world: World, *, find_unused: bool, repeats: bool
     ) -> None:
         self._model, self._objective, self._step, self._world = state.model, objective, step, world
         self._learner = _Learner(state.model, state.loss, objective)
-        self._find_unused, self._retries, self._sharded = find_unused, retries, is_sharded(state.model)
+        self._find_unused, self._repeats, self._sharded = find_unused, repeats, is_sharded(state.model)
         if self._sharded and any(parameter.requires_grad for parameter in state.loss.parameters()):
             raise UserError(
                 "loss", "has parameters, which strategy=fsdp does not train", "strategy=ddp, or another loss"
@@ -57,7 +56,7 @@ class ParallelStep:
 
     def objective(self, data: Any) -> Tensor:
         """The mean loss of this rank's rows; its backward pass averages the gradients."""
-        if self._retries or self._sharded:
+        if self._repeats or self._sharded:
             return self._objective(data)
         assert self._parallel is not None, "the step has built it"
         loss: Tensor = self._parallel(data)
@@ -95,7 +94,7 @@ class ParallelStep:
         return contextlib.nullcontext() if self._parallel is None else self._parallel.no_sync()
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average the gradients of a step with retries."""
+        """Average the gradients of a step with `repeats`."""
         for parameter in parameters:
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -112,8 +111,8 @@ class ParallelStep:
             at = state.position
             with own_draws(at.epoch, at.batch, self._world.rank, batch.indices.device):
                 trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
-                # DDP would copy the buffers of the loss in each step; retries and sharding do without DDP
-                if self._retries or self._sharded:
+                # DDP would copy the buffers of the loss in each step; steps with `repeats` and sharding do without DDP
+                if self._repeats or self._sharded:
                     self._world.copy_first(self._learner.loss.buffers())
                 elif trained != self._trained:
                     self._trained = trained  # weights are frozen and unfrozen as training goes on
@@ -160,12 +159,12 @@ class _Learner(nn.Module):
         return self._objective(data)
 
 
-def parallelize(parts: Any, step: Any, state: Any, world: World, *, find_unused: bool, retries: bool) -> Any:
+def parallelize(parts: Any, step: Any, state: Any, world: World, *, find_unused: bool, repeats: bool) -> Any:
     """The parts of a step, and the step itself, for one of several ranks."""
     parallel = ParallelStep(
-        state, parts.equivalent or parts.objective, step, world, find_unused=find_unused, retries=retries
+        state, parts.equivalent or parts.objective, step, world, find_unused=find_unused, repeats=repeats
     )
-    average = parallel.average_gradients if retries else None
+    average = parallel.average_gradients if repeats else None
     changed = dataclasses.replace(
         parts, equivalent=parallel.objective, no_sync=parallel.no_sync, average_gradients=average
     )

@@ -7,7 +7,6 @@ A callback is any object with some of these methods. They are called in the orde
     on_log(loop, metrics)           when training is logged; may add to `metrics`, a dict of floats
     on_evaluation(loop, metrics)    after the validation split was evaluated; metrics as {"val/accuracy": 0.9, ...}
     on_step_skipped(loop, step, diagnosis)   a step was skipped because its gradients are not finite; why, or None
-    on_rollback(loop, found)        training went back to an earlier state; it will skip step `found.step`
     on_boundary(loop)               after everything that was due at this step: the state may be saved here
     on_end(loop)                    after the last step, also if training was stopped early
 
@@ -24,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.engine.errors import Diverged, NotFinite
+from runner.engine.errors import Diverged
 
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
@@ -35,7 +34,6 @@ METHODS = {
     "on_log": ("loop", "metrics"),
     "on_evaluation": ("loop", "metrics"),
     "on_step_skipped": ("loop", "step", "diagnosis"),
-    "on_rollback": ("loop", "found"),
     "on_boundary": ("loop",),
     "on_end": ("loop",),
 }
@@ -205,10 +203,6 @@ class Log:
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
         self._began = _clock(loop)
 
-    def on_rollback(self, loop: Loop, found: NotFinite) -> None:
-        """Restart the clock."""
-        self._began = _clock(loop)
-
     def _warn_of_loss(self, loss: float, step: int) -> None:
         if loss == 0:
             self._warn("the training loss is exactly 0: no target counts, or nothing is left to learn")
@@ -289,10 +283,6 @@ class Checkpointing:
         # The best state is copied in memory, as the weights change before it is written
         elif loop.improved:
             self._best = self._copy(loop)
-
-    def on_rollback(self, loop: Loop, found: NotFinite) -> None:
-        """Forget a delayed save: its steps are repeated."""
-        self._best, self._delayed = None, False
 
     def leave(self) -> Any:
         """Hand over the copy of the best state that is not yet written, or None."""

@@ -1,5 +1,12 @@
 """Exceptions that end training early; exit codes are those of `runner.base.errors`."""
 
+import re
+
+import torch
+
+# On the CPU torch raises a plain RuntimeError with one of these messages
+_CPU_MESSAGE = re.compile(r"can't allocate memory|not enough memory")
+
 
 class Diverged(Exception):
     """The training loss or the weights are no longer finite."""
@@ -7,14 +14,6 @@ class Diverged(Exception):
     exit_code = 3
     prefix = "diverged: "
     hint = "; lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
-
-
-class NotFinite(Exception):
-    """Optimizer step number `step`, from 1, was skipped because its loss or gradients are not finite; training goes back."""
-
-    def __init__(self, step: int, report: str) -> None:
-        super().__init__(report)
-        self.step = step
 
 
 class BadMetric(Exception):
@@ -41,3 +40,10 @@ class RankMismatch(Exception):
     """The ranks of a run disagree about what they compute."""
 
     exit_code = 2
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an error says that a device, or the CPU, is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_MESSAGE.search(str(error)) is not None

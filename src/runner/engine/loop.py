@@ -12,7 +12,7 @@
     on_end
 
 Training only stops at a boundary, where position and state describe the run completely. Steps that were skipped on the
-device are found when numbers are next read from it: on_step_skipped, on_rollback.
+device are found when numbers are next read from it: on_step_skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from runner.distributed.world import world
 from runner.engine.diagnosis import diagnose
-from runner.engine.errors import BadMetric, Diverged, Interrupted, NotFinite, Preempted
+from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.position import Best
 from runner.engine.protocols import Source
@@ -37,7 +37,6 @@ from runner.engine.weight_average import loss_for
 from runner.instrument.no_trace import preserved_rng
 
 _STEPS_BETWEEN_COLLECTIONS = 500
-_MOST_ROLLBACKS = 10
 _MOST_DIAGNOSES = 3  # under the policy skip
 _RESERVED = ("global_step", "epoch", "split")  # the other columns of a log
 
@@ -56,7 +55,6 @@ class Loop:
         monitor: metric and mode (`min` or `max`) that decide which evaluation is best; an empty name for none.
         interrupted: returns the name of the signal that asks the run to stop, or an empty string.
         step: trains on a batch as `train_step` does.
-        roll_back: restores an earlier state; required if the guard's policy is `rollback`.
     """
 
     def __init__(
@@ -72,12 +70,11 @@ class Loop:
         monitor: tuple[str, str],
         interrupted: Callable[[], str] = lambda: "",
         step: StepFunction = train_step,
-        roll_back: Callable[[Loop], None] | None = None,
     ) -> None:
         self.state, self.source, self.plan, self.parts, self.limits = state, source, plan, parts, limits
         self.callbacks, self.monitor, self.interrupted, self.step = list(callbacks), monitor, interrupted, step
         self._evaluate, self._evaluated_at = evaluate, -1  # the step of the latest evaluation in this process
-        self._roll_back, self._rollbacks, self._diagnosed = roll_back, 0, 0
+        self._diagnosed = 0  # steps that were skipped and had a diagnosis
         self._restart_batches = False  # whether the source was asked for other batches meanwhile
         self._on_step, self._on_boundary = self._methods("on_step"), self._methods("on_boundary")
         self.improved = False  # whether the latest evaluation at this boundary is the best so far
@@ -97,7 +94,11 @@ class Loop:
             Preempted: after a signal, once the callbacks have seen the boundary.
             Diverged: if loss or gradients are not finite, and the policy does not continue.
         """
-        self._prepare()
+        # For the next step, wherever the state comes from
+        self.state.train()
+        self.state.set_learning_rate()
+        if self.parts.guard is not None:
+            self.parts.guard.start()
         self.emit("on_start")
         with collecting_between_steps():
             # An evaluation may be left over from the process before, which was stopped while it was due
@@ -107,22 +108,12 @@ class Loop:
                         self._boundary()
                     else:
                         self._epoch()
-                # A rollback goes back and trains again, so it stays inside the loop
-                except NotFinite as found:
-                    self._return_from(found)
                 # Data and models of the user fail here, so the message says how far training was
                 except Exception as error:
                     position = self.state.position
                     error.add_note(f"in epoch {position.epoch + 1}, after {position.global_step} optimizer steps")
                     raise
         self.emit("on_end")
-
-    def _prepare(self) -> None:
-        """Set modes, learning rate and guard for the next step, wherever the state comes from."""
-        self.state.train()
-        self.state.set_learning_rate()
-        if self.parts.guard is not None:
-            self.parts.guard.start()
 
     def _epoch(self) -> None:
         """Train from the position to the end of the epoch or of training."""
@@ -140,11 +131,7 @@ class Loop:
                 self._save_after(error)
                 raise
             self.waited_s += perf_counter() - began
-            # After a rollback, the batches of the faulty step are read and not trained on
-            if not (position.skipped_steps and position.global_step + 1 in position.skipped_steps):
-                step(state, parts, batch, weight, size, update=update)
-            elif update and parts.guard is not None:
-                parts.guard.stepped()
+            step(state, parts, batch, weight, size, update=update)
             self.samples_seen += size
             # The position moves once the batch is part of the state; a checkpoint before would repeat it
             position.batch += 1
@@ -286,7 +273,7 @@ class Loop:
         """Find out whether steps since the last call were skipped because they are not finite; waits for the device.
 
         Called before numbers are read, the state is saved, or the validation split is evaluated. If a step was skipped, the
-        policy decides: `raise` raises `Diverged`, and `rollback` raises `NotFinite`.
+        policy decides: `raise` raises `Diverged`, and `skip` goes on.
         """
         guard = self.parts.guard
         if guard is None or guard.steps == 0:
@@ -306,8 +293,6 @@ class Loop:
             self.emit("on_step_skipped", step, diagnosis)
             if guard.policy == "raise":
                 raise Diverged(str(diagnosis))
-            if guard.policy == "rollback":
-                raise NotFinite(step, str(diagnosis))
 
     def _batches_of(self, step: int) -> tuple[int, list[Any]]:
         """The epoch and the batches of an earlier optimizer step."""
@@ -319,21 +304,6 @@ class Loop:
         start = (done - behind) * plan.accumulate
         self._restart_batches = True
         return epoch, list(self.source.batches(epoch, start, min(start + plan.accumulate, plan.batches)))
-
-    def _return_from(self, found: NotFinite) -> None:
-        """Go back to an earlier state, from where training skips the step that was found."""
-        # A faulty step is computed again with the same result, so training skips it
-        assert self._roll_back is not None, "the policy rollback requires roll_back"
-        self._rollbacks += 1
-        if self._rollbacks > _MOST_ROLLBACKS:
-            raise Diverged(f"{found}; training was rolled back {_MOST_ROLLBACKS} times before") from found
-        earlier = self.state.position.skipped_steps
-        self._roll_back(self)
-        # Steps that were found earlier stay skipped, although the state that is loaded does not know them
-        self.state.position.skipped_steps = sorted({*earlier, *self.state.position.skipped_steps, found.step})
-        self.epoch_ended = False
-        self._prepare()
-        self.emit("on_rollback", found)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -12,54 +11,39 @@ from runner.distributed.sharding import is_divided, local
 from runner.distributed.world import world
 from runner.engine.optimizers import Optimizers
 
-Policy = Literal["raise", "skip", "rollback"]
+Policy = Literal["raise", "skip"]
 
 
 class NonFiniteGuard:
     """Keeps an optimizer from taking a step with gradients that are not finite.
 
-    A fused optimizer gets a flag on the device, which its kernel obeys, so nothing waits. Muon and RMSprop have no such
-    kernel: on a GPU they take the step, and it is undone there if the flag is up. For any other optimizer the flag is read at
-    every step, and on the CPU, where nothing is waited for, for these as well.
+    A flag on the device is up if a step must not be taken. Fused kernels obey it, so nothing waits. For any other optimizer the
+    host reads it at every step.
 
-    Under `raise` and `rollback` the flag stays up once it is up: the weights remain those before the first such step until
-    somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what they were before
-    the step. Where the loss is scaled, its scaler skips steps whose gradients overflow, which belongs to scaling; the
-    guard then watches the loss.
+    Under `raise` the flag stays up once it is up: the weights remain those before the first such step until somebody looks.
+    Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what they were before the step. Where the
+    loss is scaled, its scaler skips steps whose gradients overflow, which belongs to scaling; the guard then watches the loss.
 
     A flag on one rank is a flag on all: where they have parts of the gradients, and where each watches its own loss.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, scaled: bool) -> None:
-        self.policy = policy
-        self.scaled = scaled
-        self._optimizer = optimizer
+        self.policy, self.scaled = policy, scaled
         self._optimizers = [*optimizer.named.values()] if isinstance(optimizer, Optimizers) else [optimizer]
-        self._lasting = policy != "skip" and not scaled  # whether the flag stays up once it is up
+        self._by_kernel = not scaled and all(map(_obeys_flag, self._optimizers))
         kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         self._parameters = list(kinds.values())  # a kernel takes gradients of one kind
-        device = self._parameters[0][0].device
         self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
-        self._by_kernel = not scaled and all(map(_obeys_flag, self._optimizers))
         self._divided = any(is_divided(parameter) for kind in self._parameters for parameter in kind)
-        undoes = not (scaled or self._by_kernel or self._divided)
-        undoes = undoes and _reading_waits(device) and all(map(_can_be_undone, self._optimizers))
-        self._undone = [p for group in optimizer.param_groups if not group.get("fused") for p in group["params"]]
-        self._before: dict[tuple[Tensor, str], Tensor] | None = {} if undoes else None
-        self._found = torch.zeros((), device=device)
-        self._one = torch.ones((), device=device)
-        self._count = torch.zeros((), device=device)  # steps with the flag up, where it stays up
+        self._found = torch.zeros((), device=self._parameters[0][0].device)  # the flag, above 0 if it is up
+        self._one, self._count = torch.ones_like(self._found), torch.zeros_like(self._found)
         self._flags: list[Tensor] = []  # on the device, one of each step, where it falls again
         self.steps = 0  # since `found` was asked
-        # By name, as some models assign new tensors to their buffers.
-        self._buffers = [
-            (module, name)
-            for module in (model.modules() if policy == "skip" else ())
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        # By name, as some models assign new tensors to their buffers
+        modules = model.modules() if policy == "skip" else ()
+        self._buffers = [(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
         self._kept = [buffer.clone() for buffer in self._now()]
 
     @property
@@ -67,7 +51,7 @@ class NonFiniteGuard:
         """True if every step waits for the device."""
         if self.scaled:  # torch's GradScaler asks, unless the optimizer's kernel does
             return not all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
-        return not self._by_kernel and self._before is None
+        return not self._by_kernel
 
     @property
     def skipped(self) -> Tensor | None:
@@ -82,56 +66,27 @@ class NonFiniteGuard:
         for kept, buffer in zip(self._kept, self._now(), strict=True):
             kept.copy_(buffer)
 
-    def _now(self) -> list[Tensor]:
-        """The buffers as they are."""
-        buffers = (module._buffers[name] for module, name in self._buffers)
-        return [buffer for buffer in buffers if buffer is not None]
-
     def watch_loss(self, loss: Tensor) -> None:
         """Note whether a scaled loss is finite; several losses may make up a step."""
         if self.scaled:
-            self._found.copy_(torch.where(loss.detach().isfinite(), self._found, self._one))
+            self._raise_flag(loss.detach().isfinite())
 
     def allows_step(self) -> bool:
-        """True if the optimizer is to be called; where nothing waits it always is, and `undo` has to follow."""
+        """True if the optimizer is to be called."""
         # GradScaler looks at the gradients itself, so only what the ranks found has to be joined
         if self.scaled:
             world().highest(self._found)  # gradients are averaged by now, and losses are those of each rank's rows
             return True
         self._look()
-        # Where no kernel obeys the flag, the step is taken and undone later, or the host waits for the flag
-        if self._before is not None:
-            self._before = {key: tensor.clone() for key, tensor in self._changed_by_a_step()}
-        elif not self._by_kernel:
+        if not self._by_kernel:
             return not bool(self._found)
         for each in self._optimizers:
             each.found_inf = self._found  # type: ignore[attr-defined]
         return True
 
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Undo the step that was taken if the flag is up, where no kernel obeys it."""
-        if not self._before:
-            return
-        # torch.where keeps the decision on the device: the host never waits for the flag
-        skipped = self._found > 0
-        for key, tensor in self._changed_by_a_step():
-            kept = self._before.get(key)
-            # Moments that the first step made begin as zeros.
-            torch.where(skipped, torch.zeros_like(tensor) if kept is None else kept, tensor, out=tensor)
-        self._before = {}
-
-    def _changed_by_a_step(self) -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
-        """Weights and moments on the device that no kernel looks after, by weight and name."""
-        for parameter in self._undone:
-            yield (parameter, ""), parameter.detach()
-            for name, value in self._optimizer.state[parameter].items():
-                if isinstance(value, Tensor) and value.device == parameter.device:
-                    yield (parameter, name), value
-
     def stepped(self) -> None:
         """Note the outcome of a step."""
-        if self._lasting:
+        if self.policy == "raise":
             self._count.add_(self._found)
         else:
             # A skipped step must leave no trace: BatchNorm has already seen its batch
@@ -143,18 +98,26 @@ class NonFiniteGuard:
         self.steps += 1
 
     def found(self) -> list[int]:
-        """The steps since the last call that were not finite, counted from 0; waits for the device."""
-        if self._lasting:
+        """The steps since the last call that were not finite, counted from 0; of `raise` the first one. Waits for the device."""
+        if self.policy == "raise":
             bad = int(self._count)  # all steps since the first one
             found = [self.steps - bad] if bad else []
         else:
-            # One reading for all of them: `nonzero` would be a second one.
+            # One reading for all of them: `nonzero` would be a second one
             flags = torch.stack(self._flags).tolist() if self._flags else []
             found = [index for index, flag in enumerate(flags) if flag]
         self.steps, self._flags = 0, []
         return found
 
+    def _now(self) -> list[Tensor]:
+        """The buffers as they are."""
+        return [getattr(module, name) for module, name in self._buffers]
+
+    def _raise_flag(self, finite: Tensor) -> None:
+        self._found.copy_(torch.where(finite, self._found, self._one))
+
     def _look(self) -> None:
+        """Raise the flag if a gradient is not finite."""
         for parameters in self._parameters:
             gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
             gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
@@ -162,8 +125,7 @@ class NonFiniteGuard:
             if gradients and self._has_kernel:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
             elif gradients:
-                flags = torch.stack([gradient.isfinite().all() for gradient in gradients])
-                self._found.copy_(torch.where(flags.all(), self._found, self._one))
+                self._raise_flag(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
         # A rank sees only its part of each gradient, and all ranks have to skip together
         if self._divided:
             world().highest(self._found)
@@ -183,22 +145,3 @@ def _obeys_flag(optimizer: torch.optim.Optimizer) -> bool:
     """True if every update is made by a kernel that does nothing when `found_inf` says so."""
     known = type(optimizer).__module__.startswith("torch.optim") and "step" not in vars(optimizer)
     return known and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _reading_waits(device: torch.device) -> bool:
-    """True if the host waits for a device when it reads a number there."""
-    return device.type != "cpu"
-
-
-def _can_be_undone(optimizer: torch.optim.Optimizer) -> bool:
-    """True if weights and moments are all that a step changes, and moments begin as zeros.
-
-    Adam's is not: its count of steps lies in the host's memory unless it is fused, as the other part of Muon has to be.
-    """
-    groups = optimizer.param_groups
-    return (
-        type(optimizer).__module__.startswith(("torch.optim", "runner.optim"))
-        and type(optimizer).__name__ in ("Muon", "RMSprop")
-        and not any(group.get("differentiable") for group in groups)
-        and all(group.get("fused") for group in groups if group.get("algorithm") == "adamw")
-    )

@@ -12,11 +12,8 @@ class Position:
 
     epoch: int = 0  # completed epochs
     batch: int = 0  # completed batches of the current epoch
-    micro_batch: int = 0  # accumulated batches of the current step; 0, because states are saved between steps
     global_step: int = 0  # completed optimizer steps
     evaluation_due: bool = False  # whether the validation split must be evaluated before training continues
-    skipped_steps: list[int] = field(default_factory=list)  # numbers of steps, from 1, that are not finite
-    pieces: int = 1  # micro-batches that each batch is divided into because memory ran out
     turns: list[list[int]] = field(default_factory=list)  # [step, epoch], see `runner.engine.plan.Timeline`
 
 

@@ -145,7 +145,7 @@ def combine_gradients(state: TrainState, parts: StepConfig, optimizer: torch.opt
     if parts.average_gradients is None and state.window_weight is None:
         return None
     parameters, total = [parameter for group in optimizer.param_groups for parameter in group["params"]], None
-    # Where backward has not averaged the gradients over the ranks, as in retries, it happens here
+    # Where backward has not averaged the gradients over the ranks, as with several optimizers, it happens here
     if parts.average_gradients is not None:
         parts.average_gradients(parameters)
     # The weights of all batches and ranks are known only now; the ranks have averaged, and not added
@@ -175,8 +175,6 @@ def apply_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim
             parts.optimizer_step()
         else:
             optimizer.step()
-        if guard is not None:
-            guard.undo()
     drop_gradients(optimizer)
     return allowed
 

@@ -185,10 +185,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)
         for part in self._parts.values():
-            if found_inf is not None:  # a flag on the device; the fused kernel of AdamW obeys it
-                part.found_inf = found_inf  # type: ignore[attr-defined]
             part.step()
         return loss
 

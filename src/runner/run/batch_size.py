@@ -15,7 +15,7 @@ from runner.base.errors import UserError, first_line
 from runner.config.frozen import with_changes
 from runner.config.schema.train import Train
 from runner.data.loaders import Batch
-from runner.engine.oom_retry import is_out_of_memory
+from runner.engine.errors import is_out_of_memory
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
 from runner.run.model import example_batch
@@ -97,10 +97,13 @@ def explaining_memory(key: str, size: int, fix: str) -> Iterator[None]:
 
 
 def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None]:
-    """See `explaining_memory`: for training."""
-    split = ", or on_oom=split" if config.on_oom == "raise" else ""
-    fix = "a smaller data.batch_size with a larger accumulate, amp=true, activation_checkpointing=true" + split
-    return explaining_memory("data.batch_size", config.data.samples_a_batch, fix)
+    """See `explaining_memory`: for training, with smaller batches that give the same update."""
+    size = config.data.samples_a_batch
+    # Equal parts, so that an epoch has as many updates as before
+    parts = next((number for number in range(2, size + 1) if size % number == 0), 1)
+    smaller = f"data.batch_size={size // parts} accumulate={parts * config.accumulate}"
+    fix = f"{smaller}, which gives the same update except for BatchNorm; or " if parts > 1 else ""
+    return explaining_memory("data.batch_size", size, f"{fix}amp=true, activation_checkpointing=true")
 
 
 def _bytes_of_sample(run: Run) -> int:

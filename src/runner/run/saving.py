@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError, first_line
 from runner.base.user_frames import own_frames
-from runner.checkpoint import file, resume
+from runner.checkpoint import resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
@@ -99,7 +99,7 @@ class Saving:
         self._hook: Any = None
 
     def begin(self, loop: Loop) -> None:
-        """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it."""
+        """Check before the first step that checkpoints fit on the disk."""
         state, folder = loop.state, self._record.directory.checkpoints
         # Buffers that a model keeps non-finite on purpose, such as masks of -inf, do not mean divergence
         trained = {name for name, _ in state.named_parameters()}
@@ -116,8 +116,6 @@ class Saving:
         tensors = 1 + _MOMENTS + (state.averaged is not None)
         if warning := scarce(folder, weights * tensors, self.manager.keep):
             self._record.console.warn(warning)
-        if self._run.config.on_nonfinite == "rollback" and not world().decide(self.manager.last.is_file):
-            self._save(loop, False)  # something to go back to
 
     def end(self, loop: Loop) -> None:
         """Wait until everything is written, and write a checkpoint if there is none yet."""
@@ -219,18 +217,6 @@ class Saving:
         """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
         if self.manager.writes and not self._not_finite(contents):
             self.manager.save(contents, contents["position"]["global_step"], is_best=True)
-
-    def roll_back(self, loop: Loop) -> None:
-        """Put the run back to its last checkpoint, and take back what was logged since."""
-        self._background.wait()
-        world().wait_for_all()
-        self._buffer.empty()
-        found = LoadedCheckpoint(self.manager.last, file.read(self.manager.last), [])
-        resume.restore(found, loop.state, self._callbacks)
-        self._record.directory.truncate_metrics(loop.state.position.global_step, _repeated(loop.state))
-        for logger in self._loggers:
-            logger.close()
-            logger.open(self._record.directory.path, loop.state.position.global_step)
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
         loop.check_nonfinite()

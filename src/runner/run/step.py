@@ -16,7 +16,6 @@ from runner.config.schema.verbs import Profile
 from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
-from runner.engine.oom_retry import OOMRetryStep
 from runner.engine.optimizers import Optimizers
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, Supervised, train_step
@@ -165,12 +164,11 @@ def _check_window(config: Train, state: TrainState) -> None:
             problem = f"is {type(each).__name__}, which computes the loss itself"
             raise UserError(f"optimizer.{name}", problem, "an optimizer that does not, or a single optimizer")
     for key, given, allowed in (
-        ("on_oom", config.on_oom == "split", "raise"),
         ("compile", config.compile == "step", "true or false"),
         ("strategy", config.strategy == "fsdp" and world().size > 1, "ddp"),
         ("sync_batchnorm", config.sync_batchnorm and world().size > 1, "false"),
         ("amp", not several and state.scaler is not None, "bf16 or false"),
-        ("on_nonfinite", not several and config.on_nonfinite == "skip", "raise or rollback"),
+        ("on_nonfinite", not several and config.on_nonfinite == "skip", "raise"),
     ):
         if given:
             raise UserError(key, f"is {str(keys.at(to_plain(config), key)).lower()}, and {why}", allowed)
@@ -184,13 +182,13 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
     return [f"every step waits for the {hardware.device.type} device: {lack}"]
 
 
-def build_step(config: Train, batch_size: int, state: TrainState) -> StepFunction:
-    """What trains on a batch: `train_step`, or one that retries with micro-batches.
+def build_step(config: Train, state: TrainState) -> StepFunction:
+    """What trains on a batch: `train_step`, or a step that needs whole windows.
 
     Raises:
         UserError: if the optimizer needs whole windows, and a setting cannot be combined with that.
     """
     if not needs_window(state.optimizer):
-        return OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
+        return train_step
     _check_window(config, state)
     return WindowStep()

@@ -30,11 +30,6 @@ class SkippedSteps:
         saved = self._save(step, diagnosis.batch) if diagnosis.batch else ""
         self._console.warn(f"{diagnosis}; skipped this step{saved}")
 
-    def on_rollback(self, loop: Any, found: Any) -> None:
-        """Report from which step training continues."""
-        position = loop.state.position
-        self._console.warn(f"training continues from step {position.global_step} and will skip step {found.step}")
-
     def _save(self, step: int, batch: dict[str, Any]) -> str:
         import torch
 

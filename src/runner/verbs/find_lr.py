@@ -43,8 +43,7 @@ def run(composition: Composition) -> float:
             saved = loss_of(found.contents, "raw", config, training.loss)
             load_weights_of(found, training.loss, saved, "loss")
             # The test freezes what is frozen at the checkpoint's position.
-            position = resume.made_of(found, "position", Position)
-            training.state.position = dataclasses.replace(position, skipped_steps=[])
+            training.state.position = resume.made_of(found, "position", Position)
         given = composition.job_dir or composition.run_dir
         folder = output_folder(config.output, given, config.output_root, "find-lr")
         report.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))

@@ -77,8 +77,7 @@ class Train(Section):
     accumulate: Count = 1
     detect_anomaly: bool = False
     post_mortem: bool = False
-    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
-    on_oom: Literal["raise", "split"] = "raise"
+    on_nonfinite: Literal["raise", "skip"] = "raise"
     ema: Annotated[float, Gt(0), Lt(1)] | None = None
     swa: Annotated[float, Gt(0)] | None = None
     trust: list[str] = field(default_factory=list)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoint import resume
 from runner.data.loaders import Loader
 from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.evaluation import evaluate
@@ -92,18 +91,10 @@ def overfit_batch(context: CheckContext) -> LearningCurve:
     return min(curves, key=lambda curve: torch.tensor(curve.losses[-1]).nan_to_num(math.inf).item())
 
 
-def run_callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], None]]:
-    """The callbacks of the run that affect training, and what `on_nonfinite=rollback` does: back to the start."""
-    training = context.training
-    extra = build_callbacks(context.config, training.task, training.monitor)
-    kept = {name: resume.copied(each.state_dict()) for name, each in extra.items() if hasattr(each, "load_state_dict")}
-
-    def roll_back(loop: Loop) -> None:
-        context.restore()
-        for name, before in kept.items():
-            extra[name].load_state_dict(resume.copied(before))
-
-    return [UnfreezeCallback(lambda line: None), *extra.values()], roll_back
+def run_callbacks(context: CheckContext) -> list[Any]:
+    """The callbacks of the run that affect training."""
+    extra = build_callbacks(context.config, context.training.task, context.training.monitor)
+    return [UnfreezeCallback(lambda line: None), *extra.values()]
 
 
 def build_loop(
@@ -124,7 +115,6 @@ def build_loop(
     evaluated.
     """
     training = context.training
-    own, roll_back = run_callbacks(context) if callbacks else ([], lambda loop: context.restore())
     metrics = fresh_metrics(context.config, training.task, training.device)
 
     def evaluate_once() -> dict[str, float]:
@@ -147,10 +137,9 @@ def build_loop(
         parts=parts or training.parts,
         limits=limits,
         evaluate=(lambda: evaluate_both(training, evaluate_once)) if held_out is not None else None,
-        callbacks=[*own, *extra],
+        callbacks=[*(run_callbacks(context) if callbacks else ()), *extra],
         monitor=training.monitor,
         step=step or training.step,
-        roll_back=roll_back,
     )
 
 

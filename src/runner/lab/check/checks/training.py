@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from runner.data.loaders import Batch
-from runner.engine.errors import Diverged, NotFinite
+from runner.engine.errors import Diverged
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean
@@ -102,25 +102,17 @@ def training(context: CheckContext) -> Result:
     need(context.config.train, "only with train=true")
     run, (_, lowest) = context.training, context.cached(loss_range)
     losses: list[float] = []
-    rollbacks: list[str] = []
 
     def on_step(loop: Loop) -> None:
         loop.check_nonfinite()
-        if loop.state.position.global_step not in loop.state.position.skipped_steps:  # these have no loss
-            losses.append(loop.state.meter.read())
-            loop.state.meter.reset()
-
-    # A rollback discards the steps after the state that it returned to
-    def on_rollback(loop: Loop, found: NotFinite) -> None:
-        rollbacks.append(str(found))
-        losses.clear()
-        _count_every_loss(context)
+        losses.append(loop.state.meter.read())
+        loop.state.meter.reset()
 
     run.state.train()
     _count_every_loss(context)
     steps = min(context.config.train_steps, run.total_steps)
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
-    extra = [SimpleNamespace(on_step=on_step, on_rollback=on_rollback)]
+    extra = [SimpleNamespace(on_step=on_step)]
     loop = build_loop(context, run.data.train.loader, run.plan, limits, extra=extra)
     fix = "see overfit and short-training about model and optimizer; learnable, batches and splits about the data"
     # The schedule is squeezed into these few steps, so that its end is seen too
@@ -129,8 +121,6 @@ def training(context: CheckContext) -> Result:
             loop.run()
     except Diverged as error:
         return failed(f"diverged: {error}", f"a smaller optimizer.lr, or grad_clip.norm=1.0: {fix}")
-    if not losses:
-        return failed(f"rolled back {len(rollbacks)} times, and no step is left: {rollbacks[0]}", fix)
     if wrong := [place for place, value in enumerate(losses, 1) if not math.isfinite(value)]:
         return failed(f"the loss of step {wrong[0]} of {steps} is not finite", f"a smaller optimizer.lr: {fix}")
     # Means of the first and last part, as single losses are noisy
@@ -141,8 +131,6 @@ def training(context: CheckContext) -> Result:
     margin = _FALLEN * (guess - lowest)
     if last >= guess - margin or last > first + margin:
         return failed(evidence, fix)
-    if rollbacks:
-        return warned(f"{evidence}; rolled back {len(rollbacks)} times: {rollbacks[0]}", "repair what is not finite")
     return passed(evidence)
 
 
@@ -189,7 +177,7 @@ def short_training(context: CheckContext) -> Result:
     need(lowest < start < math.inf, f"the loss is {first:.3g} before the first step")
     enough = start - _LEARNED * (start - lowest)
     # Only callbacks of the user can undo training; the others are known
-    custom = any(not type(each).__module__.startswith("runner.") for each in run_callbacks(context)[0])
+    custom = any(not type(each).__module__.startswith("runner.") for each in run_callbacks(context))
     best, scale = math.inf, 1.0
     # Several rates, because the one of the config fits a long training and not one batch
     for each in _RATES:
