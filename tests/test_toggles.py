@@ -250,7 +250,7 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
     plain = call(max_steps=STOP, **small)
     compiled = call(max_steps=STOP + 2, ckpt_path=str(plain["folder"]), compile=True)
     assert "  compiled" in compiled["shown"]
-    assert re.search(r"compiled in [\d.]+ s by the end of step 3: 1 graph\n", compiled["shown"])
+    assert re.search(r"compiled in [\d.]+ s by the end of step 3: 1 graph, 0 graph breaks\n", compiled["shown"])
     assert 0 < compiled["compile_s"] < compiled["wall_s"]
     assert compiled["graph_breaks"] == 0
     again = call(max_steps=STOP + 3, ckpt_path=str(compiled["folder"]), compile=False)

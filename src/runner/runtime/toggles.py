@@ -35,9 +35,9 @@ class Toggled:
         if self.compilation is not None and self.compilation.what == "step":
             self.compilation.optimizer = compile_optimizer(optimizer, self.compilation.options)
 
-    def reports(self, line: Callable[[str], None], warn: Callable[[str], None]) -> list[CompileReport]:
+    def reports(self, line: Callable[[str], None]) -> list[CompileReport]:
         """The callback that reports what compiling cost, if anything is compiled."""
-        return [CompileReport(self.compilation, line, warn)] if self.compilation else []
+        return [CompileReport(self.compilation.meter, line)] if self.compilation else []
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""
