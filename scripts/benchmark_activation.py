@@ -20,7 +20,7 @@ import torchvision
 from torch import Tensor, nn
 
 from runner.instrument.saved_tensors import SavedTensors
-from runner.runtime.blocks import Setting, checkpoint_activations
+from runner.runtime.activation import checkpoint_activations
 
 
 def build(name: str, size: int) -> nn.Module:
@@ -60,7 +60,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return gradients and all(map(torch.equal, one.buffers(), other.buffers()))
 
 
-def compare(name: str, setting: Setting, options: argparse.Namespace) -> None:
+def compare(name: str, setting: bool | str, options: argparse.Namespace) -> None:
     """Measure a model and print a row."""
     device = torch.device(options.device)
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def compare(name: str, setting: Setting, options: argparse.Namespace) -> None:
             seconds += [found] if number else []  # the first pair warms up
     ratio = statistics.median(slow / fast for fast, slow in zip(*times, strict=True))
     print(
-        f"{name:<20} {len(done.names):>3} of {done.found:<3} {before / 2**20:>9.1f} {after / 2**20:>9.1f} "
+        f"{name:<20} {len(done.names):>6} {before / 2**20:>9.1f} {after / 2**20:>9.1f} "
         f"{1 - after / before:>7.0%} {statistics.median(times[0]):>8.3f} {statistics.median(times[1]):>8.3f} {ratio:>6.2f} "
         f"{'same' if same(plain, less) else 'different'}"
     )
@@ -93,7 +93,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="resnet50,vit_b_16")
-    parser.add_argument("--setting", default="true", help="true, a whole number, a share, or a pattern of module names")
+    parser.add_argument("--setting", default="true", help="true, or a pattern of module names")
     parser.add_argument("--size", type=int, default=96, help="pixels")
     parser.add_argument("--batch", type=int, default=16, help="samples")
     parser.add_argument("--repeats", type=int, default=7, help="measured pairs of steps")
@@ -102,14 +102,10 @@ def main() -> None:
     parser.add_argument("--amp", action="store_true", help="bf16 autocast")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    text = options.setting
-    setting: Setting = True if text == "true" else text
-    if text != "true" and text.replace(".", "").isdigit():
-        setting = float(text) if "." in text else int(text)
     print(f"torch {torch.__version__}, {platform.machine()}, {options.device}, {options.threads} threads, {options}")
-    print(f"{'model':<20} {'blocks':>9} {'MiB':>10} {'less':>8} {'saved':>7} {'s':>9} {'less':>7} {'ratio':>6} bits")
+    print(f"{'model':<20} {'blocks':>6} {'MiB':>10} {'less':>8} {'saved':>7} {'s':>9} {'less':>7} {'ratio':>6} bits")
     for name in options.models.split(","):
-        compare(name, setting, options)
+        compare(name, options.setting == "true" or options.setting, options)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,11 @@ def test_values_that_are_gone_are_read_as_the_default() -> None:
     assert values == {"search": {"trials": 3}}
 
 
+def test_checkpointing_of_some_blocks_is_read_as_that_of_all() -> None:
+    words = [f"activation_checkpointing={value}" for value in ("2", "0.5", "false", "layer1")]
+    assert [word.partition("=")[2] for word in words_without(words)] == ["true", "true", "false", "layer1"]
+
+
 CONFIG = "# @package _global_\n# x\n# train\nold:\n  key: 1\n"
 
 

@@ -191,7 +191,7 @@ BUDGET = {
     "models": 1_390,
     "optim": 1_250,
     "run": 4_300,
-    "runtime": 1_890,
+    "runtime": 1_651,
     "sweeps": 2_280,
     "tasks": 780,
     "tracking": 2_325,

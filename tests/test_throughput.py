@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.runtime import peak_flops
-from runner.runtime.hardware_metrics import HardwareMetrics
+from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics
 from runner.runtime.peak_flops import PeakFlops
 
 SMALL = (
@@ -17,10 +16,11 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = peak_flops.measured_peak
-    monkeypatch.setattr(peak_flops, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has a listed peak."""
+    ceiling = PeakFlops(1e12, "float32", "data sheet of a GPU")
+    monkeypatch.setattr("runner.runtime.hardware_metrics.peak", lambda device, kind: ceiling)
 
 
 def training_lines(result: Any) -> list[dict[str, Any]]:
@@ -37,30 +37,37 @@ def test_every_training_line_has_throughput_waiting_and_memory(train: Any) -> No
         assert "mfu" not in line, "the peak of a CPU is not in the table"
 
 
-def test_utilization_is_measured_on_request_and_changes_no_bit(train: Any) -> None:
+def test_a_device_without_a_listed_peak_has_no_utilization_and_one_warning_if_asked_for(train: Any) -> None:
+    results = {wanted: train(*SMALL, f"log.utilization={wanted}") for wanted in ("true", "auto", "false")}
+    said = "log.utilization=true has no effect: no peak of cpu is listed for float32"
+    assert {wanted: result.out.count("log.utilization") for wanted, result in results.items()} == {
+        "true": 1, "auto": 0, "false": 0,
+    }  # fmt: skip
+    assert said in results["true"].out
+    assert not any("mfu" in line for result in results.values() for line in training_lines(result))
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_listed_peak_has_its_utilization_logged_and_changes_no_bit(train: Any) -> None:
     results = {wanted: train(*SMALL, f"log.utilization={wanted}") for wanted in ("true", "auto", "false")}
     assert len({result.summary["weights_sha256"] for result in results.values()}) == 1
     assert len({str(result.summary["best"]) for result in results.values()}) == 1
     for wanted, result in results.items():
-        assert all(("mfu" in line) == (wanted == "true") for line in training_lines(result))
-        assert ("matrix products of" in result.out) == (wanted == "true")
-        assert ("FLOP a sample" in result.out) == (wanted == "true")
-    assert all(0 < line["mfu"] < 1 for line in training_lines(results["true"]))
+        assert all(("mfu" in line) == (wanted != "false") for line in training_lines(result))
+        assert ("FLOP a sample" in result.out) == ("data sheet of a GPU" in result.out) == (wanted != "false")
+    assert all(0 < line["mfu"] < 1 for line in training_lines(results["auto"]))
 
 
-def test_a_gpu_of_known_peak_has_its_utilization_logged_without_being_asked(
-    train: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ceiling = PeakFlops(1e9, "float32", False, "data sheet of a GPU")
-    monkeypatch.setattr("runner.runtime.hardware_metrics.known_peak", lambda device, kind: ceiling)
-    result = train(*SMALL)
-    assert "data sheet of a GPU" in result.out
-    assert all(line["mfu"] > 0 for line in training_lines(result))
-    assert not any("mfu" in line for line in training_lines(train(*SMALL, "log.utilization=false")))
+def test_a_gpu_that_is_not_listed_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T1000")
+    warnings: list[str] = []
+    found = choose_hardware_metrics("auto", torch.device("cuda", 0), "fp16", lambda: pytest.fail("counted"), warnings)
+    assert found.rows() == []
+    assert warnings == ["log.utilization=auto has no effect: no peak of NVIDIA T1000 is listed for fp16"]
 
 
 def test_utilization_is_the_work_that_is_done_over_what_could_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    ceiling = PeakFlops(1e12, "bf16", True, "")
+    ceiling = PeakFlops(1e12, "bf16", "")
     figures = HardwareMetrics(torch.device("cpu"), 2e9, ceiling)(100.0)
     assert figures["mfu"] == pytest.approx(0.2)
     assert set(HardwareMetrics(torch.device("cpu"))(100.0)) == {"peak_memory_mib"}
@@ -69,7 +76,7 @@ def test_utilization_is_the_work_that_is_done_over_what_could_be_done(monkeypatc
 
 
 def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_if_not(
-    accepted: Any, rejected: Any, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, rejected: Any, monkeypatch: pytest.MonkeyPatch, listed: None
 ) -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no formula\nand more")
@@ -79,9 +86,6 @@ def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_
     asked = rejected(*words, "log.utilization=true")
     assert "log.utilization: the operations of this model cannot be counted: no formula" in asked.err
     assert "allowed: log.utilization=false" in asked.err
-    monkeypatch.setattr(
-        "runner.runtime.hardware_metrics.known_peak", lambda device, kind: PeakFlops(1e9, "float32", False, "")
-    )
     warned = accepted(*words)
     assert "warning: log.utilization=auto has no effect" in warned.out
 

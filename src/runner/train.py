@@ -191,7 +191,7 @@ def _train(
     hardware_metrics = hardware_metrics_of(run)
     custom = build_callbacks(config, run.task, run.monitor)
     saving = Saving(run, record, callbacks=custom, loggers=loggers, buffer=buffer, clock=agreement.clock)
-    compiled = run.toggled.reports(console.line, console.warn)
+    compiled = run.toggled.reports(console.line)
 
     # Callbacks are called in this order; saving comes last, when everything else is done
     callbacks = [

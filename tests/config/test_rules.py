@@ -69,23 +69,25 @@ def test_combinations_that_cannot_be_run_are_refused_and_no_others(values: dict[
     assert all(problem.allowed and problem.message for problem in refused)
 
 
-@pytest.mark.parametrize("value", [True, False, 1, 2, 0.5, "layer1", "layer?.*", ["a", "b"]], ids=repr)
+@pytest.mark.parametrize("value", [True, False, "layer1", "layer?.*", ["a", "b"]], ids=repr)
 def test_activation_checkpointing_takes_each_of_its_kinds_as_it_is(value: Any) -> None:
     found = config(activation_checkpointing=value).activation_checkpointing
     assert (found, type(found)) == (value, type(value))
 
 
-@pytest.mark.parametrize("value", [0, -1, 0.0, 1.0, 1.5, None, {"a": 1}], ids=repr)
+@pytest.mark.parametrize("value", [0, 1, 2, 0.5, None, {"a": 1}], ids=repr)
 def test_activation_checkpointing_refuses_the_rest(value: Any) -> None:
     found, problems = typed(Train, copy.deepcopy(LEAST) | {"activation_checkpointing": value})
     assert found is None
     (problem,) = problems
     assert problem.key == "activation_checkpointing"
-    assert problem.allowed.startswith("true, false, a whole number of at least 1, a number above 0 and below 1, text")
+    assert problem.allowed.startswith("true, false, text or a list")
 
 
 # Words of a command line, the key, and what is said about it; with no key there is no problem.
 WORDS = """
+activation_checkpointing=2 | activation_checkpointing | can no longer be 2
+activation_checkpointing=0.5 | activation_checkpointing | can no longer be 0.5
 ema=0.9 swa=0.5 | swa | only one average is supported
 ema=1.0 | ema | cannot be 1.0
 ema=0 | ema | cannot be 0

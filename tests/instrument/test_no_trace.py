@@ -21,7 +21,7 @@ from runner.lab.inspect.numbers import pass_through as watched
 from runner.run.evaluation import _feed
 from runner.run.probe import probe
 from runner.run.run import Run, training_flops
-from runner.runtime.blocks import _Probe as Trial
+from runner.runtime.activation import _try_backward
 from runner.train import build_run
 
 
@@ -110,9 +110,7 @@ def _watch(training: Run) -> None:
 def _trial(training: Run) -> None:
     image = next(iter(training.data.train_for_eval.loader.batches(0, 0, 1))).images[:1]
     send = lambda samples: training.model(image.repeat(samples, 1, 1, 1))  # noqa: E731
-    trial = Trial(training.model, send, contextlib.nullcontext)
-    trial.bytes_of_sample()
-    trial.backward()
+    _try_backward(training.model, send, contextlib.nullcontext)
 
 
 RUNS: dict[str, Callable[[Run], object]] = {

@@ -35,14 +35,6 @@ class Slow:
 """
 
 
-@pytest.fixture(autouse=True)
-def short_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.runtime import peak_flops
-
-    original = peak_flops.measured_peak
-    monkeypatch.setattr(peak_flops, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
-
-
 @pytest.fixture
 def profile(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     def call(*words: str) -> dict[str, Any]:
@@ -132,9 +124,7 @@ def test_saved_bytes_and_work_drop_with_fewer_layers(profile: Callable[..., Any]
     assert deep["memory"]["peak_bytes"] > 2**25
     compute = deep["compute"]
     assert compute["flops_of_sample"] > flat["compute"]["flops_of_sample"]
-    assert compute["ceiling_measured"]
-    rate = deep["samples_per_s"] * compute["flops_of_sample"]
-    assert compute["utilization"] == pytest.approx(rate / compute["ceiling_flops_per_s"])
+    assert (compute["utilization"], compute["ceiling_flops_per_s"]) == (None, None), "no peak of a CPU is listed"
 
 
 @pytest.mark.parametrize(

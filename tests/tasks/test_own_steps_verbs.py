@@ -216,13 +216,11 @@ def test_an_automatic_batch_size_fits_the_samples(train: Callable[..., Any]) -> 
     assert "64 samples" in result.out  # the largest power of two among 67
 
 
-def test_activation_checkpointing_keeps_the_bits_and_saves_memory(
-    train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_activation_checkpointing_keeps_the_bits(train: Callable[..., Any]) -> None:
     plain = train(*NORMED, "epochs=1")
     again = train(*NORMED, "epochs=1", "activation_checkpointing=true")
     assert again.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    assert "recomputed in 4 of 4 blocks" in again.out
+    assert "recomputed in 4 blocks" in again.out
     assert "has no effect" not in again.err
 
 

@@ -33,6 +33,9 @@ class Gone:
 
 
 GONE: dict[str, Gone] = {
+    "activation_checkpointing": Gone(
+        "true for every block, or patterns of module names", default=False, values={int: True, float: True}
+    ),
     "data.dataset.cache_gb": Gone("copy the tar files to a disk and set data.root to their folder", default=None),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),

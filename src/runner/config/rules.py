@@ -94,7 +94,7 @@ def _of_speed(config: Train) -> Broken:
             message = f"is true, and so is {key}.foreach, but they are two different kernels"
             yield f"{key}.fused", message, "one of them, or null for both"
     if isinstance(blocks, str | list) and not blocks:
-        yield "activation_checkpointing", "names no module", "false, true, a number, or names of modules"
+        yield "activation_checkpointing", "names no module", "false, true, or names of modules"
     watched = next((key for key in ("shapes", "finite") if getattr(config.watch, key)), None)
     if watched and config.compile is not False:
         message = "observes every module, but a compiled model does not run its modules one by one"

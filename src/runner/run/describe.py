@@ -91,7 +91,7 @@ def describe(config: Train, run: Run) -> list[Row]:
         *_preferred(config, data.channels),
         *run.initial.rows(),
         *[("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts],
-        *run.toggled.rows(plan.batch_size),
+        *run.toggled.rows(),
         *_optimizers(config),
         *([("update", run.kernels.name, run.kernels.reason)] if run.kernels.name else []),
         *_averaging(run.state.averaged),

@@ -2,10 +2,9 @@
 
 After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), by `torch.utils.checkpoint` in its
 non-reentrant form. Results stay the same bit for bit: dropout repeats its draws, and buffers such as the statistics of
-BatchNorm change once, in the forward pass. `runner.runtime.blocks` decides which blocks.
+BatchNorm change once, in the forward pass.
 
-`apply_activation_checkpointing` of `torch.distributed.algorithms._checkpoint` is not used: it is private, renames the entries of
-the state dict, and computing again updates buffers a second time.
+torch's `checkpoint_wrapper` is not used: it is private, renames modules, and the second computation updates buffers again.
 """
 
 from __future__ import annotations
@@ -13,36 +12,95 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, first_line
+from runner.instrument.nested import tensors_in
+from runner.instrument.no_trace import no_trace
+from runner.runtime.blocks import named_blocks, repeated_blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Buffers = Mapping[str, Tensor | None]
+Autocast = Callable[[], contextlib.AbstractContextManager[object]]
+Send = Callable[[int], Any]
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
+_KEY = "activation_checkpointing"
 _PLAIN = "_forward_without_checkpointing"
 _NAME = "_name_for_checkpointing"
 
-
 _switched_on = False  # one answer for the process, set by each run
+_marked_functions_ran = False  # since `switch`
 
 
 def switch(on: bool) -> None:
     """Turn the functions marked with `checkpointed` on or off, for a run and whatever it trains."""
-    global _switched_on
-    _switched_on = on
+    global _switched_on, _marked_functions_ran
+    _switched_on, _marked_functions_ran = on, False
 
 
-def is_switched_on() -> bool:
-    """True if the functions marked with `checkpointed` are."""
-    return _switched_on
+@dataclass(frozen=True)
+class Recomputed:
+    """The blocks that are computed again in backward."""
+
+    names: tuple[str, ...]
+    setting: str  # value of the config, for people
+    what: str  # for people
+    warnings: list[str] = field(default_factory=list)
+
+    def row(self) -> tuple[str, str, str]:
+        """Label, value and reason for people."""
+        return "activations", self.what, f"{_KEY}={self.setting}"
+
+
+def checkpoint_activations(
+    model: nn.Module, setting: bool | str | list[str], send: Send, autocast: Autocast
+) -> Recomputed | None:
+    """Recompute blocks of a model in backward, as `activation_checkpointing` says, and try it on two copies of a sample.
+
+    Weights, buffers, modes and random generators stay as they are.
+
+    Args:
+        model: the model, on its device, not yet compiled.
+        setting: false; true for every block; or patterns of module names.
+        send: sends so many copies of a sample through the model; what it returns holds the graph.
+        autocast: gives the context that forward passes run in.
+
+    Returns:
+        What was done; None for false.
+
+    Raises:
+        UserError: if a pattern matches nothing, or what it matches cannot be computed again.
+    """
+    switch(setting is not False)  # a run before this one in the same process may have left it on
+    if setting is False:
+        return None
+    if setting is True:
+        blocks = repeated_blocks(model)
+    else:
+        blocks = named_blocks(model, [setting] if isinstance(setting, str) else setting, _KEY, "true")
+    for name, module in blocks:
+        _recompute(module, name)
+    _try_backward(model, send, autocast)
+
+    shown = str(setting).lower() if isinstance(setting, bool) else str(setting)
+    names = tuple(name for name, _ in blocks)
+    if blocks:
+        counts = Counter(type(module).__name__ for _, module in blocks)
+        kinds = ", ".join(counts if len(counts) == 1 else (f"{count} {kind}" for kind, count in counts.items()))
+        return Recomputed(names, shown, f"recomputed in {len(names)} block{'s' * (len(names) != 1)}, {kinds}")
+    if _marked_functions_ran:
+        return Recomputed(names, shown, "recomputed in marked functions")
+    advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
+    warning = f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}"
+    return Recomputed(names, shown, "nothing recomputed", [warning])
 
 
 def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
@@ -58,44 +116,26 @@ def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def either(*args: P.args, **kwargs: P.kwargs) -> R:
+        global _marked_functions_ran
         # Without gradients nothing is kept for backward, so nothing could be saved
         if not _switched_on or not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            _marked_functions_ran = True
         modules = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         return _twice(function, args, kwargs, modules, function.__qualname__)  # type: ignore[no-any-return]
 
     return either
 
 
-def wrap(module: nn.Module, name: str) -> None:
-    """Have a module computed again in backward. It keeps its place, and its state dict its names.
-
-    Args:
-        module: a module whose forward depends on nothing but its arguments, weights and buffers.
-        name: its dotted name, for messages.
-    """
-    if not is_wrapped(module):
-        # As methods these follow the module when it is copied: a copy computes with its own weights.
-        plain = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
-        module.__dict__ |= {_PLAIN: plain, _NAME: name, "forward": types.MethodType(_forward, module)}
-
-
-def unwrap(module: nn.Module) -> None:
-    """Undo `wrap`."""
-    if is_wrapped(module):
-        plain = module.__dict__.pop(_PLAIN)
-        del module.__dict__[_NAME], module.__dict__["forward"]
-        if getattr(plain, "__func__", None) is not type(module).forward:
-            module.__dict__["forward"] = plain
-
-
-def is_wrapped(module: nn.Module) -> bool:
-    """True if `wrap` was called."""
-    return _PLAIN in module.__dict__
+def _recompute(module: nn.Module, name: str) -> None:
+    """Have a module computed again in backward. It keeps its place, and its state dict its names."""
+    # As methods these follow the module when it is copied: a copy computes with its own weights.
+    module.__dict__ |= {_PLAIN: module.forward, _NAME: name, "forward": types.MethodType(_forward, module)}
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The `forward` of a wrapped module."""
+    """The `forward` of a module that is computed again."""
     plain = getattr(self, _PLAIN)
     if not torch.is_grad_enabled():
         return plain(*args, **kwargs)
@@ -114,13 +154,13 @@ def _twice(
         # The compiler writes buffers back once, however often it computes; a context of ours would stop it.
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     # An input that is changed in place would be another one when it is computed again
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
-    versions = [value._version for value in given]
-    contexts = _contexts(modules, given)
+    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
+    versions = [value._version for value in inputs]
+    contexts = _contexts(modules, inputs)
     result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-    if [value._version for value in given] != versions:
+    if [value._version for value in inputs] != versions:
         raise UserError(
-            "activation_checkpointing",
+            _KEY,
             f"'{name}' changes its input in place, so it cannot be computed again",
             "inplace=false in its first layer, or patterns of other modules",
         )
@@ -132,7 +172,6 @@ def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callabl
 
     Random draws are repeated by torch itself, but for those of Apple's GPU.
     """
-    # torch's checkpoint keeps the generators of CPU and CUDA, but not those of MPS
     mps = torch.mps.get_rng_state() if any(tensor.device.type == "mps" for tensor in inputs) else None
     inner = [module for root in modules for module in root.modules() if module._buffers]
     # Running statistics change nothing about the output of torch's own norms while they are updated, so these need not be
@@ -163,5 +202,26 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).__module__.startswith("torch.nn.")
 
 
-def _copies(buffers: Buffers) -> dict[str, Tensor | None]:
+def _copies(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
+
+
+def _try_backward(model: nn.Module, send: Send, autocast: Autocast) -> None:
+    """Run forward and backward once, so that a block that cannot be computed again is found before the first step."""
+    # Only what is trained has to be reached: backward computes the checkpointed blocks again
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with no_trace(model), torch.enable_grad():
+        model.train()
+        with autocast():
+            outputs = send(2)
+        total = sum(tensor.float().sum() for tensor in tensors_in(outputs) if tensor.requires_grad)
+        if not isinstance(total, Tensor):
+            return
+        try:
+            torch.autograd.grad(total, trained, allow_unused=True)
+        except (CheckpointError, RuntimeError) as error:
+            raise UserError(
+                _KEY,
+                f"what is checkpointed cannot be computed again: {first_line(error)}",
+                "patterns that match only functions of their input, or false",
+            ) from error

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import re
 import sys
+import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,7 +26,6 @@ from runner.runtime.device import missing_compiler
 # Modes that replay kernels as CUDA graphs, and what they amount to without.
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 _SHAPES = {False: "for each batch size", None: "for other batch sizes when they come", True: "for all batch sizes"}
-_MOST_REPORTED = 5  # recompilations and graph breaks that are reported one by one
 
 
 class CompileMeter:
@@ -37,43 +35,29 @@ class CompileMeter:
         from torch._dynamo import utils
 
         self._utils, self._made = utils, time.time()
-        self._seconds_before, self._graphs_before = 0.0, 0
-        self._seconds_before, self._graphs_before = self.seconds, self.graphs
-        self._breaks_before = dict(utils.counters["graph_break"])
+        self._before = (0.0, 0, 0)
+        self._before = (self.seconds, self.graphs, self.graph_breaks)
 
     @property
     def seconds(self) -> float:
         """Time spent compiling."""
-        return float(self._utils.calculate_time_spent()["total_wall_time"] - self._seconds_before)
+        return float(self._utils.calculate_time_spent()["total_wall_time"] - self._before[0])
 
     @property
     def graphs(self) -> int:
         """Graphs compiled."""
-        return int(self._utils.counters["stats"]["unique_graphs"] - self._graphs_before)
+        return int(self._utils.counters["stats"]["unique_graphs"] - self._before[1])
 
-    def graph_breaks(self) -> dict[str, int]:
-        """Reasons why code could not be compiled, each with how often it occurred."""
-        found: Counter[str] = Counter()
-        for reason, count in self._utils.counters["graph_break"].items():
-            found[in_one_line(reason)] += count - self._breaks_before.get(reason, 0)
-        return dict(+found)
+    @property
+    def graph_breaks(self) -> int:
+        """Places where code could not be compiled and runs in Python."""
+        return sum(self._utils.counters["graph_break"].values()) - self._before[2]
 
-    def recompilations(self) -> list[str]:
-        """The reasons of recompilations, in order."""
+    @property
+    def recompilations(self) -> int:
+        """Frames that were compiled again."""
         frames: list[Any] = self._utils.get_compilation_metrics()
-        later = [frame for frame in frames if (frame.start_time or 0.0) >= self._made]
-        return [in_one_line(frame.recompile_reason) for frame in later if frame.recompile_reason]
-
-
-def in_one_line(reason: str) -> str:
-    """The sentence in what the compiler says about a graph break or a recompilation, of at most 200 characters."""
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()] or ["no reason given"]
-    text = re.sub(r"^\d+/\d+: ", "", lines[0])
-    said = [found[1] for line in lines if (found := re.match(r"(?:Explanation|Graph Break Reason): (.*)", line))]
-    if said and said[0] not in text:
-        text = f"{text}: {said[0]}"
-    text = re.sub(r"\s+", " ", text.split("  #")[0]).strip()
-    return text if len(text) <= 200 else text[:197] + "..."
+        return sum(bool(frame.recompile_reason) and (frame.start_time or 0.0) >= self._made for frame in frames)
 
 
 @dataclass
@@ -175,7 +159,7 @@ def _with_user_errors(compiled: Any) -> Any:
             key, allowed = "compile", "a change in the model, or compile=false"
             if isinstance(error, exc.Unsupported):
                 key, allowed = "compiler.fullgraph", f"compiler.fullgraph=false, {allowed}"
-            raise UserError(key, in_one_line(str(error)), allowed) from error
+            raise UserError(key, textwrap.shorten(str(error), 200), allowed) from error
 
     return call
 
@@ -224,44 +208,35 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
 
 
 class CompileReport:
-    """Reports what compiling cost when the first compiled step has ended, and whenever something is compiled again."""
+    """Reports what compiling cost when the first compiled step has ended, and keeps its time apart from training."""
 
-    def __init__(self, compilation: Compilation, line: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        self._meter, self._line, self._warn = compilation.meter, line, warn
-        self._seconds = 0.0
-        self._recompiled = 0
-        self._breaks: set[str] = set()
+    def __init__(self, meter: CompileMeter, line: Callable[[str], None]) -> None:
+        self._meter, self._line, self._seconds = meter, line, 0.0
 
     def on_step(self, loop: Any) -> None:
-        """Report what was compiled since the last step."""
-        total = self._meter.seconds
-        if total == self._seconds:
+        """Take off what compiling took since the last step, and report the first time."""
+        total, before = self._meter.seconds, self._seconds
+        if total == before:
             return
-        is_first, took, self._seconds = self._seconds == 0.0, total - self._seconds, total
         # Time spent on compiling is not training, or the throughput would look wrong
-        loop.paused_s += took
-        end = f"{took:.1f} s by the end of step {loop.state.position.global_step}"
-        reasons = self._meter.recompilations()[self._recompiled :]
-        if is_first:
-            graphs = self._meter.graphs
-            self._line(f"compiled in {end}: {graphs} graph{'s' * (graphs != 1)}")
-        # A model that compiles again and again would fill the log
-        elif self._recompiled < _MOST_REPORTED:
-            self._line(f"compiled more in {end}: {'; '.join(reasons) or 'new code'}")
-        self._recompiled += len(reasons)
-        for reason, count in self._meter.graph_breaks().items():
-            if reason not in self._breaks and len(self._breaks) < _MOST_REPORTED:
-                self._breaks.add(reason)
-                self._warn(f"compile: the graph breaks {count} time{'s' * (count != 1)}: {reason}")
+        loop.paused_s += total - before
+        self._seconds = total
+        if before:
+            return
+        step, graphs, breaks = loop.state.position.global_step, self._meter.graphs, self._meter.graph_breaks
+        counts = f"{graphs} graph{'s' * (graphs != 1)}, {breaks} graph break{'s' * (breaks != 1)}"
+        more = "; TORCH_LOGS=graph_breaks shows where" if breaks else ""
+        self._line(f"compiled in {total:.1f} s by the end of step {step}: {counts}{more}")
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
-        """Report what was compiled for the evaluation."""
+        """The same for what was compiled for the evaluation."""
         self.on_step(loop)
 
     def summary(self) -> dict[str, Any]:
         """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
+        meter = self._meter
         return {
-            "compile_s": round(self._meter.seconds, 3),
-            "graph_breaks": sum(self._meter.graph_breaks().values()),
-            "recompilations": len(self._meter.recompilations()),
+            "compile_s": round(meter.seconds, 3),
+            "graph_breaks": meter.graph_breaks,
+            "recompilations": meter.recompilations,
         }

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, first_line
 from runner.instrument.flops import Flops
 from runner.runtime.memory import peak_memory
-from runner.runtime.peak_flops import Kind, PeakFlops, known_peak, peak
+from runner.runtime.peak_flops import Kind, PeakFlops, peak
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # asking the system for the memory of the process takes longer than a small step
 
@@ -32,8 +32,8 @@ class HardwareMetrics:
         """The peak that utilisation is a share of, for people: (label, value, reason), or nothing."""
         if self.flops_of_sample is None or self.peak_flops is None:
             return []
-        peak, work = _in_words(self.peak_flops.flops), _in_words(self.flops_of_sample)
-        return [("utilization", f"of {peak}/s, {work} a sample", self.peak_flops.source)]
+        most, work = _in_words(self.peak_flops.flops), _in_words(self.flops_of_sample)
+        return [("utilization", f"of {most}/s, {work} a sample", self.peak_flops.source)]
 
     def __call__(self, samples_per_s: float) -> dict[str, float]:
         """The figures of a log line.
@@ -65,21 +65,25 @@ def choose_hardware_metrics(
 ) -> HardwareMetrics:
     """The metrics that `log.utilization` asks for.
 
-    `count` counts the operations of a batch, and is called only if needed; `warnings` gets a line where `auto` is not
-    supported.
+    `count` counts the operations of a batch, and is called only if needed; `warnings` gets a line where utilisation is not
+    reported. With `auto` a CPU, which has no listed peak, needs none.
 
     Raises:
         UserError: if utilisation is asked for and the operations cannot be counted.
     """
-    # With `auto`, only a peak that is known from a table is used, as measuring takes time
-    peak_flops = known_peak(device, kind) if wanted == "auto" else peak(device, kind) if wanted else None
-    if peak_flops is None:
+    if not wanted:
+        return HardwareMetrics(device)
+    no_effect = f"log.utilization={str(wanted).lower()} has no effect: "
+    if (peak_flops := peak(device, kind)) is None:
+        if wanted is True or device.type != "cpu":
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            warnings.append(f"{no_effect}no peak of {name} is listed for {kind}")
         return HardwareMetrics(device)
     try:
         return HardwareMetrics(device, count().of_sample, peak_flops)
     except RuntimeError as error:
-        reason = f"the operations of this model cannot be counted: {str(error).strip().splitlines()[0]}"
+        reason = f"the operations of this model cannot be counted: {first_line(error)}"
         if wanted is True:
             raise UserError("log.utilization", reason, "log.utilization=false") from error
-        warnings.append(f"log.utilization=auto has no effect: {reason}")
+        warnings.append(no_effect + reason)
         return HardwareMetrics(device)

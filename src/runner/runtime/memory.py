@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 
 # Parameters of mallopt(3) in glibc.
@@ -47,15 +46,6 @@ def peak_memory(device: torch.device) -> Peak:
     if device.type == "mps":
         return Peak(torch.mps.driver_allocated_memory(), "held by the driver of mps now")
     return Peak(_peak_resident(), "most resident memory of the process")
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Bytes in use now, counted as `peak_memory` counts them: the peak minus this is what came on top."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak_memory(device: torch.device) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +48,6 @@ class PeakFlops:
 
     flops: float  # operations a second
     kind: Kind  # what they compute in
-    measured: bool  # whether it was measured with matrix products here, rather than taken from a data sheet
     source: str  # where the figure is from, for people
 
 
@@ -76,56 +73,10 @@ def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
             kind = "float32"
         figure = {"bf16": half, "fp16": half, "tf32": tf32, "float32": single}[kind]
         assert figure is not None, "only tf32 can be missing"
-        return PeakFlops(figure * 1e12, kind, False, f"data sheet of {name}, dense {kind}")
+        return PeakFlops(figure * 1e12, kind, f"data sheet of {name}, dense {kind}")
     return None
 
 
-def known_peak(device: torch.device, kind: Kind) -> PeakFlops | None:
-    """The peak of a device according to its maker; None if it is not known."""
+def peak(device: torch.device, kind: Kind) -> PeakFlops | None:
+    """The peak of a device according to its maker; None if it is not listed."""
     return listed_peak(torch.cuda.get_device_name(device), kind) if device.type == "cuda" else None
-
-
-def peak(device: torch.device, kind: Kind) -> PeakFlops:
-    """The peak of a device: its maker's figure, or else what large matrix products reach."""
-    return known_peak(device, kind) or measured_peak(device, kind)
-
-
-def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> PeakFlops:
-    """The speed of large square matrix products: the median of several, with as many threads as torch has.
-
-    Takes about `seconds`. Random generators are left as they were. Waits for the device.
-    """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
-    free = torch.cuda.mem_get_info(device)[0] / 10 if device.type == "cuda" else float("inf")
-    size = 128
-    # Products of a size that hides launches, but takes a small part of the time and of the free memory that there is.
-    while True:
-        size *= 2
-        # Constant numbers would draw less power, and so run faster than any training.
-        a, b = (
-            torch.randn(size, size, device=device, generator=torch.Generator(device).manual_seed(seed)).to(dtype)
-            for seed in (0, 1)
-        )
-        _seconds(a, b, 1)
-        took = _seconds(a, b, 1)
-        if took >= seconds / 40 or size >= 8192 or 4 * 3 * size**2 * dtype.itemsize > free:
-            break
-    # The median of several measurements, because other programs may disturb one
-    repeats = max(1, round(seconds / 8 / max(took, 1e-9)))
-    reached = 2 * size**3 * repeats / statistics.median(_seconds(a, b, repeats) for _ in range(7))
-    where = f"{device} with threads={torch.get_num_threads()}" if device.type == "cpu" else str(device)
-    return PeakFlops(reached, kind, True, f"measured: matrix products of {size}x{size} in {kind} on {where}")
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor, repeats: int) -> float:
-    def wait() -> None:
-        if a.device.type != "cpu":
-            torch.accelerator.synchronize(a.device)
-
-    wait()
-    began = time.perf_counter()
-    with torch.inference_mode():
-        for _ in range(repeats):
-            torch.mm(a, b)
-    wait()
-    return time.perf_counter() - began

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
-from runner.runtime.blocks import Recomputed, Send, checkpoint_activations
+from runner.runtime.activation import Recomputed, Send, checkpoint_activations
 from runner.runtime.compilation import Compilation, CompileReport, compile_learner, compile_optimizer
 from runner.runtime.precision import Precision
 
@@ -35,13 +35,13 @@ class Toggled:
         if self.compilation is not None and self.compilation.what == "step":
             self.compilation.optimizer = compile_optimizer(optimizer, self.compilation.options)
 
-    def reports(self, line: Callable[[str], None], warn: Callable[[str], None]) -> list[CompileReport]:
+    def reports(self, line: Callable[[str], None]) -> list[CompileReport]:
         """The callback that reports what compiling cost, if anything is compiled."""
-        return [CompileReport(self.compilation, line, warn)] if self.compilation else []
+        return [CompileReport(self.compilation.meter, line)] if self.compilation else []
 
-    def rows(self, batch_size: int) -> list[tuple[str, str, str]]:
+    def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""
-        recomputed = [self.recomputed.row(batch_size)] if self.recomputed else []
+        recomputed = [self.recomputed.row()] if self.recomputed else []
         return recomputed + ([self.compilation.row()] if self.compilation else [])
 
 

@@ -75,12 +75,10 @@ def _split(measured: Measured, mean: float) -> dict[str, dict[str, float]]:
 
 def _compute(training: Run, rate: float) -> dict[str, Any]:
     """Operations of a sample, and what share of the device's peak so many samples a second use."""
-    # The ceiling is measured where no data sheet tells it
     ceiling = peak(training.device, kind_of(training.precision.dtype, training.device))
     found: dict[str, Any] = {
-        "ceiling_flops_per_s": ceiling.flops,
-        "ceiling_source": ceiling.source,
-        "ceiling_measured": ceiling.measured,
+        "ceiling_flops_per_s": None if ceiling is None else ceiling.flops,
+        "ceiling_source": "no peak of this device is listed" if ceiling is None else ceiling.source,
     }
     # Some operations have no known formula, and the profile is useful without them
     try:
@@ -88,7 +86,7 @@ def _compute(training: Run, rate: float) -> dict[str, Any]:
     except RuntimeError as error:
         return found | {"utilization": None, "flops_of_sample": None, "not_counted": first_line(error)}
     return found | {
-        "utilization": rate * flops.of_sample / ceiling.flops,
+        "utilization": None if ceiling is None else rate * flops.of_sample / ceiling.flops,
         "flops_of_sample": flops.of_sample,
         "forward_flops_of_sample": flops.forward / flops.samples,
         "recomputed_flops_of_sample": flops.recomputed / flops.samples,
@@ -138,14 +136,14 @@ def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Pa
         report.table(f"{'kernels' if kernels else 'operations'} that take the most time", columns, rows[:_MOST_OPS])
     report.table("memory", ["what", "MiB", ""], _memory_rows(record["memory"]))
     report.line(f"{compact(record['samples_per_s'])} samples/s")
-    if compute["utilization"] is None:
+    if compute["flops_of_sample"] is None:
         report.line(f"operations were not counted: {compute['not_counted']}")
     else:
         reached = record["samples_per_s"] * compute["flops_of_sample"]
-        report.line(
-            f"{compact(compute['flops_of_sample'])} FLOP a sample, {compact(reached)} FLOP/s: "
-            f"{percent(compute['utilization'])} of {compact(compute['ceiling_flops_per_s'])} ({compute['ceiling_source']})"
-        )
+        share = compute["ceiling_source"]
+        if compute["utilization"] is not None:
+            share = f"{percent(compute['utilization'])} of {compact(compute['ceiling_flops_per_s'])} ({share})"
+        report.line(f"{compact(compute['flops_of_sample'])} FLOP a sample, {compact(reached)} FLOP/s: {share}")
     report.lines(f"written: {', '.join(path.name for path in written)}")
 
 
