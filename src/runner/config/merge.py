@@ -34,7 +34,7 @@ _OF_THE_CALL = (
     "trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", "dry_run", "slurm", *keys.OF_THE_SWEEP
 )  # fmt: skip
 # Fetching writes to disk, so the command line decides.
-_FETCHING = ("data.download", "data.dataset.download", "data.mirror", "data.dataset.mirror")
+_FETCHING = ("data.download", "data.dataset.download")
 # The largest numbers, and the most items of a list, that a file may have in these sections. They multiply processes, memory
 # or time. How large a model can be in all is bounded where it is built.
 _MOST = {
@@ -174,14 +174,12 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
     """Let a config from a file fetch data only if the command line does, too: fetching writes into the folder it names."""
     data, own = _at(values, "data"), _data_of(composed)
-    data["download"], data["mirror"] = own["download"], own["mirror"]
+    data["download"] = own["download"]
     dataset = _at(values, "data.dataset")
     if dataset != own["dataset"]:
         for _, node in keys.walk(dataset):
             if isinstance(node, dict) and node.get("download"):
                 node["download"] = node is dataset and own["download"]
-        if dataset.get("mirror") is not None:
-            dataset["mirror"] = own["dataset"].get("mirror")
 
 
 def _data_of(composed: dict[str, Any]) -> dict[str, Any]:
