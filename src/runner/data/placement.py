@@ -19,10 +19,9 @@ from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache, recipe_of
-from runner.data.cache_file import CachedImages, StoredImages
 from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.samples import SampleTransform, SeededDataset, crops_while_decoding
-from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.sources.folders import ImageList
 from runner.data.splits import Parts
 
@@ -40,7 +39,7 @@ class DataPlacement:
     warnings: list[str] = field(default_factory=list)  # settings without effect, and other advice
     cache_missing: bool = False
     _caches: dict[int, CachedImages] = field(default_factory=dict)
-    _stored: dict[int, tuple[Tensor | StoredImages, Tensor]] = field(default_factory=dict)
+    _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _copies: bool = False  # whether images of a cache file are copied into memory
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
@@ -52,17 +51,15 @@ class DataPlacement:
         source = self.source(dataset)
         return source.unreadable if isinstance(source, CachedImages) else torch.zeros(0, dtype=torch.int64)
 
-    def stored(self, dataset: Dataset[Any]) -> tuple[Tensor | StoredImages, Tensor]:
+    def stored(self, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
         """All images and targets of a data set, where they stay; the same tensors at every call."""
         assert self.in_memory is not None, "the images are read one by one"
         if id(dataset) not in self._stored:
             source = self.source(dataset)
             assert isinstance(source, ImageArrays | CachedImages)
-            images: Tensor | StoredImages = source.images
-            if isinstance(images, Tensor):
-                images = images.to(self.in_memory)
-            elif self._copies:
-                images = images.copied(self.in_memory)
+            images = source.images.to(self.in_memory)
+            if self._copies and images is source.images and isinstance(source, CachedImages):
+                images = images.clone()
             self._stored[id(dataset)] = images, source.targets.to(self.in_memory)
         return self._stored[id(dataset)]
 
