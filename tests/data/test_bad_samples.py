@@ -271,7 +271,7 @@ def test_a_damaged_image_that_is_mended_is_read_again_into_the_cache(folder: Pat
 
 def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
     dataset = image_folder(str(folder), image_size=6)["train"]
-    mapped = Cache(folder.with_name("cache"), "images", {}, skips=True).open(dataset, "train", lambda: 0).images
+    mapped = Cache(folder.with_name("cache"), "images", {}, skips=True).open(dataset, "train", 0).images
     assert mapped is not None
     assert mapped.unreadable.tolist() == [0, 5, 23, 39]
     for index in (0, 39):

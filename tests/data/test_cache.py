@@ -71,7 +71,7 @@ def cache(folder: Path, **recipe: Any) -> Cache:
 
 
 def opened(folder: Path, dataset: Dataset[Any] | None = None, workers: int = 0, **recipe: Any) -> Opened:
-    return cache(folder, **recipe).open(Made() if dataset is None else dataset, "train", lambda: workers)
+    return cache(folder, **recipe).open(Made() if dataset is None else dataset, "train", workers)
 
 
 def check(images: CachedImages | None, dataset: Dataset[Any]) -> None:

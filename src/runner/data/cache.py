@@ -70,10 +70,10 @@ class Cache:
         plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in self.name)
         return self.folder / f"{plain}-{split}-{_digest(self.recipe).hexdigest()[:12]}.json"
 
-    def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
+    def open(self, dataset: Dataset[Any], split: str, workers: int | None) -> Opened:
         """Open the images of a data set; they are decoded first if they are missing, damaged or of other data.
 
-        `workers` gives the number of processes that decode, and is called only if needed; None opens an existing file only.
+        `workers` is the number of processes that decode; None opens an existing file only.
         Raises `UserError` if the images cannot be kept, or there is no space for them.
         """
         path, key = self.path(split), cache_key(dataset, self.recipe)
@@ -102,7 +102,7 @@ class Cache:
             # The time begins here, after the wait for another process
             began, example = time.perf_counter(), self._example(dataset)
             missing: set[int] | None = set() if self.skips else None
-            decoded = _decoded(dataset, example, split, workers(), missing=missing, stopped=stopped)
+            decoded = _decoded(dataset, example, split, workers, missing=missing, stopped=stopped)
             shape = (len(dataset), *example.shape)  # type: ignore[arg-type]
             try:
                 with contextlib.closing(decoded), _writing(path, shape, decoded) as arrays:
