@@ -181,8 +181,8 @@ BUDGET = {
     ".": 870,
     "base": 980,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_585,
-    "config": 4_135,
-    "data": 8_620,  # boxes, outlines and names of all readers are checked alike
+    "config": 4_134,
+    "data": 8_535,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
     "engine": 2_983,
     "instrument": 745,  # attributes of a task, which a trial puts back

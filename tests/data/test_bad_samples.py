@@ -23,11 +23,12 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Split
 from runner.data import bad_samples
 from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler
-from runner.data.cache_file import CachedImages
+from runner.data.cache import Cache
 from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.data.module import DataModule
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, read_sample
+from runner.data.sources.folders import image_folder
 from runner.data.workers import WorkerLoader
 from runner.distributed.world import World
 
@@ -269,10 +270,9 @@ def test_a_damaged_image_that_is_mended_is_read_again_into_the_cache(folder: Pat
 
 
 def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
-    with assembled(data(folder, cache="disk")):
-        pass
-    (path,) = folder.with_name("images.cache").glob("*.images")
-    mapped = CachedImages(path)
+    dataset = image_folder(str(folder), image_size=6)["train"]
+    mapped = Cache(folder.with_name("cache"), "images", {}, skips=True).open(dataset, "train", 0).images
+    assert mapped is not None
     assert mapped.unreadable.tolist() == [0, 5, 23, 39]
     for index in (0, 39):
         with pytest.raises(UserError, match="could not be read when the cache was made"):

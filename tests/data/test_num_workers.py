@@ -1,15 +1,12 @@
-"""The number of workers is chosen by what reading takes, reported with its reason, and changes nothing else."""
+"""The number of workers is chosen by the cores and the shared memory, and reported with its reason."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from read_splits import data_config
@@ -20,65 +17,20 @@ from runner.config.schema.sections import Data
 from runner.data import num_workers
 from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.placement import plan_placement
-from runner.data.samples import SeededDataset
 
 
-class Slow(Dataset[Any]):
-    """Takes a while for each sample, draws random numbers, and counts its readings."""
-
-    def __init__(self, seconds: float, samples: int = 1000) -> None:
-        self.seconds, self.samples, self.read = seconds, samples, 0
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.read += 1
-        if self.seconds:
-            time.sleep(self.seconds)
-        return torch.rand(1, 4, 4) + random.random() + float(np.random.rand()), 0
+def chosen(wanted: Any = "auto", batch: int = 32, sample_bytes: int = 64, **named: Any) -> WorkerChoice:
+    return choose_num_workers(wanted, bytes_ahead=2 * batch * sample_bytes, **named)
 
 
-def chosen(
-    dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64
-) -> WorkerChoice:
-    indices = torch.arange(len(dataset))
-    return choose_num_workers(
-        wanted,
-        SeededDataset(dataset, 0),
-        indices,
-        batch,
-        bytes_ahead=prefetch * batch * sample_bytes,
-    )
-
-
-def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_as_many_as_cores_at_most_eight_and_none_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(num_workers, "cores", lambda: 3)
-    found = chosen(Slow(0.004))
-    assert found == WorkerChoice(3, "auto: 3 cores")
-    assert chosen(Slow(0), batch=4).reason.startswith("auto: a sample takes 0.")
-    assert chosen(Slow(0), batch=4).workers == 0
-    assert chosen(Slow(0.004, samples=5)).workers == 0
+    assert chosen() == WorkerChoice(3, "auto: 3 cores")
+    assert chosen(arrays=True) == WorkerChoice(0, "auto: the images are arrays in memory")
+    assert chosen(2, arrays=True) == chosen(2) == WorkerChoice(2)
+    assert [num_workers.workers_for_files("auto", files) for files in (63, 64)] == [0, 3]
     monkeypatch.setattr(num_workers, "cores", lambda: 64)
-    assert chosen(Slow(0.004)).workers == 16
-
-
-@pytest.mark.parametrize(("seconds", "most"), [(0.05, 7), (0.3, 1)])
-def test_measuring_is_short_and_draws_nothing(seconds: float, most: int) -> None:
-    dataset = Slow(seconds)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index,union-attr]
-    chosen(dataset)
-    assert dataset.read <= most
-    assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index,union-attr]
-    assert torch.equal(torch.get_rng_state(), before[2])
-
-
-def test_a_number_that_was_set_is_taken_without_reading() -> None:
-    dataset = Slow(1)
-    assert chosen(dataset, wanted=1) == WorkerChoice(1)
-    assert chosen(dataset, wanted=0) == WorkerChoice(0)
-    assert dataset.read == 0
+    assert chosen() == WorkerChoice(8, "auto: at most 8")
 
 
 def shared_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
@@ -88,15 +40,13 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     shared_memory(monkeypatch, 64 * 2**20)
     monkeypatch.setattr(num_workers, "cores", lambda: 2)
-    many = chosen(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
+    many = chosen(4, batch=100, sample_bytes=2**20)
     assert many.workers == 4
     assert many.warnings[0] == "data.num_workers=4 is more than the 2 available CPU cores"
     assert many.warnings[1].startswith("data.num_workers=4 is more than the 0 whose batches /dev/shm has room for")
-    assert chosen(Slow(0.01), batch=100, sample_bytes=2**20) == WorkerChoice(
-        0, "auto: as many as /dev/shm has room for"
-    )
-    assert chosen(Slow(0.01), batch=20, sample_bytes=2**20) == WorkerChoice(1, "auto: as many as /dev/shm has room for")
-    assert chosen(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
+    assert chosen(batch=100, sample_bytes=2**20) == WorkerChoice(0, "auto: as many as /dev/shm has room for")
+    assert chosen(batch=20, sample_bytes=2**20) == WorkerChoice(1, "auto: as many as /dev/shm has room for")
+    assert chosen(2, batch=10, sample_bytes=2**20).warnings == []
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.cache_file import CachedImages
 from runner.data.placement import DataPlacement, plan_placement
+from runner.data.sources.arrays import CachedImages
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import worker_options
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import BatchPlan, Loader, MemoryLoader
 from runner.data.samples import SeededDataset
-from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
 from runner.data.workers import WorkerLoader, loader_in_ranges
 from runner.instrument.profiler_ranges import PREPARE, WAIT
@@ -152,8 +152,8 @@ def facts(loader: Loader) -> tuple[int | None, torch.device | None, bool]:
 
 
 def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
-    write(tmp_path / "images", "key", len(IMAGES), iter([(IMAGES, torch.arange(10))]))
-    mapped = CachedImages(tmp_path / "images")
+    np.save(tmp_path / "images.npy", IMAGES.numpy())
+    mapped = CachedImages(tmp_path / "images.npy", torch.arange(10), torch.arange(0))
     assert WorkerLoader(SeededDataset(mapped, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU).could_be_resident
 
 

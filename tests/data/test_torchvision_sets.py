@@ -1,14 +1,21 @@
-"""The benchmark sets: reading, and what is said about files that are not as they should be. Nothing is fetched."""
+"""The benchmark sets: reading, downloads from a local server, and what is said about files that are not as they should be."""
 
+import contextlib
+import errno
 import gzip
 import hashlib
+import http.server
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import threading
+import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import URLError
 
@@ -20,8 +27,7 @@ import torchvision.datasets as tv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.base.errors import UserError
-from runner.data.sources import fetch
+from runner.base.errors import DiskFull, UserError
 from runner.data.sources import torchvision_sets as sets
 
 IMAGES = torch.arange(12 * 5 * 4).remainder(256).to(torch.uint8).reshape(12, 5, 4)
@@ -48,11 +54,7 @@ def _offline(monkeypatch):
     def no_network(*args, **kwargs):
         raise URLError("network is unreachable")
 
-    monkeypatch.setattr(fetch, "urlopen", no_network)
-
-
-def _from_folder(monkeypatch):
-    monkeypatch.setattr(fetch, "urlopen", urllib.request.urlopen)
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
 
 
 FAMILY = {"MNIST": sets.mnist, "FashionMNIST": sets.fashion_mnist, "KMNIST": sets.kmnist}
@@ -112,12 +114,13 @@ def test_missing_idx_files_are_named_with_the_folder_and_the_remedy(tmp_path):
             ("FashionMNIST/raw", "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte"),
         ),
         (sets.cifar10, ("cifar-10-batches-py", "data_batch_1", tv.CIFAR10.url)),
+        (sets.svhn, ("train_32x32.mat, test_32x32.mat", tv.SVHN.split_list["test"][0])),
     ],
 )
 def test_a_failed_download_says_why_and_what_to_put_where(tmp_path, read, parts):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"data.download: downloading \w+ failed: .*network is unreachable") as caught:
         read(str(tmp_path), True)
-    assert all(part in str(caught.value) for part in ("network is unreachable", "by hand", str(tmp_path), *parts))
+    assert all(part in str(caught.value) for part in ("by hand", str(tmp_path), *parts))
     assert "\n" not in caught.value.problems[0].message
 
 
@@ -131,16 +134,108 @@ def _md5(path):
     return hashlib.md5(path.read_bytes()).hexdigest()
 
 
-def test_idx_files_are_fetched_from_a_mirror_where_they_are_missing_or_damaged(tmp_path, monkeypatch):
-    _from_folder(monkeypatch)
-    mirror = _write_family(tmp_path / "mirror", packed=True)
-    monkeypatch.setattr(tv.MNIST, "resources", [(path.name, _md5(path)) for path in sorted(mirror.iterdir())])
+class Server(http.server.ThreadingHTTPServer):
+    """Serves the files of a folder, or what `faults` has for their names, after a pause in seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.requests, self.faults, self.pause = folder, [], {}, 0.0
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/"
+
+    def published(self, monkeypatch) -> None:
+        """Have torchvision download MNIST from here, with the digests of these files."""
+        files = [(path.name, _md5(path)) for path in sorted(self.folder.iterdir())]
+        monkeypatch.setattr(tv.MNIST, "resources", files)
+        monkeypatch.setattr(tv.MNIST, "mirrors", [f"{self.url}gone/", self.url])
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        name = self.path.strip("/")
+        if "/" in name:
+            return self.send_error(404)
+        self.server.requests.append(name)
+        content = (self.server.folder / name).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        time.sleep(self.server.pause)
+        with contextlib.suppress(OSError):
+            self.wfile.write(self.server.faults.get(name, content))
+        return None
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.undo()  # of `_offline`
+    with Server(_write_family(tmp_path / "published", packed=True)) as made:
+        threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        made.published(monkeypatch)
+        yield made
+        made.shutdown()
+
+
+def test_idx_files_are_downloaded_where_they_are_missing_or_damaged(tmp_path, server):
     folder = _write_family(tmp_path, packed=True)
-    (folder / "train-images-idx3-ubyte.gz").write_bytes(b"damaged")
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(b"what a killed download left")
     (folder / "t10k-labels-idx1-ubyte.gz").unlink()
-    found = sets.mnist(str(tmp_path), True, mirror.as_uri())
+    found = sets.mnist(str(tmp_path), True)
     assert torch.equal(found["train"].images, IMAGES.unsqueeze(1))
-    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in mirror.iterdir())
+    assert set(server.requests) == {"train-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"}
+    assert [each.read_bytes() for each in sorted(folder.glob("*.gz"))] == [
+        each.read_bytes() for each in sorted(server.folder.iterdir())
+    ]
+
+
+@pytest.mark.parametrize("part", [b"", b"damaged", 20])
+def test_what_arrives_damaged_is_not_taken_for_whole(tmp_path, server, part):
+    name = "train-images-idx3-ubyte.gz"
+    server.faults[name] = (server.folder / name).read_bytes()[:part] if isinstance(part, int) else part
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"data.download: downloading MNIST failed"):
+            sets.mnist(str(tmp_path), True)
+    server.faults.clear()
+    assert torch.equal(sets.mnist(str(tmp_path), True)["train"].images, IMAGES.unsqueeze(1))
+
+
+def test_a_server_that_sends_nothing_is_given_up(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(sets, "_SILENCE_S", 0.1)
+    server.pause = 0.5
+    with pytest.raises(UserError, match=r"data.download: downloading MNIST failed: .*timed out"):
+        sets.mnist(str(tmp_path), True)
+
+
+def test_a_signal_of_the_run_ends_a_download(tmp_path, server):
+    before, received = signal.signal(signal.SIGTERM, lambda *_: received.append(1)), []
+    server.pause = 30.0
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(sets.DownloadStopped, match="a signal stopped the download of MNIST"):
+            sets.mnist(str(tmp_path), True)
+    finally:
+        server.pause = 0.0
+        signal.signal(signal.SIGTERM, before)
+    assert received == [1], "the run's own handler is called, too"
+
+
+def test_a_full_disk_is_said(tmp_path, server, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torchvision.datasets.utils._urlretrieve", full)
+    with pytest.raises(DiskFull, match=r"data.root: cannot write .*MNIST/raw: No space left"):
+        sets.mnist(str(tmp_path), True)
+
+
+def test_readers_that_download_at_once_ask_for_each_file_once(tmp_path, server):
+    server.pause = 0.1
+    with ThreadPoolExecutor(3) as pool:  # each has its own descriptor of the lock, as processes have
+        found = list(pool.map(lambda _: sets.mnist(str(tmp_path), True), range(3)))
+    assert [len(each["train"].targets) for each in found] == [12] * 3
+    assert len(server.requests) == 2 * 4, "torchvision asks twice, for redirections first"
 
 
 def test_a_damaged_unpacked_file_is_named_even_when_downloading(tmp_path):
@@ -272,24 +367,18 @@ def test_a_damaged_cifar_file_is_named_and_never_unpickled(tmp_path, monkeypatch
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_archive_of_cifar_is_fetched_and_only_its_known_files_are_unpacked(tmp_path, monkeypatch):
-    _from_folder(monkeypatch)
-    mirror = tmp_path / "mirror"
-    mirror.mkdir()
-    folder = _write_cifar(mirror, "CIFAR10", monkeypatch)
-    (folder / "readme.html").write_text("")
-    with tarfile.open(mirror / tv.CIFAR10.filename, "w:gz") as archive:
+def test_an_archive_of_cifar_is_downloaded_and_unpacked(tmp_path, server, monkeypatch):
+    published, root = server.folder, tmp_path / "root"
+    folder = _write_cifar(published, "CIFAR10", monkeypatch)
+    with tarfile.open(published / tv.CIFAR10.filename, "w:gz") as archive:
         archive.add(folder, "cifar-10-batches-py")
-        archive.add(folder / "test_batch", "../../outside")
-    monkeypatch.setattr(tv.CIFAR10, "tgz_md5", _md5(mirror / tv.CIFAR10.filename))
-    found = sets.cifar10(str(tmp_path / "root"), True, [mirror.as_uri()])
-    assert found["train"].images.shape == (20, 3, 32, 32)
-    unpacked = {path.name for path in (tmp_path / "root" / "cifar-10-batches-py").iterdir()}
-    assert unpacked == {path.name for path in folder.iterdir()} - {"readme.html"}
-    assert not (tmp_path / "outside").exists()
-    (tmp_path / "root" / "cifar-10-batches-py" / "test_batch").unlink()
-    monkeypatch.setattr(fetch, "urlopen", None)
-    sets.cifar10(str(tmp_path / "root"), True)  # from the archive that is there
+    monkeypatch.setattr(tv.CIFAR10, "url", f"{server.url}{tv.CIFAR10.filename}")
+    monkeypatch.setattr(tv.CIFAR10, "tgz_md5", _md5(published / tv.CIFAR10.filename))
+    assert sets.cifar10(str(root), True)["train"].images.shape == (20, 3, 32, 32)
+    (published / tv.CIFAR10.filename).unlink()
+    for name in ("test_batch", "batches.meta"):
+        (root / "cifar-10-batches-py" / name).write_bytes(b"what a killed process had unpacked")
+        assert sets.cifar10(str(root), True)["test"].images.shape == (4, 3, 32, 32)  # from the archive that is there
 
 
 def _write_svhn(root: Path, monkeypatch) -> None:
@@ -312,12 +401,13 @@ def test_svhn_is_read_with_zero_as_class_zero(tmp_path, monkeypatch):
     assert torch.equal(found["test"].images[1, 2], torch.from_numpy(stored[:, :, 2, 1]))
 
 
-def test_svhn_fetches_both_of_its_files(tmp_path, monkeypatch):
-    _from_folder(monkeypatch)
-    _write_svhn(tmp_path, monkeypatch)
+def test_svhn_downloads_both_of_its_files(tmp_path, server, monkeypatch):
+    _write_svhn(server.folder, monkeypatch)
+    listed = {split: [f"{server.url}{name}", name, md5] for split, (_, name, md5) in tv.SVHN.split_list.items()}
+    monkeypatch.setattr(tv.SVHN, "split_list", listed)
     root = tmp_path / "root"
-    assert len(sets.svhn(str(root), True, tmp_path.as_uri())["test"].targets) == 2
-    assert {path.name for path in root.iterdir()} == {"train_32x32.mat", "test_32x32.mat"}
+    assert len(sets.svhn(str(root), True)["test"].targets) == 2
+    assert {path.name for path in root.glob("[!.]*")} == {"train_32x32.mat", "test_32x32.mat"}
 
 
 def test_missing_and_damaged_svhn_files_are_distinguished(tmp_path, monkeypatch):
@@ -328,7 +418,7 @@ def test_missing_and_damaged_svhn_files_are_distinguished(tmp_path, monkeypatch)
     (tmp_path / "test_32x32.mat").unlink()
     with pytest.raises(UserError, match=r"test_32x32\.mat not found"):
         sets.svhn(str(tmp_path), False)
-    with pytest.raises(UserError, match="fetching SVHN failed"):
+    with pytest.raises(UserError, match="downloading SVHN failed"):
         sets.svhn(str(tmp_path), True)
 
 

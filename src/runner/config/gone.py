@@ -37,6 +37,8 @@ GONE: dict[str, Gone] = {
         "true for every block, or patterns of module names", default=False, values={int: True, float: True}
     ),
     "data.dataset.cache_gb": Gone("copy the tar files to a disk and set data.root to their folder", default=None),
+    "data.dataset.mirror": Gone("put files of a mirror into data.root", default=None),
+    "data.mirror": Gone("put files of a mirror into data.root", default=None),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),
     "on_nonfinite": Gone(

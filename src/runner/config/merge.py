@@ -27,7 +27,7 @@ _OF_THE_CALL = (
     "trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", "dry_run", "slurm", *keys.OF_THE_SWEEP
 )  # fmt: skip
 # Fetching writes to disk, so the command line decides.
-_FETCHING = ("data.download", "data.dataset.download", "data.mirror", "data.dataset.mirror")
+_FETCHING = ("data.download", "data.dataset.download")
 
 
 def merge_with_checkpoint(

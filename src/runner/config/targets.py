@@ -64,7 +64,7 @@ def resolve(path: str) -> Any:
 
 # Arguments that the program adds where a component's signature names them.
 FACTS: dict[str, tuple[str, ...]] = {
-    "data.dataset": ("root", "download", "mirror", "image_size", "max_pixels", "on_error", "cache_folder"),
+    "data.dataset": ("root", "download", "image_size", "max_pixels", "on_error", "cache_folder"),
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts", "label_counts", "ignore_index"),
     "task": ("num_classes", "num_outputs"),

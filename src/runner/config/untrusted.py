@@ -208,14 +208,12 @@ def fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
     own, data = _data_of(composed), values.get("data")
     if not isinstance(data, dict):
         return
-    data["download"], data["mirror"] = own["download"], own["mirror"]
+    data["download"] = own["download"]
     dataset = data.get("dataset")
     if isinstance(dataset, dict) and dataset != own["dataset"]:
         for _, node in walk(dataset):
             if isinstance(node, dict) and node.get("download"):
                 node["download"] = node is dataset and own["download"]
-        if dataset.get("mirror") is not None:
-            dataset["mirror"] = own["dataset"].get("mirror")
 
 
 def own_loggers(loggers: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Decoded and resized images kept on disk, so that each is decoded once instead of once per epoch."""
+"""Decoded and resized images kept on disk, so that each is decoded once instead of once per epoch.
+
+A cache is two arrays and a JSON that names them: the images, uint8 (N, C, H, W), which are mapped into memory, and their targets.
+The JSON says what they were made from. It is written last and in one step, so that no part of a cache can be taken for a whole.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,31 @@ import glob
 import hashlib
 import inspect
 import json
+import os
+import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import PIL
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import DataFailed, UserError
+from runner.base.files import whole
+from runner.base.reading import LARGEST_TEXT, read_regular
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import BadSample, ReplacementSampler
-from runner.data.cache_file import CachedImages, Unusable, write
+from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
+from runner.data.sources.arrays import CachedImages
 from runner.data.splits import targets_of
 from runner.data.workers import WorkerLoader
 
@@ -49,7 +58,7 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True)
 class Cache:
-    """Where the images of a data set are kept: one file per split."""
+    """Where the images of a data set are kept: files of each split."""
 
     folder: Path
     name: str  # of the data set, for the names of the files
@@ -57,14 +66,14 @@ class Cache:
     skips: bool = False  # whether images that cannot be read are marked as such; otherwise the first one is an error
 
     def path(self, split: str) -> Path:
-        """The file of a split."""
+        """The JSON of a split."""
         plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in self.name)
-        return self.folder / f"{plain}-{split}-{_digest(self.recipe).hexdigest()[:12]}.images"
+        return self.folder / f"{plain}-{split}-{_digest(self.recipe).hexdigest()[:12]}.json"
 
-    def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
+    def open(self, dataset: Dataset[Any], split: str, workers: int | None) -> Opened:
         """Open the images of a data set; they are decoded first if they are missing, damaged or of other data.
 
-        `workers` gives the number of processes that decode, and is called only if needed; None opens an existing file only.
+        `workers` is the number of processes that decode; None opens an existing file only.
         Raises `UserError` if the images cannot be kept, or there is no space for them.
         """
         path, key = self.path(split), cache_key(dataset, self.recipe)
@@ -85,33 +94,39 @@ class Cache:
             found = self._existing(path, key, dataset)
             if isinstance(found, CachedImages):
                 return Opened(found, "opened")
-            # What killed processes have left, if no other process can be writing.
-            left = path.parent.glob(f".{glob.escape(path.name)}.*.tmp") if locked else ()
-            for useless in (path, *left):
-                useless.unlink(missing_ok=True)
+            # What cannot be used, and what killed processes have left, if no other process can be writing
+            name = glob.escape(path.stem)
+            for pattern in (path.name, f"{name}-*.npy", f".{name}.json.*.tmp") if locked else ():
+                for useless in path.parent.glob(pattern):
+                    useless.unlink(missing_ok=True)
             # The time begins here, after the wait for another process
             began, example = time.perf_counter(), self._example(dataset)
             missing: set[int] | None = set() if self.skips else None
-            decoded = _decoded(dataset, example, split, workers(), missing=missing, stopped=stopped)
+            decoded = _decoded(dataset, example, split, workers, missing=missing, stopped=stopped)
+            shape = (len(dataset), *example.shape)  # type: ignore[arg-type]
             try:
-                with contextlib.closing(decoded):
-                    write(path, key, len(dataset), decoded, () if missing is None else missing)  # type: ignore[arg-type]
-            # A signal came: what is written so far has no name yet, and is removed
+                with contextlib.closing(decoded), _writing(path, shape, decoded) as arrays:
+                    known = {
+                        "made_from": self.recipe,
+                        "key": key,
+                        "unreadable": sorted(missing or ()),
+                        "arrays": arrays,
+                    }
+                    with whole(path) as file:
+                        file.write(json.dumps(known, default=str).encode())
             except _Stopped:
                 return Opened(None)
-            return Opened(CachedImages(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
+            return Opened(_read(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
 
     def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> CachedImages | str:
         """The cache at `path`, or why it cannot be used: empty if there is no file."""
-        try:
-            cached = CachedImages(path, key)
-            problem = self._mismatch(cached, dataset)
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             return ""
-        except OSError as error:
-            problem = f"it cannot be read ({error.strerror or error})"
-        except Unusable as error:
-            problem = str(error)
+        try:
+            cached = _read(path, key)
+        except Exception as error:  # the files may hold anything
+            return f"{path} was rebuilt: {one_line(error)}"
+        problem = self._mismatch(cached, dataset)
         return f"{path} was rebuilt: {problem}" if problem else cached
 
     def _mismatch(self, cached: CachedImages, dataset: Dataset[Any]) -> str:
@@ -131,8 +146,6 @@ class Cache:
                 if isinstance(error, DataFailed) or not self.skips:
                     raise
                 return f"image {place} cannot be read any more"
-            if problem := cached.images.problem(place):
-                return f"image {place} is damaged: {problem}"
             if not (_same(cached.images[place], image) and _same(cached.targets[place], target)):
                 return f"image {place} differs from the data set"
         return ""
@@ -147,24 +160,16 @@ class Cache:
         count: int = len(dataset)  # type: ignore[arg-type]
         chooser = ReplacementSampler(0, AllSamples(count))
         (image, target), (again, _) = chooser.read(read_twice, 0, 0, []) if self.skips else read_twice(0)
-        problem = ""
-        if image.dtype != torch.uint8:
-            problem, allowed = (
-                f"keeps uint8 images, and this data set gives {_dtype(image)}",
-                "a data set of uint8 images",
-            )
-        elif target.is_complex():
-            problem, allowed = (
-                "keeps targets that are real numbers, and this data set gives complex ones",
-                "real targets",
-            )
-        elif not _same(image, again):
-            problem = (
-                "would keep one random version of each image: this data set returns a different one at every reading"
-            )
-            allowed = "random changes in the section transform"
-        if problem:
-            raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
+        problems = {
+            f"keeps uint8 images, and this data set gives {_dtype(image)}": image.dtype != torch.uint8,
+            "keeps targets that are real numbers, and this data set gives complex ones": target.is_complex(),
+            "would keep one random version of each image: this data set draws another at every reading": not _same(
+                image, again
+            ),
+        }
+        if problem := next((each for each, found in problems.items() if found), ""):
+            allowed = "data.cache=null, or uint8 images, real targets and random changes in the section transform"
+            raise UserError("data.cache", f"'disk' {problem}", allowed)
         # The disk is checked before hours of decoding
         needed = count * (image.nbytes + target.nbytes)
         if needed > (free := shutil.disk_usage(self.folder).free):
@@ -172,6 +177,54 @@ class Cache:
             allowed = "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null"
             raise UserError("data.cache", f"{count:,} images of {_shape(image)} need {amounts}", allowed)
         return image
+
+
+def _read(path: Path, key: str) -> CachedImages:
+    """The images of a cache; raises any error if it is damaged, or was made from something else."""
+    known = json.loads(read_regular(path, LARGEST_TEXT))
+    if known["key"] != key:
+        raise ValueError("it was made from other files, settings or library versions")
+    images, targets = (path.with_name(name) for name in known["arrays"])
+    for array in (images, targets):
+        if _state(array) != known["arrays"][array.name]:
+            raise ValueError(f"{array.name} was changed after it was made")
+    unreadable = torch.tensor(known["unreadable"], dtype=torch.int64)
+    return CachedImages(images, torch.from_numpy(np.load(targets, allow_pickle=False)), unreadable)
+
+
+def _state(path: Path) -> list[int]:
+    """The size and time of a file, which show that it was changed without reading it."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+@contextlib.contextmanager
+def _writing(
+    path: Path, shape: tuple[int, ...], batches: Iterable[tuple[Tensor, Tensor]]
+) -> Generator[dict[str, list[int]], None, None]:
+    """Write images and targets beside `path`, and give their names and states; after an error in the block nothing is left."""
+    name = f"{path.stem}-{secrets.token_hex(4)}"
+    arrays = [path.with_name(f"{name}.npy"), path.with_name(f"{name}-targets.npy")]
+    all_targets = []
+    try:
+        # Written and not mapped: on a full disk, the system kills a process that writes to a mapped file
+        with arrays[0].open("xb") as file:
+            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for images, targets in batches:
+                file.write(images.contiguous().numpy().data)
+                all_targets.append(targets)
+            file.flush()
+            os.fsync(file.fileno())
+        with arrays[1].open("xb") as file:
+            np.save(file, torch.cat(all_targets).numpy())
+            file.flush()
+            os.fsync(file.fileno())
+        yield {array.name: _state(array) for array in arrays}
+    except BaseException:
+        for array in arrays:
+            array.unlink(missing_ok=True)
+        raise
 
 
 def _digest(recipe: dict[str, Any]) -> Any:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.data.cache_file import StoredImages
 from runner.data.sampler import EpochOrder, Indices, sample_of
 from runner.distributed.share import gathered_rows, rows
 from runner.distributed.world import World
@@ -263,7 +262,7 @@ class MemoryLoader(Loader):
 
     def __init__(
         self,
-        images: Tensor | StoredImages,
+        images: Tensor,
         targets: Tensor,
         plan: BatchPlan,
         device: torch.device,

@@ -1,23 +1,16 @@
-"""The number of worker processes: as many as there are cores, and none where reading takes next to no time."""
+"""The number of worker processes: as many as there are cores, at most 8."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from runner.base.cores import cores
-from runner.data.sampler import Indices
-from runner.data.samples import SeededDataset
 
-_MOST = 16
-_MOST_FOR_FILES, _FEW = 8, 64
-_TIMED = 32  # samples
-_BUDGET_S = 0.25
-_BATCH_S, _EPOCH_S = 0.005, 0.1  # faster reading is not worth another process
+_MOST, _FEW = 8, 64
 _SHARED_MEMORY = Path("/dev/shm")  # where workers put their batches, on Linux
 
 
@@ -30,10 +23,8 @@ class WorkerChoice:
     warnings: list[str] = field(default_factory=list)
 
 
-def choose_num_workers(
-    wanted: int | Literal["auto"], reader: SeededDataset, indices: Indices, batch_size: int, *, bytes_ahead: int
-) -> WorkerChoice:
-    """Choose how many workers read; if `wanted` is 'auto', a few samples are timed, which changes no sample and no generator.
+def choose_num_workers(wanted: int | Literal["auto"], *, arrays: bool = False, bytes_ahead: int) -> WorkerChoice:
+    """Choose how many workers read; none for `arrays`, samples of tensors in memory, if `wanted` is 'auto'.
 
     `bytes_ahead` are the bytes of all batches that one worker of every loader may hold at the same time.
     """
@@ -46,9 +37,8 @@ def choose_num_workers(
             f"data.num_workers={wanted} is more than the {what}" for what, most in limits.items() if wanted > most
         ]
         return WorkerChoice(wanted, warnings=warnings)
-    sample_s = _seconds_a_sample(reader, indices)
-    if sample_s * batch_size < _BATCH_S or sample_s * len(indices) < _EPOCH_S:
-        return WorkerChoice(0, f"auto: a sample takes {sample_s * 1000:.2g} ms to read")
+    if arrays:
+        return WorkerChoice(0, "auto: the images are arrays in memory")
     reasons = {
         _MOST: f"at most {_MOST}",
         cores(): f"{cores()} cores",
@@ -59,8 +49,7 @@ def choose_num_workers(
 
 def workers_for_files(wanted: int | Literal["auto"], files: int, ahead: int = 0) -> int:
     """The workers that read image files once; fewer than 64 are read sooner than workers start. `ahead` is as below."""
-    few = min(cores(), _MOST_FOR_FILES, workers_with_room(ahead)) if files >= _FEW else 0
-    return few if wanted == "auto" else wanted
+    return choose_num_workers(0 if wanted == "auto" and files < _FEW else wanted, bytes_ahead=ahead).workers
 
 
 def workers_with_room(ahead: int) -> int:
@@ -68,15 +57,3 @@ def workers_with_room(ahead: int) -> int:
     if _SHARED_MEMORY.is_dir():
         return shutil.disk_usage(_SHARED_MEMORY).free // max(1, ahead)
     return 0 if sys.platform == "linux" else sys.maxsize
-
-
-def _seconds_a_sample(reader: SeededDataset, indices: Indices) -> float:
-    """Time samples spread over the split until the budget is used."""
-    spread = indices[:: max(1, len(indices) // _TIMED)][:_TIMED].tolist()
-    began = time.perf_counter()
-    reader[0, spread[0]]  # also opens files, so its time counts only if it uses up the budget
-    first, read = time.perf_counter(), 0
-    while read < len(spread) and time.perf_counter() - began < _BUDGET_S:
-        reader[0, spread[read]]
-        read += 1
-    return (time.perf_counter() - first) / read if read else first - began

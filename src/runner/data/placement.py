@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache, recipe_of
-from runner.data.cache_file import CachedImages, StoredImages
-from runner.data.num_workers import WorkerChoice, choose_num_workers
-from runner.data.samples import SampleTransform, SeededDataset, crops_while_decoding
-from runner.data.sources.arrays import ImageArrays
+from runner.data.num_workers import choose_num_workers
+from runner.data.samples import SampleTransform, crops_while_decoding
+from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.sources.folders import ImageList
 from runner.data.splits import Parts
 
@@ -39,8 +36,9 @@ class DataPlacement:
     choices: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # settings without effect, and other advice
     cache_missing: bool = False
+    cache_made: bool = False  # by this process
     _caches: dict[int, CachedImages] = field(default_factory=dict)
-    _stored: dict[int, tuple[Tensor | StoredImages, Tensor]] = field(default_factory=dict)
+    _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _copies: bool = False  # whether images of a cache file are copied into memory
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
@@ -52,17 +50,15 @@ class DataPlacement:
         source = self.source(dataset)
         return source.unreadable if isinstance(source, CachedImages) else torch.zeros(0, dtype=torch.int64)
 
-    def stored(self, dataset: Dataset[Any]) -> tuple[Tensor | StoredImages, Tensor]:
+    def stored(self, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
         """All images and targets of a data set, where they stay; the same tensors at every call."""
         assert self.in_memory is not None, "the images are read one by one"
         if id(dataset) not in self._stored:
             source = self.source(dataset)
             assert isinstance(source, ImageArrays | CachedImages)
-            images: Tensor | StoredImages = source.images
-            if isinstance(images, Tensor):
-                images = images.to(self.in_memory)
-            elif self._copies:
-                images = images.copied(self.in_memory)
+            images = source.images.to(self.in_memory)
+            if self._copies and images is source.images and isinstance(source, CachedImages):
+                images = images.clone()
             self._stored[id(dataset)] = images, source.targets.to(self.in_memory)
         return self._stored[id(dataset)]
 
@@ -85,17 +81,12 @@ def plan_placement(
         UserError: if settings contradict each other, or the cache cannot be made.
     """
     plan, data = DataPlacement(), config.data
-    train, indices = parts["train"]
-    replacements = ReplacementSampler(0, indices) if data.on_error == "skip" else None
+    train = parts["train"][0]
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
     ahead = max(data.samples_a_batch + config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
-    def choose(dataset: Dataset[Any]) -> WorkerChoice:
-        reader, size = SeededDataset(dataset, 0, transforms[0], replacements), data.samples_a_batch
-        bytes_ahead = data.prefetch * ahead * example.nbytes
-        return choose_num_workers(data.num_workers, reader, indices, size, bytes_ahead=bytes_ahead)
-
-    decoding = functools.cache(lambda: choose(train))  # called only if a cache is made
+    arrays, bytes_ahead = isinstance(train, ImageArrays), data.prefetch * ahead * example.nbytes
+    choice = choose_num_workers(data.num_workers, arrays=arrays, bytes_ahead=bytes_ahead)
     # The cache comes first, as images may be placed from it
     if data.cache is not None:
         for key, some, splits in (("train", transforms[0], ["train"]), ("eval", transforms[1], [*parts])):
@@ -103,25 +94,22 @@ def plan_placement(
                 problem = f"'disk' keeps central squares, and transform.sample_{key}.0 crops from whole images"
                 allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
                 raise UserError("data.cache", problem, allowed)
-        _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
+        _fill_caches(plan, data, parts, choice.workers if make_cache else None)
     elif data.cache_dir is not None and not (isinstance(train, ImageList) and train.indexed):
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
-    # Where images live decides whether workers are needed at all, so their number is chosen last.
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
     _place(plan, data, list(sources.values()), any(transforms), device)
-    # The measurement of the workers that made the cache is shown, even if none is needed afterwards
-    choice = decoding() if decoding.cache_info().currsize else None
+    # Workers that made a cache are shown, even if none is needed afterwards
     if plan.in_memory is None:
-        choice = choose(plan.source(train))
         plan.workers = choice.workers
-    if choice is not None:
+    if plan.in_memory is None or plan.cache_made:
         plan.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
         plan.warnings += choice.warnings
     plan.warnings += _without_effect(plan, data, device)
     return plan
 
 
-def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callable[[], int] | None) -> None:
+def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: int | None) -> None:
     """Open or make the cache of every data set that is not in memory: in `data.cache_dir`, or beside the folder of its images."""
     # Splits may share a data set, which is cached once
     needed: dict[int, tuple[str, Dataset[Any]]] = {}
@@ -142,6 +130,7 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callabl
                 plan.warnings.append("data.cache was not made: a signal asks the run to stop")
             return
         plan._caches[id(dataset)] = opened.images
+        plan.cache_made |= opened.done != "opened"
         plan.choices.append((f"{split} cache", str(cache.path(split)), opened.done))
         if opened.complaint:
             plan.warnings.append(opened.complaint)

@@ -49,14 +49,18 @@ def progress(say: Callable[[int, float], str]) -> Iterator[Callable[[int], None]
 
 
 @contextlib.contextmanager
-def noticing_signals() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether a signal with a handler of the run arrived; the handler is called too."""
+def noticing_signals(then: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether a signal with a handler of the run arrived; the handler is called too.
+
+    `then` is called after the handler, and may raise to end work that does not ask.
+    """
     received: list[int] = []
     before: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
         before[number](number, frame)
+        then()
 
     # Only handlers of the run are wrapped: a default action ends the process anyway
     for number in STOPPING if threading.current_thread() is threading.main_thread() else ():

@@ -22,12 +22,11 @@ from runner.base.signals import STOPPING
 from runner.config.schema.sections import Data
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
-from runner.data.cache_file import CachedImages
 from runner.data.loaders import BatchPlan, Fields, Loader, Mix, Prepare
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
 from runner.data.samples import Read, SeededDataset, collate
-from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.instrument.nested import mapped_items
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 

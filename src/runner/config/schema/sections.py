@@ -119,7 +119,6 @@ class Data(Section):
     name: str = "data"
     root: str = "data"
     download: bool = False
-    mirror: str | list[str] | None = None
     batch_size: Literal["auto"] | Count = 64
     image_size: Annotated[int, Ge(1)] | None = None
     max_pixels: Annotated[int, Ge(1), Le(178_956_970)] = 64_000_000  # Pillow itself refuses images beyond its own limit

@@ -1,14 +1,19 @@
-"""Images held in memory as one tensor."""
+"""Images as one tensor: in memory, or mapped from a file."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from runner.base.errors import UserError
+from runner.data.bad_samples import NOT_READ
 
 _SEED = 0x1EA4
 _AT_ONCE = 2**10  # images, so that they stay in the CPU cache
@@ -75,3 +80,37 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
             rows = np.pad(some.numpy(), ((0, 0), (0, 8 * words - length)))
             found.append((rows.view(np.uint64) * weights).sum(1, dtype=np.uint64))
         return np.concatenate(found)
+
+
+class CachedImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images mapped from an array in a file, whose pages all processes share.
+
+    Attributes:
+        images: uint8 (N, C, H, W); read-only.
+        targets: (N, ...), in memory.
+        unreadable: samples that could not be read when the file was made, int64 (U,), ascending; their places hold other images.
+
+    Raises:
+        ValueError: if the file has no such array.
+    """
+
+    def __init__(self, path: Path, targets: Tensor, unreadable: Tensor) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            self.images = torch.from_numpy(np.lib.format.open_memmap(path, mode="r"))
+        if self.images.dtype != torch.uint8 or self.images.dim() != 4 or len(self.images) != len(targets):
+            raise ValueError(f"{path.name} has no images for {len(targets):,} targets")
+        self.targets, self.unreadable = targets, unreadable
+        self._path, self._missing = path, frozenset(unreadable.tolist())
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample, a copy; raises `UserError` if it could not be read when the file was made."""
+        if index in self._missing:
+            raise UserError(NOT_READ)
+        return self.images[index].clone(), self.targets[index].clone()
+
+    def __reduce__(self) -> tuple[type, tuple[Path, Tensor, Tensor]]:
+        return CachedImages, (self._path, self.targets, self.unreadable)

