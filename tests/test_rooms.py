@@ -194,8 +194,8 @@ BUDGET = {
     "runtime": 1_651,
     "sweeps": 2_280,
     "tasks": 780,
-    "tracking": 2_325,
-    "verbs": 2_710,
+    "tracking": 2_303,
+    "verbs": 2_645,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

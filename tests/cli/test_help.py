@@ -146,7 +146,7 @@ def test_help_lists_every_verb_with_what_it_does(capsys):
     for name, verb in VERBS.items():
         [line] = re.findall(rf"^  {name} +(\S.*)$", text, re.MULTILINE)
         assert line == verb.help.rstrip(".")
-    assert {"copy", "env", "list", "new", "report", "show", "sweep", "sync", "watch", *SCHEMAS} == set(VERBS)
+    assert {"copy", "env", "list", "new", "report", "show", "sweep", "watch", *SCHEMAS} == set(VERBS)
 
 
 def test_the_table_names_a_function_of_each_verb():

@@ -326,10 +326,6 @@ def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, o
         (["sweep", "empty", "--folow"], "unknown flag '--folow'"),
         (["sweep", "empty"], "python -m runner report empty"),
         (["sweep", "mine/0"], "mine"),
-        (["sync"], "python -m runner sync"),
-        (["sync", "nowhere"], "there is no nowhere"),
-        (["sync", "empty", "--all"], "unknown flag '--all'"),
-        (["sync", "empty"], "logger=mlflow"),
     ],
 )
 def test_folders_that_are_none_are_named_with_what_is_right(run, workdir, words, key):

@@ -40,6 +40,7 @@ GONE: dict[str, Gone] = {
     "data.dataset.mirror": Gone("put files of a mirror into data.root", default=None),
     "data.mirror": Gone("put files of a mirror into data.root", default=None),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
+    **{f"logger.{name}.max_share": Gone("leave it out", default=0.005) for name in ("mlflow", "wandb")},
     "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),
     "on_nonfinite": Gone(
         "set on_nonfinite=skip, or resume the last checkpoint", default="raise", values={"rollback": "skip"}
@@ -59,11 +60,9 @@ GONE: dict[str, Gone] = {
 
 
 def _entry(key: str) -> Gone | None:
-    found = GONE.get(key)
-    while found is None and key:
-        key = key.rpartition(".")[0]
-        found = GONE.get(key) or GONE.get(f"{key}.*")
-    return found
+    parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
+    names = [key, *(name for parent in parents for name in (parent, f"{parent}.*"))]
+    return next((GONE[name] for name in names if name in GONE), None)
 
 
 def drop(values: Any, prefix: str = "") -> dict[str, Any]:

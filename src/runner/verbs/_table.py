@@ -161,11 +161,6 @@ _ENTRIES = (
         "runner.verbs.sweep",
     ),
     Verb(
-        "sync",
-        "Send the data that MLflow or Weights & Biases missed during a run: `sync RUN [RUN ...]`.",
-        "runner.verbs.sync",
-    ),
-    Verb(
         "train",
         "Train a model: one run, a sweep with --multirun, or a resume with ckpt_path=.",
         "runner.verbs.train",
