@@ -122,13 +122,8 @@ NUMBERS = (
 CASES = [
     _data("copies rotated", "near-duplicates"), _data("copies upside down", "near-duplicates"),
     _data("copies grey", "near-duplicates"),
-    _data("test swapped", "split-targets"), _data("test stretched", "split-source"),
-    _data("test vignetted", "split-source"), _data("test sharpened", "split-source"),
-    _data("noisy line", "image-shortcut"), _data("small logo", "image-shortcut"), _data("some wrapped", "wrap-around"),
-    _data("half permuted", "target-blocks"), _data("shifted targets", "learnable"),
+    _data("test swapped", "split-targets"), _data("shifted targets", "learnable"),
     _data("test classes renamed", "split-targets"),
-    Case("test targets in bytes", (*NUMBERS, "data.dataset={_target_: check_held_out.dataset, kind: regression, fault: bytes}"),
-         "target-shift"),
     _net("closure", "unregistered-parameters"), _net("not a leaf", "unregistered-parameters"),
     _net("norms in a tuple", "build"), _net("same kernels", "equal-units"),
     _net("hardtanh", "reachable-targets"), _net("leaky end", "reachable-targets"), _net("normalised logits", "reachable-targets"),
@@ -137,11 +132,7 @@ CASES = [
       for fault in ("clamped", "cosine", "rounded", "sorted", "last class", "log of the mean")),
     _part("every second", "loss-coverage", "loss={}", "Loss"),
     *(_part(fault, check, "transform.train=[{}]", "Batchwise") for fault, check in (
-        ("neighbours swapped", "batch-pairing"), ("half repeated", "batch-repeats"),
-        ("negative", "augmentation"), ("added to bytes", "wrap-around"),
-        ("standardised", "model-input"))),
-    *(_part(fault, "short-training", "callbacks={{own: {}}}", "Undoes") for fault in ("clamps", "noise", "new layers")),
-    Case("wrong sign of matrices", ("optimizer={_target_: check_photo_parts.Backwards, lr: 0.005}",), "short-training"),
+        ("neighbours swapped", "batch-pairing"), ("half repeated", "batch-repeats"), ("negative", "augmentation"))),
     *(Case(kind, (f"scheduler={{_target_: check_photo_parts.Curve, kind: {kind}, total_steps: null}}",), "schedule")
       for kind in ("halved each step", "nothing until the end")),
     Case("momentum 0.9999", ("optimizer={_target_: torch.optim.SGD, lr: 0.01, momentum: 0.9999}",), "optimizer-settings"),

@@ -247,7 +247,7 @@ def test_check_finds_nothing_in_healthy_tasks_and_skips_what_does_not_apply(reco
     for words, least, skipped in (
         (VECTORS, {"readable", "duplicates", "overfit"}, ("normalization", "not pairs of image and target")),
         (texts, {"readable", "evaluation-transform", "overfit"}, ("logits", "not pairs of image and target")),
-        (BOXES, {"readable", "overfit", "learning-rate"}, ("logits", "not pairs of image and target")),
+        (BOXES, {"readable", "gradient-scale", "step-size"}, ("logits", "not pairs of image and target")),
         (of_pairs, {"normalization", "class-balance", "overfit"}, ("logits", "the task computes its steps itself")),
     ):
         checks = {each["name"]: each for each in record("check", *words)["checks"]}

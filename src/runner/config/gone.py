@@ -55,6 +55,8 @@ GONE: dict[str, Gone] = {
     "search.warm_start": Gone(
         "continue a search with more search.trials, or narrow search.space to good values", default=None
     ),
+    "train": Gone("run train max_steps=200, and compare its loss with that of a guess", default=False),
+    "train_steps": Gone("run train max_steps=200", default=200),
 }
 """By dotted key, which stands for all keys inside it, too; `KEY.*` for those alone. `position.NAME` is a field of a checkpoint."""
 

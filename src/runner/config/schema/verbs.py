@@ -63,8 +63,6 @@ class Check(Train):
     skip: list[str] = field(default_factory=list)
     strict: bool = False
     samples: Annotated[int, Ge(16)] = 2048
-    train: bool = False
-    train_steps: Count = 200
     json: bool = False
 
 

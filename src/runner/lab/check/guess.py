@@ -12,7 +12,7 @@ from runner.data.loaders import Batch
 from runner.lab.check.context import CheckContext
 from runner.lab.check.result import need
 
-_SAMPLES, _DRAWN = 16, 2048
+_SAMPLES = 16
 _RATE, _STEPS = 0.1, 120  # of Adam
 
 
@@ -85,10 +85,3 @@ def loss_range(context: CheckContext) -> tuple[float, float]:
     lowest = context.cached(lowest_loss)
     need(math.isfinite(guess) and lowest < guess, f"the loss of a guess is {guess:.4g}, and the lowest {lowest:.4g}")
     return guess, lowest
-
-
-def guess_loss(context: CheckContext) -> float:
-    """The loss of a guess for random training samples."""
-    targets = context.train_stats.targets
-    drawn = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))[:_DRAWN]]
-    return min(optimize_outputs(context, context.training.task.targets(drawn.to(context.device)), equal=True)[1])

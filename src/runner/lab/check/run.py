@@ -26,9 +26,9 @@ from runner.tracking.console import Console
 from runner.tracking.verb_report import Report
 
 _MOST_CLASSES = 12  # that the report lists
-_OF_DATA = ("data", "labels", "baselines", "batches", "splits", "shortcuts")  # groups that look at pairs alone
-_LIMITED = ("outputs", "model", "loss", "loop", "steps")  # groups that `max_time` limits
-_COSTS = {"build": 5, "overfit": 15, "zero-input": 10, "learning-rate": 20, "short-training": 15}  # in those of others
+_OF_DATA = ("data", "labels", "baselines", "batches", "splits")  # groups that look at pairs alone
+_LIMITED = ("outputs", "model", "loss", "loop")  # groups that `max_time` limits
+_COSTS = {"build": 5, "overfit": 15, "zero-input": 10}  # in those of others
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
 
 
@@ -93,12 +93,11 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
     results: Results = {}
     errors: dict[str, str] = {}
     left = math.inf if context.config.max_time is None else durations.seconds(context.config.max_time)
-    costs = _COSTS | ({"training": context.config.train_steps} if context.config.train else {})
-    with console.counting("check", 1 + len(chosen), [costs.get(each.name, 1) for each in (BUILD, *chosen)]) as begin:
+    with console.counting("check", 1 + len(chosen), [_COSTS.get(each.name, 1) for each in (BUILD, *chosen)]) as begin:
         for each in (BUILD, *chosen):
             begin(each.name)
             before = time.monotonic()
-            limited = each.group in _LIMITED and each.name != "training"  # which the user asked for
+            limited = each.group in _LIMITED
             context.deadline = before + left if limited else math.inf
             results[each] = run_check(each, context, errors), time.monotonic() - before
             left -= results[each][1] if limited else 0.0

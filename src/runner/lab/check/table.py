@@ -10,8 +10,8 @@ from runner.lab.check.context import CheckContext
 from runner.lab.check.result import REGISTERED, Check, Result, passed
 
 GROUPS = (
-    *("data", "labels", "samples", "outputs", "model", "loss", "loop", "baselines", "batches", "splits", "shortcuts"),
-    *("reach", "objective", "settings", "steps"),
+    *("data", "labels", "samples", "outputs", "model", "loss", "loop", "baselines", "batches", "splits"),
+    *("reach", "objective", "settings"),
 )
 
 

@@ -8,15 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.lab.check.checks.baselines import chance_level
-from runner.lab.check.checks.data import moments_without_padding
 from runner.lab.check.context import CheckContext
 from runner.lab.check.near_duplicates import unit_vectors
-from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed
+from runner.lab.check.result import Result, check, failed, graded, need
 from runner.lab.check.split_stats import digests_of, thumbnails
 
 _SAME, _CLOSE = 0.9999, 0.1  # correlation of two images of a batch that are the same, and most deviations apart
-_WRAPPED = 1.0  # jumps over the whole range for each jump over half of it; 0.1 in photographs
 _EQUAL = 64  # samples of any kind that are compared
 
 
@@ -90,74 +87,3 @@ def batch_pairing(context: CheckContext) -> Result:
     evidence = f"{share:.0%} of {len(augmented)} training images show the picture of another sample"
     fix = "a batch transform must keep the order of the images: the targets keep theirs"
     return graded(evidence, fix, fail=share > 0.1)
-
-
-@check("batches")
-def shuffling(context: CheckContext) -> Result:
-    """Batches with a single class each: samples sorted by class that are not shuffled."""
-    split = context.splits.train
-    usable = context.classes and "train" in context.labels and split.mix is None
-    need(usable, "there are no classes, or samples are blended")
-    labels, size = context.labels["train"], split.loader.batch_size
-    need(len(labels) >= 4 * size and size >= 4, "fewer than four batches, or of fewer than four samples")
-    overall = chance_level(labels)
-    batches = [batch.targets for batch in split.loader.batches(0, 0, 4)][:4]
-    need(all(targets.ndim == 1 for targets in batches), "the targets are not class numbers")
-    share = sum(chance_level(targets.long()) for targets in batches) / len(batches)
-    evidence = f"the largest class has {share:.0%} of each of the first batches, {overall:.0%} of all samples"
-    fix = "data.shuffle=true: otherwise each step forgets the other classes"
-    return graded(evidence, fix, fail=share > overall + 0.6 * (1 - overall))
-
-
-@check("batches")
-def model_input(context: CheckContext) -> Result:
-    """Images that reach the model with another scale than data.normalize gives: normalized twice, or not at all."""
-    found, measured = context.cached(first_batches), context.train_stats.channel_statistics()
-    splits = context.splits
-    mean, std = (torch.tensor(each).expand(splits.channels) for each in (splits.mean, splits.std))
-    expected, trained = moments_without_padding(context, found.plain, found.images)
-    evaluated = torch.stack([found.plain.mean((0, 2, 3)), found.plain.std((0, 2, 3))])
-    for name, (ours, theirs), (wanted, wide) in (
-        ("an evaluation", evaluated, torch.stack([(measured[0] - mean) / std, measured[1] / std])),
-        ("training", trained, expected),
-    ):
-        wide = wide.clamp_min(1e-6)
-        ratio = float((theirs.clamp_min(1e-6) / wide).log().mean().exp())
-        away = float(((ours - wanted).abs() / wide).max())
-        evidence = f"in {name}, the model input has mean {ours.mean():.3g} and standard deviation {theirs.mean():.3g}; "
-        evidence += f"data.normalize gives {wanted.mean():.3g} and standard deviation {wide.mean():.3g}"
-        if ratio > 2.2 or ratio < 0.3 or away > 2:
-            return failed(evidence, "normalize only in data.normalize: transforms return uint8 or values in [0, 1]")
-    return passed(evidence)
-
-
-def _jumps(values: Tensor) -> tuple[float, int]:
-    """Neighbors nearly the whole range apart: how many for each pair that is half of it apart, and how many in all."""
-    whole, half = 0, 0
-    for first, second in ((values[..., 1:], values[..., :-1]), (values[..., 1:, :], values[..., :-1, :])):
-        # Saturated pixels do not count: drawings and masks also jump from black to white.
-        inside = (first > 0.5) & (first < 254.5) & (second > 0.5) & (second < 254.5)
-        apart = (first - second).abs()
-        whole += int((inside & (apart > 192)).sum())
-        half += int((inside & (apart > 96) & (apart < 160)).sum())
-    return whole / max(1, half), whole
-
-
-@check("batches")
-def wrap_around(context: CheckContext) -> Result:
-    """Pixel values that overflowed 255 and wrapped around to 0, as in uint8 arithmetic."""
-    sources = {f"{name} as the data set returns it": images for name, (images, _) in context.sample_images.items()}
-    std, mean = (torch.tensor(each).view(1, -1, 1, 1) for each in (context.splits.std, context.splits.mean))
-    try:
-        found = context.cached(first_batches)
-        sources |= {"training batches": found.images * std + mean, "evaluated batches": found.plain * std + mean}
-    except NotApplicable:
-        pass
-    for name, images in sources.items():
-        values = (images * 255).clamp(0, 255)
-        extreme = float(((values < 16) | (values > 239)).float().mean())
-        ratio, count = _jumps(values)
-        if extreme < 0.6 and ratio > _WRAPPED and count > 1e-3 * values.numel():
-            evidence = f"in {name}, {count:,} neighbors are almost 255 apart, {ratio:.0f} times as many as half of it"
-            return failed(evidence, "compute in float or int16 and clamp to 0 to 255 before the cast to uint8")
-    return passed(f"{len(sources)} sources of images have no such jumps")

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import itertools
-from collections.abc import Sequence
-from typing import Any
-
-import PIL.Image
 import torch
-from torch import Tensor
-from torchvision import tv_tensors
-from torchvision.transforms.v2 import functional as F
 
-from runner.data.module import callables
-from runner.data.sample_rng import preserved_rng, seed_generators
-from runner.data.samples import as_tensor
-from runner.instrument.nested import leaves_of, mapped_items
 from runner.lab.check.context import CheckContext
 from runner.lab.check.result import NotApplicable, Result, check, failed, graded, join_names, need, none_of
-from runner.lab.check.split_stats import XYXY, Annotated, is_boxes, is_image
+from runner.lab.check.split_stats import Annotated
 from runner.run.model import num_classes_of
 
 _BAD, _MANY_BAD = 0.01, 0.2  # shares of boxes
-_EMPTY = 0.5  # share of images without an object
-_CELLS, _DRAWS, _TRIED = 6, 8, 4  # of a marked picture: cells a side, draws of a transform, samples
-_RELATED = 0.5  # correlation of a drawn picture with its mask
 
 
 def _annotated(context: CheckContext) -> list[tuple[str, Annotated]]:
@@ -98,110 +81,3 @@ def box_format(context: CheckContext) -> Result:
     if bool((boxes.abs() <= 1).all()) and float(size.min()) > 2:
         return failed(f"all {len(boxes):,} boxes are from 0 to 1", f"pixels instead of shares of the image; {fix}")
     return graded(evidence, fix, fail=max(share, outside) > _MANY_BAD, warn=share > 0 or outside > _BAD)
-
-
-@check("samples", any_task=True)
-def objects(context: CheckContext) -> Result:
-    """More images without any object than with one."""
-    found, background = _annotated(context), {0, getattr(context.training.task, "ignore_index", None)}
-    empty = [not len(each.boxes) if each.boxes is not None else each.values <= background for _, each in found]
-    share = sum(empty) / len(found)
-    fix = "check how the annotations are found: file names, ids of images, filters"
-    return graded(f"{share:.0%} of {len(found):,} images have no object", fix, warn=share > _EMPTY)
-
-
-def _marked(sample: Any, seed: int) -> Any:
-    """A sample with a drawn picture instead of its image, and masks and boxes of what it shows.
-
-    Masks of classes have cells of two values, boxes and their masks a bright rectangle in a corner: no flip or turn of them
-    looks like the picture itself.
-    """
-    leaves = leaves_of(sample)
-    height, width = F.get_size(next(filter(is_image, leaves)))
-    box = torch.tensor([width * 0.05, height * 0.1, width * 0.4, height * 0.45])
-    shown = _inside(box, (height, width))
-    if not any(is_boxes(leaf) for leaf in leaves):
-        drawn = torch.rand(1, 1, _CELLS, _CELLS, generator=torch.Generator().manual_seed(seed)) > 0.5
-        shown = torch.nn.functional.interpolate(drawn.float(), (height, width))[0, 0] > 0.5
-    picture = shown * 160 + 48
-
-    def marked(leaf: Any) -> Any:
-        if isinstance(leaf, PIL.Image.Image):
-            return PIL.Image.fromarray(picture.byte().numpy()).convert(leaf.mode)
-        values: Tensor
-        if is_boxes(leaf):
-            values = F.convert_bounding_box_format(box.expand(len(leaf), 4), XYXY, leaf.format)
-        elif isinstance(leaf, tv_tensors.Image):
-            values = (picture if leaf.dtype == torch.uint8 else picture / 255).expand(leaf.shape)
-        elif _is_mask(leaf, (height, width)):
-            values = shown.expand(leaf.shape)
-        else:
-            return leaf
-        values = values.to(leaf.dtype).clone()
-        return tv_tensors.wrap(values, like=leaf) if isinstance(leaf, tv_tensors.TVTensor) else values
-
-    return mapped_items(sample, object, marked)
-
-
-def _is_mask(leaf: Any, size: tuple[int, int]) -> bool:
-    """True for a mask; also for one that lacks its type, by which transforms know it: whole numbers, one for each pixel."""
-    plain = type(leaf) is Tensor and not leaf.is_floating_point() and leaf.ndim in (2, 3)
-    return isinstance(leaf, tv_tensors.Mask) or (plain and tuple(leaf.shape[-2:]) == size)
-
-
-def _inside(box: Tensor, size: Sequence[int]) -> Tensor:
-    """Where a box (4,), XYXY, is in an image of a size: bool (H, W)."""
-    left, top, right, bottom = box.round().int().clamp_min(0).tolist()
-    inside = torch.zeros(*size, dtype=torch.bool)
-    inside[top:bottom, left:right] = True
-    return inside
-
-
-def _correlations(before: Any, after: Any) -> list[float]:
-    """How much the picture has to do with each mask and the box after a transform: 1 for all, and about 0 for nothing."""
-    leaves, now, found = leaves_of(before), leaves_of(after), []
-    if len(leaves) != len(now):
-        return []
-    place = next(place for place, leaf in enumerate(leaves) if is_image(leaf))
-    size, image = tuple(F.get_size(leaves[place])), as_tensor(now[place]).float().mean(0)
-    for leaf, given in zip(leaves, now, strict=True):
-        if is_boxes(leaf) and len(given):
-            boxes = F.convert_bounding_box_format(
-                given.as_subclass(Tensor), getattr(given, "format", leaf.format), XYXY
-            )
-            mask = _inside(boxes[0], image.shape)
-        elif _is_mask(leaf, size) and given.numel() and given.shape[-2:] == image.shape:
-            mask = given.as_subclass(Tensor).reshape(-1, *image.shape)[0]
-        else:
-            continue
-        values, counts = torch.unique(mask, return_counts=True)
-        if len(values) > 1:
-            a, b = values[counts.topk(2).indices]  # a third value is what fills the border
-            pairs = torch.stack([image, (mask == a).float()])[:, (mask == a) | (mask == b)]
-            found.append(float(torch.corrcoef(pairs)[0, 1].abs().nan_to_num(1.0)))
-    return found
-
-
-@check("samples", any_task=True)
-def joint_transform(context: CheckContext) -> Result:
-    """A transform of training that moves an image and not its mask or boxes, or the reverse."""
-    nodes, dataset = context.config.transform.sample_train, context.splits.parts["train"][0]
-    need(context.whole and nodes, "there is no transform.sample_train of whole samples")
-    transforms, compared = callables("transform.sample_train", nodes), []
-    without = {
-        about.index for about in context.train_stats.annotated if about.boxes is not None and not len(about.boxes)
-    }
-    indices = [index for index in context.readable("train", len(without) + _TRIED) if index not in without]
-    for index, epoch in itertools.product(indices[:_TRIED], range(_DRAWS)):
-        with preserved_rng():
-            seed_generators(context.config.seed, epoch, index)
-            sample = dataset[index]
-            if any(map(is_image, leaves_of(sample))):
-                before = _marked(sample, index)
-                after = functools.reduce(lambda value, transform: transform(value), transforms, copy.deepcopy(before))
-                compared += [min(each) for each in [_correlations(before, after)] if each]
-    need(compared, "no mask and no box is left to compare")
-    apart = sum(each < _RELATED for each in compared)
-    evidence = f"in {apart} of {len(compared)} draws of the transforms, a drawn image and its mask or boxes differ"
-    fix = "torchvision.transforms.v2 on the whole sample, with masks and boxes of torchvision.tv_tensors"
-    return graded(evidence, fix, fail=apart > 1, warn=apart > 0)
