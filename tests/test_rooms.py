@@ -182,16 +182,16 @@ BUDGET = {
     "base": 980,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_585,
     "config": 4_135,
-    "data": 8_620,  # boxes, outlines and names of all readers are checked alike
+    "data": 8_615,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
     "engine": 3_225,
     "instrument": 745,  # attributes of a task, which a trial puts back
-    "lab": 7_930,
+    "lab": 7_666,
     "launch": 1_030,
     "models": 1_390,
     "optim": 1_250,
     "run": 4_300,
-    "runtime": 1_890,
+    "runtime": 1_780,
     "sweeps": 2_280,
     "tasks": 780,
     "tracking": 2_325,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import BatchPlan, Loader, MemoryLoader
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import ImageArrays
@@ -133,28 +131,8 @@ def test_the_loader_itself_stays_as_it_is() -> None:
 
 def test_how_samples_are_read_is_known() -> None:
     diary = Diary()
-    arrays = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES)
-    assert facts(memory(diary)) == (None, CPU, False)
-    assert facts(disk(diary)) == (0, None, False)
-    assert facts(WorkerLoader(SeededDataset(arrays, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU)) == (
-        0,
-        None,
-        True,
-    )
-    transformed = WorkerLoader(
-        SeededDataset(arrays, 0, [lambda image: image]), BatchPlan(torch.arange(10), 4, 0, True), CPU
-    )
-    assert not transformed.could_be_resident
-
-
-def facts(loader: Loader) -> tuple[int | None, torch.device | None, bool]:
-    return loader.workers, loader.resident, loader.could_be_resident
-
-
-def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
-    write(tmp_path / "images", "key", len(IMAGES), iter([(IMAGES, torch.arange(10))]))
-    mapped = CachedImages(tmp_path / "images")
-    assert WorkerLoader(SeededDataset(mapped, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU).could_be_resident
+    assert (memory(diary).workers, memory(diary).resident) == (None, CPU)
+    assert (disk(diary).workers, disk(diary).resident) == (0, None)
 
 
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:
