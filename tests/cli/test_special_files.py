@@ -77,7 +77,7 @@ OUTPUTS = {
     "inspect what=layers output=named": "inspect.json",
     "inspect features=[head] output=named/a.npz": "a.npz",
     "find-lr num_steps=10 output=named": "lr_range.json config.yaml",
-    "profile steps=2 warmup_steps=1 trace_steps=1 output=named": "profile.json config.yaml ops.json ops.txt trace.json",
+    "profile steps=2 warmup_steps=1 trace_steps=1 output=named": "profile.json config.yaml ops.txt trace.json",
     "bench vary.threads=[1] budget_s=1 hydra.run.dir=named": "bench.json",
 }
 """Commands, and the files that each writes into the folder `named`."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch.utils.data import Dataset
 
 from runner.data.loaders import BatchPlan, Loader, MemoryLoader
 from runner.data.samples import SeededDataset
-from runner.data.sources.arrays import CachedImages, ImageArrays
+from runner.data.sources.arrays import ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
 from runner.data.workers import WorkerLoader, loader_in_ranges
 from runner.instrument.profiler_ranges import PREPARE, WAIT
@@ -133,28 +131,8 @@ def test_the_loader_itself_stays_as_it_is() -> None:
 
 def test_how_samples_are_read_is_known() -> None:
     diary = Diary()
-    arrays = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES)
-    assert facts(memory(diary)) == (None, CPU, False)
-    assert facts(disk(diary)) == (0, None, False)
-    assert facts(WorkerLoader(SeededDataset(arrays, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU)) == (
-        0,
-        None,
-        True,
-    )
-    transformed = WorkerLoader(
-        SeededDataset(arrays, 0, [lambda image: image]), BatchPlan(torch.arange(10), 4, 0, True), CPU
-    )
-    assert not transformed.could_be_resident
-
-
-def facts(loader: Loader) -> tuple[int | None, torch.device | None, bool]:
-    return loader.workers, loader.resident, loader.could_be_resident
-
-
-def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
-    np.save(tmp_path / "images.npy", IMAGES.numpy())
-    mapped = CachedImages(tmp_path / "images.npy", torch.arange(10), torch.arange(0))
-    assert WorkerLoader(SeededDataset(mapped, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU).could_be_resident
+    assert (memory(diary).workers, memory(diary).resident) == (None, CPU)
+    assert (disk(diary).workers, disk(diary).resident) == (0, None)
 
 
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:

@@ -20,11 +20,10 @@ from runner.checkpoint.file import read
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Inspect
 from runner.engine.state import load_weights
-from runner.lab.inspect.numbers import Layer, layers_of, numbers_of, pass_through
-from runner.lab.inspect.parts import Inspection, last_maps, maps_of
+from runner.lab.inspect.numbers import layers_of, numbers_of, pass_through
+from runner.lab.inspect.parts import maps_of
 from runner.models.features import write_features
 from runner.run.run import Run
-from runner.tracking.verb_report import Report
 from runner.train import build_run
 from runner.verbs._table import VERBS
 
@@ -102,8 +101,8 @@ def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable
 def test_weights_that_two_modules_share_count_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    layers = {layer.name: layer for layer in layers_of(model, torch.zeros(1, 3), {}, 1)}
-    assert [layers[name].parameters for name in ("0", "1")] == [12, 3]
+    layers = {layer["name"]: layer for layer in layers_of(model, torch.zeros(1, 3), {}, 1)}
+    assert [layers[name]["parameters"] for name in ("0", "1")] == [12, 3]
 
 
 def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -> None:
@@ -181,18 +180,17 @@ def test_a_grid_is_drawn_of_the_layers_that_are_named_or_of_the_last_one_with_ma
     words = ("what=features", "tensors=stages.0,head,stages.1.0")
     assert inspect(*SMALL, *words)["files"] == ["features_stages.0.png", "features_stages.1.0.png"]
     assert inspect(*DATA, "model=mlp", "model.hidden=[8]", "what=features")["files"] == []
-    shapes = {"a": (8, 4, 4), "b": (8, 2, 2), "b.0": (8, 4, 4), "b.0.x": (8, 2, 2), "c": (8, 1, 1), "d": (8,)}
-    layers = [Layer(name, "Module", False, 0, 0, output) for name, output in shapes.items()]
-    assert (last_maps(layers), last_maps(layers[:1]), last_maps(layers[-2:])) == (["b"], ["a"], [])
+    assert inspect(*DATA, "model=vit_tiny", "what=features")["files"] == ["features_norm.png"], "tokens are maps"
 
 
-def test_tokens_on_a_grid_are_maps() -> None:
-    tokens = torch.rand(2, 7, 3)
-    maps = maps_of(tokens, (16, 24))
+def test_tokens_on_a_square_are_maps() -> None:
+    tokens = torch.rand(2, 10, 3)
+    maps = maps_of(tokens)
     assert maps is not None
-    assert maps.shape == (2, 3, 2, 3)
+    assert maps.shape == (2, 3, 3, 3)
     assert maps[1, 2].flatten().equal(tokens[1, 1:, 2]), "without the class token"
-    assert maps_of(tokens[:, :2], (16, 24)) is None
+    assert [maps_of(tokens[:, :count]) for count in (2, 3, 6)] == [None] * 3
+    assert maps_of(tokens[:, :, :, None, None]) is None
 
 
 @pytest.fixture
@@ -310,20 +308,6 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
         norms = {each["name"]: each["weight_norm"] for each in found["gradients"]}
         assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
-
-
-def test_a_long_table_is_shown_in_part_with_its_sum(
-    built: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    training = built(*SMALL)
-    rows = [[f"layer {number}", str(number)] for number in range(99)]
-    seen = Inspection(training.config, training, tmp_path, Report(False), True)
-    seen.table("long", ["layer", "n"], [*rows, ["total", "4851"]])
-    out = capsys.readouterr().out
-    assert "total" in out
-    assert "layer 58" in out
-    assert "layer 59" not in out
-    assert "40 more rows are in inspect.json" in out
 
 
 def test_a_module_called_like_a_path_writes_into_the_folder_alone(

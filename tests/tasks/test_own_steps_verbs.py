@@ -190,12 +190,7 @@ def test_bench_and_profile_measure_steps_of_a_task(record: Callable[..., Any], w
     assert found["baseline"]["samples_per_s"]["median"] > 0
     profiled = record("profile", *words, "steps=4", "trace_steps=0")
     assert profiled["samples_per_s"] > 0
-    model = 2 * 64 * 8 + (2 * 4 * 64 if words is VECTORS else 0)
-    assert profiled["compute"]["forward_flops_by_module"][""] == model
-    # The head that the task adds is counted in the whole, and not in the model
-    added = 2 * 8 * 3 * (words is BOXES)
-    assert profiled["compute"]["forward_flops_of_sample"] == model + added
-    assert profiled["memory"]["saved_bytes"] > 0
+    assert min(profiled["shares"].values()) > 0
 
 
 @pytest.mark.parametrize("words", [VECTORS, BOXES], ids=["vectors", "boxes"])

@@ -132,7 +132,6 @@ class Loader:
 
     workers: int | None = None  # processes that read the samples, 0 where this one does; None if they are in memory
     resident: torch.device | None = None  # where the images are in memory; None if they are read
-    could_be_resident = False  # whether tensors, in memory or in a cache file, are read one by one and stay as they are
 
     def __init__(
         self,

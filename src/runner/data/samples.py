@@ -66,7 +66,6 @@ class SeededDataset(Dataset[Any]):
     ) -> None:
         self._pairs = pairs
         self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
-        self.changes_images = bool(transforms)
         self._replacements = replacements
         self._cut: Any = self._transforms.pop(0) if pairs and crops_while_decoding(dataset, transforms) else None
 

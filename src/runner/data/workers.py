@@ -26,7 +26,6 @@ from runner.data.loaders import BatchPlan, Fields, Loader, Mix, Prepare
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
 from runner.data.samples import Read, SeededDataset, collate
-from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.instrument.nested import mapped_items
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
@@ -118,7 +117,6 @@ class WorkerLoader(Loader):
         # The task sets it later, once targets have a meaning
         self.check: Callable[[Tensor, Tensor], None] | None = None
         self.workers = workers
-        self.could_be_resident = isinstance(reader.dataset, ImageArrays | CachedImages) and not reader.changes_images
         self._pin, self._prefetches = pin, non_blocking
         # One object for all epochs, as a DataLoader cannot be given another sampler.
         self._requests = _Requests(0, iter(()))

@@ -30,7 +30,7 @@ from runner.engine.loop import Loop
 from runner.engine.state import TrainState
 from runner.run.directory import RunDirectory, claim, timestamp
 from runner.run.setup import Setup, is_inside
-from runner.runtime.stopwatch import core_wait, waited_for_core
+from runner.runtime.core_wait import core_wait, waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.plots import learning_curves

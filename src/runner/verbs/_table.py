@@ -138,7 +138,7 @@ _ENTRIES = (
     ),
     Verb(
         "profile",
-        "Profile training steps: where the time and the memory go, and which key to try first.",
+        "Profile training steps: shares of data, host and device, a trace of torch.profiler, memory.",
         "runner.lab.profile.run",
         sweeps="profiles/sweeps",
         # torch reads these when it is loaded; without them its profiler writes notes about itself to standard error.

@@ -13,6 +13,8 @@ from runner.base.secrets import mask_text
 
 _FILES = ("csv", "md", "json", "html", "save_baseline")
 _OPTIONS = ("columns", "sort", "seeds", "diff", "against", *_FILES)
+_FOLDERS = {"name": "outputs/{}", "output_root": "{}", "ckpt_path": "{}", "sweep.dir": "{}", "data": "outputs/{}"}
+"""Keys of other verbs that choose runs, and the folder of these runs."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,6 +64,8 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
         elif key in _OPTIONS and equals:
             options[key] = value
         elif word.startswith("-") or (equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists()):
+            if equals and key in _FOLDERS:
+                raise UserError("report", f"takes folders, not {key}=", f"report {_FOLDERS[key].format(value)}")
             close = nearest(key.lstrip("-"), [*_OPTIONS, "tolerance.metric"])
             allowed = ", ".join(f"{name}=" for name in (*_OPTIONS, "tolerance.MEASURE"))
             if not close and equals:

@@ -163,15 +163,22 @@ def test_a_name_that_is_too_long_for_a_file_is_a_sentence(run: Callable[..., Any
         assert "Traceback" not in done.err
 
 
-def test_a_narrow_terminal_skips_columns_and_says_so(
-    many: Callable[[int], Path], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_narrow_terminal_skips_settings_before_metrics_and_says_so(
+    many: Callable[[int], Path], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, width: int, chosen: bool
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    lines = run("report", str(many(200))).out.splitlines()
+    monkeypatch.setenv("COLUMNS", str(width))
+    settings = "optimizer.lr,model.width,amp,scheduler,optimizer.weight_decay,data.batch_size,transform.train"
+    words = [f"columns={settings},val/accuracy,test/accuracy,test/loss"] if chosen else []
+    lines = run("report", str(many(200)), *words).out.splitlines()
     table = [line for line in lines if line[:4].strip() and not line.startswith(("error", "no room", "    "))]
-    assert max(len(line.rstrip()) for line in table) <= 60
-    assert "no room for" in "\n".join(lines)
-    assert "val/accuracy" in lines[1]
+    assert max(len(line.rstrip()) for line in table) <= width
+    metrics = ["val/accuracy", "test/accuracy", "test/loss"][: {60: 1, 80: 2, 120: 2 + chosen}[width]]
+    assert lines[1].split()[: 2 + len(metrics)] == ["run", "status", *metrics]
+    assert ("optimizer.lr" in lines[1]) == (width == 120)
+    skipped = [line for line in lines if line.startswith("no room for ")]
+    assert len(skipped) == (chosen or width < 120)
 
 
 def test_a_run_that_is_written_a_damaged_one_and_a_sweep_are_reported(
@@ -249,6 +256,8 @@ def test_two_runs_are_compared_and_the_command_for_their_weights_works(
         (["RUNS", "tolerance.step=0.1"], "against=PLACE"),
         (["RUNS", "tolerance=0.1"], "tolerance.metric"),
         (["RUNS", "epochs=3"], "to_pandas().query()"),
+        (["name=digits"], "takes folders, not name=\n    allowed: report outputs/digits"),
+        (["ckpt_path=RUNS"], "report RUNS"),
     ],
 )
 def test_mistakes_name_what_is_wrong(
@@ -256,7 +265,7 @@ def test_mistakes_name_what_is_wrong(
 ) -> None:
     done = run("report", *(word.replace("RUNS", str(many(20))) for word in words))
     assert done.status == 2, done.out
-    assert key in done.err
+    assert key.replace("RUNS", str(many(20))) in done.err
 
 
 def test_python_takes_runs_lists_and_columns_as_text(many: Callable[[int], Path], tmp_path: Path) -> None:

@@ -346,12 +346,13 @@ def test_each_task_has_a_table_that_begins_with_run_status_and_metric(
     ]
     heads = [each.splitlines()[1].split() for each in tables]
     assert [head[:3] for head in heads] == [["run", "status", f"val/{name}"] for name in ("accuracy", "map", "miou")]
-    assert heads[1][3:] == ["optimizer.lr", "test/map", "time"]
+    assert heads[1][3:] == ["test/map", "optimizer.lr", "time"]
     first = [line.split("  ")[0] for line in tables[0].splitlines()[3:6]]
     assert first == ["classification/2", "classification/3 and 1 more", "z/broken"]
-    assert re.search(r"classification/3 and 1 more +finished +0.5 . 0.35 +resnet18_cifar", tables[0])
-    assert re.search(r"classification/2 +finished +0.5 +Own", tables[0])
-    assert "[Flip(p=0.5)]" in tables[0] or "no room for transform.train" in tables[0]
+    if width > 80:
+        assert re.search(r"classification/3 and 1 more +finished +0.5 . 0.35 +\S.* resnet18_cifar", tables[0])
+        assert re.search(r"classification/2 +finished +0.5 +\S+ +Own", tables[0])
+    assert "[Flip(p=0.5)]" in tables[0] or re.search("no room for .*transform.train", tables[0])
     assert max(len(line) for each in tables for line in each.splitlines()[:6]) <= width
     for text in (out, Path("t.md").read_text()):
         assert "_target_" not in text

@@ -20,57 +20,46 @@ from runner.run.run import Run
 from runner.runtime.determinism import refusal
 
 
-@dataclass
-class Layer:
-    """One module."""
+def layers_of(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted: int) -> list[dict[str, Any]]:
+    """The modules of a model, the model itself first, with their outputs for images (B, C, H, W) in evaluation mode.
 
-    name: str  # dotted; empty for the model itself
-    kind: str  # its class
-    inner: bool  # whether it has modules inside
-    parameters: int  # direct ones, without those of modules inside
-    trainable: int  # of these
-    output: tuple[int, ...] | None = None  # shape of its last output for one sample; None if it gives no tensor
-    calls: int = 0  # how often it runs in a forward pass
-    output_bytes: int = 0  # of a sample, all calls together; none where the output is its input, changed or viewed
-    flops: int = 0  # of a forward pass with one sample, without those of modules inside
-
-    def add_call(self, inputs: Sequence[Any], output: Any) -> None:
-        """Add a call with these inputs and this output."""
-        self.calls += 1
-        if (tensor := first_tensor(output)) is None:
-            return
-        self.output = tuple(tensor.shape[1:])
-        given = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
-        if not self.inner and tensor.untyped_storage().data_ptr() not in given:
-            self.output_bytes += tensor.nbytes // max(1, len(tensor) if tensor.ndim else 1)
-
-
-def layers_of(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted: int) -> list[Layer]:
-    """The modules of a model, with their outputs for images (B, C, H, W) in evaluation mode; the model itself comes first.
-
-    `flops` are those of a forward pass with `counted` samples, by dotted name of the module, its children included.
+    Counts are for one sample and without modules inside, so that they add up. `flops` are those of a forward pass with
+    `counted` samples, by dotted name of the module, its children included.
     """
-    layers: dict[str, Layer] = {}
+    layers: dict[str, dict[str, Any]] = {}
     known: set[int] = set()  # shared weights count with the first module that has them
     for name, module in model.named_modules():
         weights = [weight for weight in module.parameters(recurse=False) if id(weight) not in known]
         known.update(map(id, weights))
-        trainable = sum(weight.numel() for weight in weights if weight.requires_grad)
-        inner = any(True for _ in module.children())
-        layers[name] = Layer(name, type(module).__name__, inner, sum(map(Tensor.numel, weights)), trainable)
-    with evaluating(model), Observer(model, after=lambda name, module, *seen: layers[name].add_call(*seen)):
+        layers[name] = {
+            "name": name,
+            "kind": type(module).__name__,
+            "inner": any(True for _ in module.children()),  # whether it has modules inside
+            "parameters": sum(weight.numel() for weight in weights),
+            "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
+            "output": None,  # shape of its last output; None if it gives no tensor
+            "calls": 0,  # how often it runs in a forward pass
+            "output_bytes": 0,  # all calls together; none where the output is its input, changed or viewed
+            "flops": flops.get(name, 0) // counted,
+        }
+
+    def add_call(name: str, module: nn.Module, inputs: Sequence[Any], output: Any) -> None:
+        layer, tensor = layers[name], first_tensor(output)
+        layer["calls"] += 1
+        if tensor is not None:
+            layer["output"] = tuple(tensor.shape[1:])
+            given = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+            if not layer["inner"] and tensor.untyped_storage().data_ptr() not in given:
+                layer["output_bytes"] += tensor.nbytes // max(1, len(tensor) if tensor.ndim else 1)
+
+    with evaluating(model), Observer(model, after=add_call):
         model(images)
-    # Counts include the modules inside, and rows of a table have to add up
-    own = dict(flops)
     for name, count in flops.items():
-        outer = name
-        while outer:
+        outer = name.rpartition(".")[0]
+        while outer and outer not in flops:  # a list of modules does not run itself
             outer = outer.rpartition(".")[0]
-            if outer in flops:  # a list of modules does not run itself and has no operations
-                own[outer] -= count
-                break
-    for name, layer in layers.items():
-        layer.flops = max(0, own.get(name, 0)) // counted
+        if name and outer in flops:
+            layers[outer]["flops"] = max(0, layers[outer]["flops"] - count // counted)
     return list(layers.values())
 
 
@@ -89,16 +78,13 @@ class Numbers(NamedTuple):
 
 def numbers_of(tensor: Tensor) -> Numbers:
     """The numbers of a tensor of any device and dtype."""
-    shape, values = tuple(tensor.shape), tensor.detach().float().cpu().flatten()
-    finite = values.isfinite()
-    not_finite = int((~finite).sum())
-    values = values[finite] if not_finite else values
-    if not len(values):
-        return Numbers(shape, math.nan, math.nan, math.nan, math.nan, math.nan, 0.0, not_finite)
-    mean = float(values.sum(dtype=torch.float64)) / len(values)
-    squares = float(values.double().square().sum())
-    std, zeros = math.sqrt(max(0.0, squares / len(values) - mean * mean)), float((values == 0).sum()) / len(values)
-    return Numbers(shape, mean, std, float(values.min()), float(values.max()), math.sqrt(squares), zeros, not_finite)
+    values = tensor.detach().cpu().double().flatten()
+    finite = values[values.isfinite()]
+    found = [math.nan] * 5 + [0.0]
+    if len(finite):
+        found = [finite.mean(), finite.std(correction=0), finite.min(), finite.max(), finite.norm()]
+        found.append((finite == 0).double().mean())
+    return Numbers(tuple(tensor.shape), *map(float, found), len(values) - len(finite))
 
 
 @dataclass

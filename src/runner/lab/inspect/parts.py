@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +19,11 @@ from runner.data.bad_samples import path_of
 from runner.data.loaders import Batch
 from runner.data.module import SplitData
 from runner.engine.metrics import class_numbers
-from runner.instrument.flops import Flops
 from runner.instrument.nested import parts_of_rows
 from runner.instrument.no_trace import evaluating
-from runner.lab.inspect.numbers import Layer, Numbers, Pass, layers_of, numbers_of, pass_through
-from runner.models.features import Extractor
+from runner.instrument.observer import Observer
+from runner.lab.inspect.numbers import Numbers, Pass, layers_of, numbers_of, pass_through
+from runner.models.features import listener
 from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
 from runner.run.outputs import Predictions
@@ -35,9 +34,7 @@ from runner.tracking.plots import confusion_matrix
 from runner.tracking.verb_report import Report, mib
 
 _CHANNELS, _ROWS = 8, 4  # of a grid of activations
-_MOST_ROWS = 60  # of a table
 _LONGEST = 60  # letters of a layer in the name of a file: four bytes each at most, and 255 are allowed
-_RED, _GREEN = "#bb3344", "#228833"
 
 
 @dataclass
@@ -52,17 +49,6 @@ class Inspection:
     files: list[Path] = field(default_factory=list)  # pictures that are drawn
 
     @cached_property
-    def flops(self) -> Flops:
-        """Operations of the model."""
-        return training_flops(self.training, self.training.state.position)
-
-    @cached_property
-    def layers(self) -> list[Layer]:
-        """The modules of the model."""
-        images, flops = example_input(self.training.data), self.flops
-        return layers_of(self.training.model, images, flops.by_module, flops.samples)
-
-    @cached_property
     def batch(self) -> Batch:
         """The first batch of the epoch that the state stands in, as a training step is given it."""
         return next(iter(self.training.data.train.loader.batches(self.training.state.position.epoch, 0, 1)))
@@ -72,25 +58,19 @@ class Inspection:
         """This batch, forward and backward."""
         return pass_through(self.training, self.batch, self.config.tensors)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Show a table; of a long one the beginning, and the last row, which is the sum where there is one."""
-        shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
-        self.report.table(title, list(columns), [list(row) for row in shown])
-        if len(shown) < len(rows):
-            self.report.line(f"{len(rows) - len(shown):,} more rows are in inspect.json")
-
     def numbers(
-        self, title: str, kind: str, found: Mapping[str, Numbers], sizes: Mapping[str, float] | None = None
+        self, kind: str, title: str, found: Mapping[str, Numbers], sizes: Mapping[str, float] | None = None
     ) -> list[dict[str, Any]]:
-        """Show tensors of a kind with a row for each, and its norm as a share of `sizes`; returns them for JSON."""
+        """Show tensors with a row for each, and its norm as a share of `sizes`; returns them for JSON."""
+        columns = [kind, "shape", "mean", "std", "min", "max", "norm", "zeros", "not finite"]
         rows = []
         for name, each in found.items():
             values = [*map(number, each[1:6]), percent(each.zeros), f"{each.not_finite:,}" if each.not_finite else ""]
             share = [] if sizes is None else [number(each.norm / sizes[name]) if sizes[name] > 0 else ""]
             rows.append([name, shape_text(each.shape), *values, *share])
-        columns = [kind, "shape", "mean", "std", "min", "max", "norm", "zeros", "not finite"]
         if rows:
-            self.table(title, columns if sizes is None else [*columns, "norm / weight's"], rows)
+            title += f" of a training batch of {len(self.batch.indices):,}"
+            self.report.table(title, columns if sizes is None else [*columns, "norm / weight's"], rows)
         return [{"name": name, **each._asdict()} for name, each in found.items()]
 
     def file_of(self, index: int) -> str | None:
@@ -115,108 +95,114 @@ class Inspection:
 
 def layers(seen: Inspection) -> dict[str, Any]:
     """Every module: what it is, what it gives, what it costs; all for one sample."""
-    model, flops = seen.training.model, seen.flops
-    totals = {
-        "parameters": sum(layer.parameters for layer in seen.layers),
-        "trainable": sum(layer.trainable for layer in seen.layers),
+    training, model = seen.training, seen.training.model
+    flops = training_flops(training, training.state.position)
+    found = layers_of(model, example_input(training.data), flops.by_module, flops.samples)
+    totals = {name: sum(layer[name] for layer in found) for name in ("parameters", "trainable", "output_bytes")} | {
         "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "buffers_bytes": sum(buffer.nbytes for buffer in model.buffers()),
-        "output_bytes": sum(layer.output_bytes for layer in seen.layers),
         "flops_forward": flops.forward // flops.samples,
         "flops_training": flops.of_sample,
     }
+    parameters, trainable = (f"{totals[name]:,}" for name in ("parameters", "trainable"))
+    forward = compact(totals["flops_forward"])
     size = (totals["weights_bytes"] + totals["buffers_bytes"]) / 1e6
     seen.report.lines(
-        f"{totals['parameters']:,} parameters, {totals['trainable']:,} trainable; {size:,.2f} MB with buffers",
+        f"{parameters} parameters, {trainable} trainable; {size:,.2f} MB with buffers",
         f"outputs of one sample {mib(totals['output_bytes'])} MiB",
-        f"{compact(totals['flops_forward'])} FLOPs forward and {compact(totals['flops_training'])} in training, a sample",
+        f"{forward} FLOPs forward and {compact(totals['flops_training'])} in training, a sample",
     )
     rows = [
         [
-            layer.name or "(the model itself)",
-            layer.kind,
-            shape_text(layer.output) if layer.calls else "does not run",
-            f"{layer.parameters:,}" if layer.parameters else "",
-            f"{layer.trainable:,}" if layer.trainable else "",
-            compact(layer.flops) if layer.flops else "",
-            f"{layer.output_bytes / 1024:,.2f}" if layer.output_bytes else "",
+            layer["name"] or "(the model itself)",
+            layer["kind"],
+            shape_text(layer["output"]) if layer["calls"] else "does not run",
+            *(f"{layer[name]:,}" if layer[name] else "" for name in ("parameters", "trainable")),
+            compact(layer["flops"]) if layer["flops"] else "",
+            f"{layer['output_bytes'] / 1024:,.2f}" if layer["output_bytes"] else "",
         ]
-        for layer in seen.layers
+        for layer in found
         # A row does not count the modules inside, so rows without anything else are empty
-        if not layer.inner or layer.parameters or layer.flops
+        if not layer["inner"] or layer["parameters"] or layer["flops"]
     ]
-    counts = [f"{totals['parameters']:,}", f"{totals['trainable']:,}", compact(totals["flops_forward"])]
-    rows.append(["total", "", "", *counts, f"{totals['output_bytes'] / 1024:,.2f}"])
+    rows.append(["total", "", "", parameters, trainable, forward, f"{totals['output_bytes'] / 1024:,.2f}"])
     columns = ["layer", "type", "output", "parameters", "trainable", "FLOPs", "output KiB"]
-    seen.table("layers, for one sample", columns, rows)
-    return {"layers": [dataclasses.asdict(layer) for layer in seen.layers], "totals": totals}
+    seen.report.table("layers, for one sample", columns, rows)
+    return {"layers": found, "totals": totals}
 
 
 def activations(seen: Inspection) -> dict[str, Any]:
     """Outputs of the modules for a training batch."""
-    title = f"activations of a training batch of {len(seen.batch.indices):,}"
-    return {"activations": seen.numbers(title, "output", seen.passed.activations)}
+    return {"activations": seen.numbers("output", "activations", seen.passed.activations)}
 
 
 def gradients(seen: Inspection) -> dict[str, Any]:
     """Gradients of a training batch by the weights, relative to their size, and by the outputs."""
-    passed, batch = seen.passed, f"of a training batch of {len(seen.batch.indices):,}"
+    passed = seen.passed
     seen.report.line(f"loss {number(passed.loss)}")
-    if passed.without:
-        seen.report.line(f"no gradient reaches {', '.join(passed.without)}")
-    if passed.frozen:
-        seen.report.line(f"frozen: {', '.join(passed.frozen)}")
+    for title, names in (("no gradient reaches ", passed.without), ("frozen: ", passed.frozen)):
+        seen.report.lines(*([title + ", ".join(names)] if names else []))
     norms = {name: numbers_of(weight).norm for name, weight in seen.training.model.named_parameters()}
-    rows = seen.numbers(f"gradients of the loss by the weights, {batch}", "parameter", passed.gradients, norms)
+    rows = seen.numbers("parameter", "gradients of the loss by the weights", passed.gradients, norms)
     return {
         "loss": passed.loss,
         "without_gradient": passed.without,
         "frozen": passed.frozen,
         "gradients": [row | {"weight_norm": norms[row["name"]]} for row in rows],
-        "gradients_of_outputs": seen.numbers(f"gradients of the loss by the outputs, {batch}", "output", passed.flows),
+        "gradients_of_outputs": seen.numbers("output", "gradients of the loss by the outputs", passed.flows),
     }
 
 
 def inputs(seen: Inspection) -> dict[str, Any]:
     """Samples of training as the model is given them, augmented."""
     images, targets = (each[: seen.config.samples] for each in (seen.batch.images, seen.batch.targets))
-    captions = captions_of(targets, seen.training.data.classes)
     first = "" if images.shape[1] in (1, 3) else f", first of {images.shape[1]} channels"
     title = f"{amount(len(images), 'training sample')} as the model sees them, normalisation undone"
     title += f" ({shape_text(images.shape[1:])}{first})"
+    captions = [caption_of(target, seen.training.data.classes) for target in targets]
     seen.grid(list(map(Tile, seen.pixels_of(images), captions)), "inputs", title)
     return {}
 
 
 def features(seen: Inspection) -> dict[str, Any]:
-    """Grids of what layers make of a few images of the split that the config names, or of the training split."""
-    config, data = seen.config, seen.training.data
-    names = config.tensors or last_maps(seen.layers)
+    """A grid of what each layer makes of a few images of the split that the config names, or of the training split."""
+    data, model, names = seen.training.data, seen.training.model, seen.config.tensors
     # Without a validation split, training images in evaluation mode are the next best
-    batch = next(iter((data.eval_split(config.split) or data.train_for_eval).loader.batches(0, 0, 1)))
-    images, targets = batch.images[:_ROWS], batch.targets[:_ROWS]
-    with evaluating(seen.training.model):
-        found = Extractor(seen.training.model, names, "tensors")(images) if names else {}
-    all_maps = {name: maps_of(outputs.detach().float().cpu(), data.image_size) for name, outputs in found.items()}
-    if all(maps is None for maps in all_maps.values()):
+    batch = next(iter((data.eval_split(seen.config.split) or data.train_for_eval).loader.batches(0, 0, 1)))
+    images, drawn = batch.images[:_ROWS], dict[str, Tensor]()
+
+    def take(name: str, output: Tensor) -> None:
+        if (maps := maps_of(output)) is not None:
+            if not names:  # the last layer alone
+                drawn.clear()
+            drawn[name] = maps
+
+    def take_any(name: str, module: torch.nn.Module, inputs: list[Any], output: Any) -> None:
+        if name and isinstance(output, Tensor):
+            take(name, output)
+
+    with evaluating(model), Observer(model, after=take_any, names=[] if names else None):
+        (listener(model, names, take, "tensors") if names else model)(images)
+    if not drawn:
         seen.report.line(
             f"features: no output of {', '.join(names) or 'any layer'} can be seen as maps; set tensors=[...]"
         )
-    for name, maps in all_maps.items():
-        if maps is None:
-            continue
-        spread = maps.transpose(0, 1).flatten(1).nan_to_num().std(dim=1, correction=0)
+    pictures = [
+        Tile(image, caption_of(target, data.classes)[:1])
+        for image, target in zip(seen.pixels_of(images), batch.targets, strict=False)
+    ]
+    for name, maps in drawn.items():
+        spread = maps.transpose(0, 1).flatten(1).std(dim=1, correction=0)
         channels = spread.topk(min(_CHANNELS, len(spread))).indices.sort().values.tolist()
-        count, chosen = maps.shape[1], maps[:, channels]
-        finite = chosen[chosen.isfinite()]
-        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+        chosen = maps[:, channels]
+        low, high = float(chosen.min()), float(chosen.max())
         shades = ((chosen - low) / max(high - low, 1e-12)).numpy()
-        tiles: list[Tile] = []
-        for image, lines, values in zip(
-            seen.pixels_of(images), captions_of(targets, data.classes), shades, strict=True
-        ):
-            tiles += [Tile(image, lines[:1]), *map(Tile, values, [[f"channel {channel}"] for channel in channels])]
-        title = f"{name}: {len(channels)} of {count} channels that vary most, {shape_text(maps.shape[2:])}; "
+        tiles = [
+            tile
+            for picture, values in zip(pictures, shades, strict=True)
+            for tile in (picture, *map(Tile, values, [[f"channel {channel}"] for channel in channels]))
+        ]
+        title = f"{name}: {len(channels)} of {maps.shape[1]} channels that vary most, {shape_text(maps.shape[2:])}; "
         title += f"black is {number(low)}, white is {number(high)}"
         # An untrusted file may have named the modules, and a name must not lead to another folder
         plain = re.sub(r"[^\w.-]", "_", name)[:_LONGEST]
@@ -242,13 +228,12 @@ def errors(seen: Inspection) -> dict[str, Any]:
             true = class_numbers(training.task.targets(batch.targets)).cpu()
             confusion += torch.bincount(true * outputs + predicted, minlength=outputs * outputs).view(outputs, outputs)
             for place in (predicted != true).nonzero().flatten().tolist():
-                sure, index = float(probabilities[place]), int(batch.indices[place])
-                # Images are copied only of mistakes that are among the surest so far
-                if len(surest) < config.samples or sure > surest[-1][0]["probability"]:
-                    names = {"true": classes[int(true[place])], "predicted": classes[int(predicted[place])]}
-                    record = {"index": index, **names, "probability": sure, "file": seen.file_of(index)}
-                    surest.append((record, batch.images[place].float().cpu().clone()))
-                    surest = sorted(surest, key=lambda each: -each[0]["probability"])[: config.samples]
+                index, names = int(batch.indices[place]), (classes[int(true[place])], classes[int(predicted[place])])
+                record = {"index": index, "true": names[0], "predicted": names[1]}
+                record |= {"probability": float(probabilities[place]), "file": seen.file_of(index)}
+                surest.append((record, batch.images[place]))
+            surest = sorted(surest, key=lambda each: -each[0]["probability"])[: config.samples]
+            surest = [(record, image.float().cpu().clone()) for record, image in surest]  # not the whole batch
     samples, matrix = int(confusion.sum()), confusion.tolist()
     wrong = samples - int(confusion.diag().sum())
     rate = percent(wrong / max(1, samples))
@@ -260,9 +245,8 @@ def errors(seen: Inspection) -> dict[str, Any]:
             [f"is {m['true']}", f"taken for {m['predicted']}", f"at {percent(m['probability'])}"] for m, _ in surest
         ]
         pixels = seen.pixels_of(torch.stack([image for _, image in surest]))
-        tiles = [Tile(*pair, [_GREEN, _RED]) for pair in zip(pixels, texts, strict=True)]
         title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
-        seen.grid(tiles, "errors", title)
+        seen.grid([Tile(*pair, ["#228833", "#bb3344"]) for pair in zip(pixels, texts, strict=True)], "errors", title)
     found = {"split": config.split, "samples": samples, "wrong": wrong, "confusion": matrix}
     return {"errors": found | {"surest": [record for record, _ in surest]}}
 
@@ -271,11 +255,10 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
     """The samples with the largest loss, each evaluated by itself."""
     config, training = seen.config, seen.training
     worst: list[tuple[dict[str, Any], Batch]] = []
-    with evaluating(training.model, training.loss):
+    with evaluating(training.model, training.loss), training.precision.autocast():
         for batch in batches_of(split, config.limit.eval_batches):
             for data, indices in parts_of_rows(tuple(batch), len(batch.indices), len(batch.indices)):
-                with training.precision.autocast():
-                    evaluated = training.steps.evaluated(data)
+                evaluated = training.steps.evaluated(data)
                 if "loss" not in evaluated:
                     why = "the evaluation_step of the task gives no loss"
                     if config.what:
@@ -290,17 +273,14 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
         shown: list[Pixels] = []
         if hasattr(training.task, "predict_step") and hasattr(training.task, "draw"):
             drawing = Predictions(training.config, training.task, training.model, draws=True)
-            with training.precision.autocast():
-                drawn = [drawing(batch)[0]["picture"] for _, batch in worst]
-            shown = [picture.permute(1, 2, 0).numpy() / 255 for picture in drawn]
+            shown = [drawing(batch)[0]["picture"].permute(1, 2, 0).numpy() / 255 for _, batch in worst]
         elif training.data.trial is None:
             shown = [image for _, batch in worst for image in seen.pixels_of(batch.images)]
     title = f"{len(worst)} samples of {config.data.name} {config.split} with the largest loss"
     rows = [[str(each["index"]), number(each["loss"]), each["file"] or ""] for each, _ in worst]
-    seen.table(title, ("index", "loss", "file"), rows)
+    seen.report.table(title, ["index", "loss", "file"], rows)
     if shown:
-        captions = [[f"loss {loss}", f"sample {index}"] for index, loss, _ in rows]
-        seen.grid(list(map(Tile, shown, captions)), "errors", title)
+        seen.grid(list(map(Tile, shown, [[f"loss {row[1]}", f"sample {row[0]}"] for row in rows])), "errors", title)
     return {"errors": {"split": config.split, "largest": [each for each, _ in worst]}}
 
 
@@ -317,41 +297,27 @@ def shape_text(shape: Sequence[int] | None) -> str:
     return "x".join(str(size) for size in shape) if shape else "scalar"
 
 
-def captions_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
-    """A line or two for each target: its class, its two largest classes with their shares, or its numbers."""
-    if targets.ndim == 1 and not targets.is_floating_point() and classes:
-        return [[classes[place]] for place in targets.tolist()]
-    rows = targets.float().reshape(len(targets), -1).tolist()
-    if not classes or targets.shape[1:] != (len(classes),):
-        return [[", ".join(f"{value:.4g}" for value in row[:3])] for row in rows]
-    captions = []
-    for row in rows:
-        largest = sorted(range(len(row)), key=lambda place: -row[place])[:2]
-        lines = [f"{percent(row[at])} {classes[at]}" if row[at] < 1 else classes[at] for at in largest if row[at] > 0]
-        captions.append(lines or ["no label"])
-    return captions
+def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:
+    """Lines for a target: its class, its two largest classes with their shares, or its first numbers."""
+    if target.ndim == 0 and not target.is_floating_point() and classes:
+        return [classes[int(target)]]
+    values = target.float().flatten().tolist()
+    if not classes or target.shape != (len(classes),):
+        return [", ".join(f"{value:.4g}" for value in values[:3])]
+    largest = sorted(range(len(values)), key=lambda place: -values[place])[:2]
+    lines = [
+        f"{percent(values[at])} {classes[at]}" if values[at] < 1 else classes[at] for at in largest if values[at] > 0
+    ]
+    return lines or ["no label"]
 
 
-def last_maps(layers: Sequence[Layer]) -> list[str]:
-    """The last layer whose output is (C, H, W) of more than a pixel, or the outermost layer that ends with it, if any."""
-    shapes = {layer.name: layer.output or () for layer in layers if layer.name}
-    names = [name for name, shape in shapes.items() if len(shape) == 3 and math.prod(shape[1:]) > 1]
-    return [name for name in names if f"{names[-1]}.".startswith(f"{name}.")][:1]
-
-
-def maps_of(features: Tensor, image_size: tuple[int, int]) -> Tensor | None:
-    """(B, C, H, W) of features of that shape, or of tokens (B, N, C) that lie on a grid, without a class token."""
-    if features.ndim == 4 and features.shape[2:].numel() > 1:
-        return features
-    if features.ndim != 3:
+def maps_of(outputs: Tensor) -> Tensor | None:
+    """Outputs (B, C, H, W), or of tokens (B, N, C) on a square, perhaps after a class token, as such; 0 where not finite."""
+    if outputs.ndim == 3 and outputs.shape[1] - (side := math.isqrt(outputs.shape[1])) ** 2 < 2:
+        outputs = outputs[:, -side * side :].transpose(1, 2).unflatten(2, (side, side))
+    if outputs.ndim != 4 or outputs.shape[2:].numel() == 1:
         return None
-    height, width = image_size
-    for extra in (0, 1):
-        count = features.shape[1] - extra
-        rows = round((count * height / width) ** 0.5)
-        if rows > 1 and count % rows == 0 and abs(count // rows * height - rows * width) < width:
-            return features[:, extra:].transpose(1, 2).reshape(len(features), -1, rows, count // rows)
-    return None
+    return outputs.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
 
 
 PARTS: dict[str, Callable[[Inspection], dict[str, Any]]] = {

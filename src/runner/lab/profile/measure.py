@@ -1,4 +1,4 @@
-"""Steps of the real loop, measured in phases: warm-up, timing, tracing, memory."""
+"""Steps of the real loop in four phases: warm-up, timing, tracing, memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,96 +22,131 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT, step_in_ranges
-from runner.instrument.saved_tensors import SavedTensors
 from runner.run.metrics import build_callbacks
 from runner.run.run import Run
 from runner.runtime.memory import Peak, memory_history, peak_memory, reset_peak_memory
-from runner.runtime.stopwatch import Step, Stopwatch
-from runner.tracking.formats import aligned, amount, percent
-from runner.tracking.verb_report import mib
+from runner.tracking.formats import amount
 
+DATA, HOST, DEVICE = "data", "host", "device"
+_PART = {WAIT: DATA, PREPARE: DATA, FORWARD: DEVICE, BACKWARD: DEVICE, OPTIMIZER: DEVICE}
 _UNUSUAL = 10  # times the median
 
 
-@dataclass
-class Measured:
-    """The measurements of all phases."""
+class Ranges:
+    """Shows ranges to Nsight (NVTX) and to `torch.profiler`, and measures how much of a step is data, host and device.
 
-    steps: list[Step] = field(default_factory=list)  # those of the timed phase, but for `unusual` ones
-    samples: int = 0  # trained on in these
-    # Seconds of timed steps whose computing took many times longer than that of the others, as when a batch of another size
-    # is compiled or tuned for; waiting for data makes no step unusual.
-    unusual: list[float] = field(default_factory=list)
-    peak: Peak = field(default_factory=lambda: Peak(0, ""))  # memory at most in that phase
-    saved: SavedTensors | None = None  # of one step; None for a compiled model, whose graph cannot be observed
-    traced: int = 0  # steps in the trace
-    profiler: Any = None  # holds the trace; None if none was wanted
-    snapshot: Path | None = None  # file with the memory history of one step, on CUDA
-    counts: dict[str, int] = field(default_factory=dict)  # steps of each phase
-    cut: list[str] = field(default_factory=list)  # phases that were ended early, as the time was up
+    On CUDA, times are those between events on the compute stream, so that nothing waits for the device until `steps` is
+    called. Work on other streams, such as copying the next batch, takes no time unless the compute stream waits for it.
+    """
 
-    @property
-    def seconds(self) -> list[float]:
-        """Of each of `steps`."""
-        return [sum(step.seconds.values()) for step in self.steps]
+    def __init__(self, device: torch.device) -> None:
+        self.annotate = False  # whether torch.profiler sees the ranges
+        self._device, self._cuda = device, device.type == "cuda"
+        self._inside = HOST
+        self._marks: list[tuple[str, Any]] = []  # what begins, and when
+        self._step = contextlib.ExitStack()  # the range of the step in the trace
 
-    def take(self, steps: Sequence[Step], samples: Sequence[int]) -> None:
-        """Add the steps of the timed phase, unusual ones separately."""
-        computing = [sum(step.seconds.get(name, 0.0) for name in (FORWARD, BACKWARD, OPTIMIZER)) for step in steps]
-        limit = _UNUSUAL * statistics.median(computing)
-        for step, count, seconds in zip(steps, samples, computing, strict=True):
-            if seconds > limit:
-                self.unusual.append(sum(step.seconds.values()))
-            else:
-                self.steps.append(step)
-                self.samples += count
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """A context for a range."""
+        outer = self._inside
+        nvtx = torch.cuda.nvtx.range(name) if self._cuda else contextlib.nullcontext()
+        with torch.profiler.record_function(name) if self.annotate else contextlib.nullcontext(), nvtx:
+            self._begin(_PART[name])
+            yield
+            self._begin(outer)
+
+    def boundary(self, last: bool = False) -> None:
+        """A step ends, and the next one begins unless this was the `last`."""
+        self._begin(HOST, step=True)
+        self._step.close()
+        if self.annotate and not last:
+            self._step.enter_context(torch.profiler.record_function("step"))
+
+    def reset(self) -> None:
+        """Forget all steps; the next one begins now."""
+        self._marks.clear()
+        self.boundary()
+
+    def steps(self) -> list[Counter[str]]:
+        """Seconds of data, host and device of each step; waits for a CUDA device."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        found = list[Counter[str]]()
+        for (name, began), (_, ended) in itertools.pairwise(self._marks):
+            if name == "step":
+                found.append(Counter())
+            seconds = began.elapsed_time(ended) / 1000 if self._cuda else ended - began
+            found[-1][HOST if name == "step" else name] += seconds
+        return found
+
+    def _begin(self, part: str, step: bool = False) -> None:
+        moment: Any = time.perf_counter()
+        if self._cuda:
+            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            moment.record(torch.cuda.current_stream(self._device))
+        self._inside = part
+        self._marks.append(("step" if step else part, moment))
 
 
-class Phases:
+class Measurement:
     """A callback that leads a loop through the phases and ends it; must be the last in the list."""
 
-    def __init__(
-        self, config: Profile, training: Run, stopwatch: Stopwatch, folder: Path, tell: Callable[[str], None]
-    ) -> None:
-        self.found = Measured()
-        self._config, self._training, self._watch, self._folder, self._tell = config, training, stopwatch, folder, tell
-        self.script = self._script()
-        self._done = 0
-        self._samples: list[int] = []
+    def __init__(self, config: Profile, device: torch.device, folder: Path, tell: Callable[[str], None]) -> None:
+        self.ranges = Ranges(device)
+        self.steps: list[Counter[str]] = []  # seconds of data, host and device of timed steps, but for `unusual` ones
+        self.samples = 0  # trained on in these
+        self.unusual: list[float] = []  # seconds of timed steps that computed many times longer than the others
+        self.peak = Peak(0, "")
+        self.profiler: Any = None  # holds the trace; None if none was wanted
+        self.snapshot: Path | None = None  # file with the memory history of one step, on CUDA
+        self.counts: dict[str, int] = {}  # steps of each phase
+        self.cut: list[str] = []  # phases that ended early, as the time was up
+        self._config, self._device, self._folder, self._tell = config, device, folder, tell
+        self.phases = self._phases()
+        self._samples: list[int] = []  # seen before each step of a phase
 
-    def _script(self) -> Generator[tuple[str, int, float]]:
-        """The phases: before each yield what it needs, after it what it found.
-
-        Yields name, steps, and when the phase ends at the latest, as a share of the time there is.
-        """
-        config, training, watch, found = self._config, self._training, self._watch, self.found
-        cuda = training.device.type == "cuda"
+    def _phases(self) -> Generator[tuple[str, int, float]]:
+        """Yields name, steps, and when the phase ends at the latest, as a share of the time there is."""
+        cuda = self._device.type == "cuda"
         # The first steps allocate, tune and compile, which is not what later ones cost
-        yield "warm-up", config.warmup_steps, 0.3
-        # Timed without the profiler, whose overhead is largest in small steps.
-        reset_peak_memory(training.device)
-        yield "timing", config.steps, 0.7
-        found.take(watch.steps(), [after - before for before, after in itertools.pairwise(self._samples)])
-        found.peak = peak_memory(training.device)
-        if config.trace_steps:
+        yield "warm-up", self._config.warmup_steps, 0.3
+        # Timed without the profiler, whose overhead is largest in small steps
+        reset_peak_memory(self._device)
+        yield "timing", self._config.steps, 0.7
+        self.peak = peak_memory(self._device)
+        self._take(self.ranges.steps(), [after - before for before, after in itertools.pairwise(self._samples)])
+        if self._config.trace_steps:
             kinds = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
             # The profiler records few steps, as its trace grows quickly
-            with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as found.profiler:
-                watch.annotate = True
-                yield "tracing", config.trace_steps, 0.9
-                watch.annotate = False
-                watch.reset()
+            with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as self.profiler:
+                self.ranges.annotate = True
+                yield "tracing", self._config.trace_steps, 0.9
+                self.ranges.annotate = False
                 if cuda:
-                    torch.cuda.synchronize(training.device)
-            found.traced = self._done
-        # Observing saved tensors slows a step down, so that memory has a step of its own.
-        path = self._folder / "memory.pickle"
-        history = memory_history(path) if cuda else contextlib.nullcontext()
-        # Compiled code has no hooks to observe
-        saved = contextlib.nullcontext() if config.compile else SavedTensors(training.model)
-        with history, saved as found.saved:
-            yield "memory", 1, 1.0
-        found.snapshot = path if cuda else None
+                    torch.cuda.synchronize(self._device)
+        if cuda:  # recording stacks slows a step down, so that memory has a step of its own
+            with memory_history(self._folder / "memory.pickle") as self.snapshot:
+                yield "memory", 1, 1.0
+
+    def _take(self, steps: list[Counter[str]], samples: list[int]) -> None:
+        # A smaller batch may be compiled or tuned for; waiting for data makes no step unusual
+        limit = _UNUSUAL * statistics.median(step[DEVICE] for step in steps)
+        self.unusual = [step.total() for step in steps if step[DEVICE] > limit]
+        self.steps = [step for step in steps if step[DEVICE] <= limit]
+        self.samples = sum(count for step, count in zip(steps, samples, strict=True) if step[DEVICE] <= limit)
+
+    def shares(self) -> dict[str, float]:
+        """Data, host and device as shares of a step; on a GPU that was traced, the time between its kernels is the host's."""
+        sums = sum(self.steps, Counter[str]())
+        shares = {part: sums[part] / sums.total() for part in (DATA, HOST, DEVICE)}
+        events = self.profiler.key_averages() if self.profiler is not None else []
+        kernels = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+        if kernels:
+            busy = sum(event.self_device_time_total for event in kernels) / 1e6 / self.counts["tracing"]
+            shares[DEVICE] = min(busy / (sums.total() / len(self.steps)), 1 - shares[DATA])
+            shares[HOST] = 1 - shares[DATA] - shares[DEVICE]
+        return shares
 
     def on_start(self, loop: Loop) -> None:
         """Begin the first phase."""
@@ -120,125 +155,49 @@ class Phases:
 
     def on_boundary(self, loop: Loop) -> None:
         """Count a step; go on to the next phase when this one has had its steps or its time."""
-        self._done += 1
         self._samples.append(loop.samples_seen)
-        late = time.perf_counter() - self._began > self._deadline * self._config.budget_s
-        over = late or self._done == self._steps
-        self._watch.boundary(last=over)
+        done, late = len(self._samples) - 1, time.perf_counter() - self._began > self._deadline * self._config.budget_s
+        over = late or done == self._steps
+        self.ranges.boundary(last=over)
         if over:
-            self.found.counts[self._phase] = self._done
-            if self._done < self._steps:
-                self.found.cut.append(self._phase)
+            self.counts[self._phase] = done
+            if done < self._steps:
+                self.cut.append(self._phase)
             self._next(loop)
 
     def _next(self, loop: Loop) -> None:
-        for phase in self.script:
+        for phase in self.phases:
             self._phase, self._steps, self._deadline = phase
             if self._steps:
                 self._tell(f"{self._phase}: {amount(self._steps, 'step')}")
-                self._done, self._samples = 0, [loop.samples_seen]
-                self._watch.reset()
-                self._watch.boundary()
+                self._samples = [loop.samples_seen]
+                self.ranges.reset()
                 return
         loop.request_stop("everything is measured")
 
 
-def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measured:
+def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measurement:
     """Train a few steps as `train` does, without checkpoints and evaluations, and measure them."""
-    stopwatch = Stopwatch(training.device)
-    phases = Phases(config, training, stopwatch, folder, tell)
+    found = Measurement(config, training.device, folder, tell)
     # Callbacks and logging are part of a step as `train` makes it, so they take part
     extra = build_callbacks(config, training.task, training.monitor)
-    at_once = max(1, config.steps * config.accumulate // 5)
     # The few steps of a profile are logged as rarely as those of the whole run
     whole = Limits(config.epochs, config.max_steps).total_steps(training.plan)
     every = max(1, whole // LINES) if config.log.every_steps == "auto" else config.log.every_steps
     loop = Loop(
         training.state,
-        loader_in_ranges(training.data.train.loader, stopwatch, at_once),
+        loader_in_ranges(training.data.train.loader, found.ranges, max(1, config.steps * config.accumulate // 5)),
         training.plan,
         parts=training.parts,
         limits=Limits(None, training.total_steps),
         evaluate=None,
-        callbacks=[*extra.values(), Log(every, []), phases],
+        callbacks=[*extra.values(), Log(every, []), found],
         monitor=training.monitor,
-        step=step_in_ranges(stopwatch, forward, share_of, backward, update_weights),
+        step=step_in_ranges(found.ranges, forward, share_of, backward, update_weights),
     )
     try:
-        with contextlib.closing(phases.script):  # stops what is still recording, after an error
+        with contextlib.closing(found.phases):  # stops what is still recording, after an error
             loop.run()
     except Diverged as error:
         raise UserError(f"{error}; a run that does not train cannot be profiled: lower optimizer.lr") from error
-    return phases.found
-
-
-_RANGES = {"step", WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER}
-SMALL_OP_MS = 0.02
-"""Operations on the CPU that are shorter cost about as much to call as to compute."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """All calls of one operation, or of one kernel of a GPU."""
-
-    name: str  # as torch or the driver calls it
-    kernel: bool  # whether it ran on a GPU
-    calls: float  # how many, a step
-    self_ms: float  # milliseconds a step, without operations that it calls
-    total_ms: float  # milliseconds a step, theirs included; 0 for kernels
-    memory_bytes: float  # allocated less freed in it, without theirs, a step
-
-
-def ops_in(profiler: Any, steps: int) -> list[Op]:
-    """The operations in a trace of so many steps, the most time first; without ranges."""
-    found = []
-    for event in profiler.key_averages():
-        # Ranges of this program contain operations, and would be counted twice
-        if event.key in _RANGES or getattr(event, "is_user_annotation", False) or event.key.startswith("[memory]"):
-            continue
-        kernel = event.device_type.name == "CUDA"
-        found.append(
-            Op(
-                name=event.key,
-                kernel=kernel,
-                calls=event.count / steps,
-                self_ms=(event.self_device_time_total if kernel else event.self_cpu_time_total) / 1000 / steps,
-                total_ms=0.0 if kernel else event.cpu_time_total / 1000 / steps,
-                memory_bytes=(event.self_cpu_memory_usage + event.self_device_memory_usage) / steps,
-            )
-        )
-    return sorted(found, key=lambda op: -op.self_ms)
-
-
-def small_share(ops: Sequence[Op]) -> float | None:
-    """Share of the host's self time that goes into operations shorter than `SMALL_OP_MS`; None if there are none."""
-    host = [op for op in ops if not op.kernel]
-    total = sum(op.self_ms for op in host)
-    small = sum(op.self_ms for op in host if op.self_ms < SMALL_OP_MS * op.calls)
-    return small / total if total else None
-
-
-def table_of(ops: Sequence[Op]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; shares are of the self time of all of `ops`."""
-    total = sum(op.self_ms for op in ops) or 1.0
-    rows = [
-        [
-            op.name if len(op.name) <= 72 else op.name[:71] + "~",
-            f"{op.calls:g}",
-            f"{op.self_ms:.3f}",
-            percent(op.self_ms / total),
-            f"{op.total_ms:.3f}" if not op.kernel else "",
-            mib(op.memory_bytes),
-        ]
-        for op in ops
-    ]
-    return ["operation", "calls", "self ms", "share", "total ms", "memory MiB"], rows
-
-
-def text_of(ops: Sequence[Op], steps: int) -> str:
-    """The tables as text: kernels of a GPU first, then what the host did."""
-    parts = []
-    for title, kernel in (("kernels of the GPU", True), ("operations on the host", False)):
-        if some := [op for op in ops if op.kernel is kernel]:
-            parts += [f"{title}, means of {steps} traced steps", *aligned(*table_of(some)), ""]
-    return "\n".join(parts)
+    return found

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from runner.base.errors import DiskFull
 from runner.base.files import write_atomically, write_json
@@ -14,13 +17,14 @@ from runner.base.secrets import mask_words
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.verbs import Profile
-from runner.lab.profile.measure import Measured, Op, measure, ops_in, text_of
-from runner.lab.profile.report import record_of, show
+from runner.lab.profile.measure import Measurement, measure
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
-from runner.runtime.stopwatch import core_wait, waited_for_core
+from runner.run.run import Run
+from runner.runtime.core_wait import core_wait, waited_for_core
 from runner.tracking.environment import environment
-from runner.tracking.verb_report import Report
+from runner.tracking.formats import compact, percent
+from runner.tracking.verb_report import Report, mib
 from runner.train import build_run, busy
 
 
@@ -49,34 +53,69 @@ def run(composition: Composition) -> float:
         since = time.perf_counter(), waited_for_core()
         measured = measure(config, training, folder, report.line)
         waited = core_wait(since)
-        ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
-        record: dict[str, Any] = {"overrides": mask_words(composition.overrides)}
-        record |= record_of(config, training, measured, ops)
-    written = _write(folder, record, measured, ops, stored.dump(config))
+    record = {"overrides": mask_words(composition.overrides), **_record(config, training, measured)}
+    _write(folder, record, measured, stored.dump(config))
     if not report.json(record, folder=str(folder)):
-        show(report, record, ops, written)
-        report.lines(*busy(waited), record["bottleneck"])
+        _show(report, record)
+        report.lines(
+            *busy(waited), *(f"{part}: {percent(share)} of a step" for part, share in record["shares"].items())
+        )
         report.folder(folder)
     return float(record["samples_per_s"])
 
 
-def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[Op], config: str) -> list[Path]:
-    """Write everything."""
-    written = []
+def _record(config: Profile, training: Run, measured: Measurement) -> dict[str, Any]:
+    """The content of `profile.json`, as plain containers."""
+    device, seconds = training.device, [step.total() for step in measured.steps]
+    times = {"mean": statistics.fmean, "median": statistics.median, "min": min, "max": max}
+    return {
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "precision": training.precision.name,
+        "batch_size": config.data.batch_size,
+        "accumulate": config.accumulate,
+        "steps": measured.counts,
+        "cut_short": measured.cut,
+        "unusual_steps_ms": [taken * 1000 for taken in measured.unusual],
+        "step_ms": {name: function(seconds) * 1000 for name, function in times.items()},
+        "samples_per_s": measured.samples / sum(seconds),
+        "shares": measured.shares(),
+        "peak_bytes": measured.peak.bytes,
+        "peak_is": measured.peak.what,
+    }
+
+
+def _show(report: Report, record: dict[str, Any]) -> None:
+    counts, unusual, step = record["steps"], record["unusual_steps_ms"], record["step_ms"]
+    report.lines(
+        *(f"{phase} ended after {counts[phase]} steps, because budget_s is used up" for phase in record["cut_short"])
+    )
+    # Unusual steps would shift the mean, so they are reported and not counted
+    if unusual:
+        report.line(
+            f"skipped: {len(unusual)} of {counts['timing']} steps, which took up to {max(unusual):,.0f} ms "
+            "(compiling or tuning for a batch of another size, or another program on this machine)"
+        )
+    report.lines(
+        f"written: {', '.join(record['files'])}",
+        f"peak memory: {mib(record['peak_bytes'])} MiB, {record['peak_is']}",
+        f"step: mean {step['mean']:.3f} ms, median {step['median']:.3f} ms, {compact(record['samples_per_s'])} samples/s",
+    )
+
+
+def _write(folder: Path, record: dict[str, Any], measured: Measurement, config: str) -> None:
+    written = [measured.snapshot.name] if measured.snapshot is not None else []
     if measured.profiler is not None:
-        trace, table, text = folder / "trace.json", folder / "ops.json", folder / "ops.txt"
-        _write_trace(measured.profiler, trace)
-        write_json(table, [dataclasses.asdict(op) for op in ops], named=True)
-        write_atomically(text, text_of(ops, measured.traced).encode(), named=True)
-        written += [trace, text, table]
-    if measured.snapshot is not None:
-        written.append(measured.snapshot)
+        _write_trace(measured.profiler, folder / "trace.json")
+        averages = measured.profiler.key_averages()
+        order = "self_device_time_total" if record["device"].startswith("cuda") else "self_cpu_time_total"
+        table = averages.table(sort_by=order, row_limit=100, max_name_column_width=72)
+        write_atomically(folder / "ops.txt", table.encode(), named=True)
+        written += ["trace.json", "ops.txt"]
     write_atomically(folder / "config.yaml", config.encode(), named=True)
-    record["files"] = [path.name for path in written] + ["config.yaml"]
-    record["environment"] = environment()
+    record |= {"files": [*written, "config.yaml"], "environment": environment()}
     # It comes last, so that where it is, the others are.
     write_json(folder / "profile.json", record, named=True)
-    return [*written, folder / "config.yaml", folder / "profile.json"]
 
 
 def _write_trace(profiler: Any, path: Path) -> None:

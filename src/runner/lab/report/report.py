@@ -282,6 +282,7 @@ def _frame(rows: list[dict[str, Any]]) -> Any:
 
 
 _WIDEST_CELL = 40
+_FOLDED_NAME = 22  # such as `2026-11-23_01-38-19/12`, which is followed by `and 4 more`
 _MOST_NAMES = 5
 
 
@@ -290,8 +291,8 @@ def show(found: Report, console: Console) -> None:
     for (task, group), table in zip(by_task(found.runs).items(), found.tables, strict=True):
         title = finished_of([run.status for run in group], "run")
         title = title if len(found.tables) == 1 else f"{task}: {title}"
-        # Name, status and monitored metric are what a reader looks for first
-        skipped = _columns(console, title, table.head, table.cells(), kept=2 + len(table.metrics[:1]))
+        # Name, status and metrics are what a reader looks for first
+        skipped = _columns(console, title, table.head, table.cells(), kept=2 + len(table.metrics))
         if skipped:
             many = f"{', '.join(skipped[:_MOST_NAMES])}{' ...' if len(skipped) > _MOST_NAMES else ''}"
             console.line(f"no room for {many}; choose columns with columns=, or write csv=FILE", "yellow")
@@ -351,14 +352,17 @@ def _columns(
 ) -> list[str]:
     """Show a table without the columns at its right that there is no room for, and return their names.
 
-    The first `kept` columns always stay.
+    The first three of the first `kept` columns always stay, the others of them as long as there is room beside a folded name.
     """
     cells = [[_short(clean(cell)) for cell in row] for row in rows]
     widths = column_widths(head, cells)
     size = console.size
     room = size[0] if size is not None else int(os.environ.get("COLUMNS") or 0)
     shown = len(head)
-    while room and shown > kept and sum(widths[:shown]) + 2 * (shown - 1) > room:
+    while room and shown > min(kept, 3):
+        name = widths[0] if shown > kept else min(widths[0], _FOLDED_NAME)
+        if name + sum(2 + width for width in widths[1:shown]) <= room:
+            break
         shown -= 1
     console.table(title, list(head[:shown]), [row[:shown] for row in cells])
     return list(head[shown:])

@@ -80,8 +80,7 @@ class Table:
     @property
     def head(self) -> list[str]:
         """Names of the columns of `cells`."""
-        keys = [key for key in self.keys if key != "run"]
-        return ["run", "status", *self.metrics[:1], *keys, *self.metrics[1:], "time"]
+        return ["run", "status", *self.metrics, *(key for key in self.keys if key != "run"), "time"]
 
     def cells(self) -> list[list[str]]:
         """The table as texts."""
