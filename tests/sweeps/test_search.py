@@ -167,27 +167,22 @@ def test_a_pruned_trial_stops_at_an_evaluation_with_a_checkpoint_and_is_not_run_
 
 
 @pytest.mark.extended
-def test_a_trial_has_a_job_for_each_seed_and_the_mean_of_each_objective_at_their_best_evaluations(search):
-    words = ("search.objectives={val/accuracy: max, val/loss: min}", "search.optimizer.amsgrad={choice: [true]}")
+def test_a_trial_has_a_job_for_each_seed_and_the_mean_of_their_best_values(search):
+    words = ("search.optimizer.amsgrad={choice: [true]}", "checkpoint.monitor=val/loss")
     out, folder = search(*SEARCH, *words, "search.seeds=[3, 4]", "search.trials=2")
     assert [yaml.safe_load((folder / job / "config.yaml").read_text())["seed"] for job in "0123"] == [3, 4, 3, 4]
-    lines = [line for job in "0123" for line in (folder / job / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["accuracy"], line["loss"]) for line in map(json.loads, lines) if line["split"] == "val"]
+    best = [summary(folder, job)["best"]["value"] for job in "0123"]
     for index, trial in enumerate(trials(folder)):
-        means = [sum(pair) / 2 for pair in zip(*found[2 * index : 2 * index + 2], strict=True)]
-        assert trial.values == means
-        assert f"trial {index + 1}: val/accuracy {shown(means[0])}, val/loss {shown(means[1])}" in out
-    assert not (folder / "best.yaml").exists()
+        mean = sum(best[2 * index : 2 * index + 2]) / 2
+        assert trial.values == [mean]
+        assert f"trial {index + 1}: val/loss {shown(mean)}" in out
 
 
 @pytest.mark.extended
-def test_an_objective_that_no_run_has_ends_the_search_and_one_that_is_not_finite_fails_its_trial(search):
-    out, _ = search(*SEARCH, "search.objectives={val/acuracy: max}", "search.trials=3", status=2)
-    assert "job 2" not in out
-    assert "search.objectives: names val/acuracy, which no run has; did you mean 'val/accuracy'?" in out
-    words = ("search.objectives={val/loss: min, val/accuracy: max}", "search.optimizer.lr={log: [1e30, 1e35]}")
-    out, _ = search(*SEARCH, *words, "optimizer=sgd", "search.trials=1", status=1)
-    assert "trial 1: failed: an objective is not finite" in out
+def test_a_job_without_the_monitored_metric_is_a_failed_trial(search):
+    out, folder = search(*SEARCH, "evaluate.every_epochs=null", "data.split.val=0", "search.trials=1", status=1)
+    assert "trial 1: failed: " in out
+    assert states(folder) == ["FAIL"]
 
 
 @pytest.mark.extended
@@ -324,7 +319,7 @@ def test_a_killed_trial_begins_no_other_with_fail_fast_and_the_same_command_cont
         ((LR, "seed=0,1"), "seed", "search.seeds"),
         ((LR, "search.trials=0"), "search.trials", "cannot be 0"),
         ((LR, "search.sampler=tpf"), "search.sampler", "did you mean 'tpe'"),
-        ((LR, "search.objectives={val/loss: min, val/accuracy: max}"), "search.pruner", "one objective"),
+        ((LR, "search.objectives={val/loss: min}"), "search.objectives.val/loss", "no longer exists"),
         ((LR, "search.warm_start=outputs"), "search.warm_start", "no longer exists"),
         ((LR, "checkpoint.monitor=val/mine"), "checkpoint.mode", "a search has to know"),
     ],
@@ -366,14 +361,14 @@ def test_the_space_is_read_from_nested_and_dotted_keys():
 @pytest.mark.parametrize("sampler", some(["tpe", "random", "cmaes"], 0, 1))
 def test_what_is_drawn_depends_on_seed_and_number_alone_also_after_a_kill(tmp_path, sampler):
     def drawn(name: str, seed: int = 0, kills: bool = False) -> list[dict]:
-        study = Study(str(tmp_path / name), "search", ["max"], SPACE)
+        study = Study(str(tmp_path / name), "search", "max", SPACE)
         for index in range(12):
             trial = study.ask(sampler_of(sampler, f"{seed} {index}", False), pruner_of("none", 0, 2))
-            study.tell(trial.number, State.COMPLETE, [trial.params["a"]], [])
+            study.tell(trial.number, State.COMPLETE, trial.params["a"], [])
             if kills:
                 with (tmp_path / name).open("a") as file:
                     file.write('{"op_code": ')
-                study = Study(str(tmp_path / name), "search", ["max"], SPACE)
+                study = Study(str(tmp_path / name), "search", "max", SPACE)
         return [trial.params for trial in study.trials()]
 
     expected = drawn("a")

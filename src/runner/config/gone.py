@@ -36,6 +36,7 @@ GONE: dict[str, Gone] = {
     "data.dataset.cache_gb": Gone("copy the tar files to a disk and set data.root to their folder", default=None),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),
+    "search.objectives": Gone("set checkpoint.monitor and checkpoint.mode to one metric", default={}),
     "search.warm_start": Gone(
         "continue a search with more search.trials, or narrow search.space to good values", default=None
     ),

@@ -17,7 +17,7 @@ from runner.base.secrets import mask_text, mask_words
 from runner.base.truth import is_true
 from runner.config.composition import Composition
 from runner.config.gone import warning
-from runner.config.keys import key_of, within
+from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.output_folders import holds_run
 from runner.launch.jobs import Ended, Job, Launcher, run
 from runner.run.directory import works
@@ -110,7 +110,8 @@ class Sweep:
         for text in warning(str(self.folder), self.records.was):
             self.say(f"warning: {text}")
         # A sweep of an earlier version knows its jobs by settings that are gone, too
-        was = self.records.was = {key: each for key, each in self.records.was.items() if not within(key, plan.swept)}
+        other = (*plan.swept, *OF_THE_SWEEP)
+        was = self.records.was = {key: each for key, each in self.records.was.items() if not within(key, other)}
         if was and plan.jobs is not None:
             own = [identity(job.composition.values | was, job.composition.overrides, plan.swept) for job in plan.jobs]
             renamed = [dataclasses.replace(job, identity=name) for job, name in zip(plan.jobs, own, strict=True)]

@@ -36,16 +36,16 @@ _STALE_S = 3  # after which Optuna takes over the lock of a process that was kil
 class Study:
     """A study in a storage, see `storage_of`; a ValueError if the one there is another one."""
 
-    def __init__(self, where: str, name: str, directions: Sequence[str], space: Mapping[str, Range]) -> None:
+    def __init__(self, where: str, name: str, mode: str, space: Mapping[str, Range]) -> None:
         self._where, self._name, self._storage = where, name, storage_of(where)
         self._distributions = {key: _distribution(each) for key, each in space.items()}
-        self._directions: Any = [f"{each}imize" for each in directions]
+        self._direction = f"{mode}imize"
         self.optuna = optuna.create_study(
-            storage=self._storage, study_name=name, directions=self._directions, load_if_exists=True
+            storage=self._storage, study_name=name, direction=self._direction, load_if_exists=True
         )
         wrong = [trial for trial in self.optuna.get_trials(deepcopy=False) if trial.params.keys() != space.keys()]
-        if wrong or [each.name.lower() for each in self.optuna.directions] != self._directions:
-            raise ValueError(f"its study {name} has other keys or objectives")
+        if wrong or [each.name.lower() for each in self.optuna.directions] != [self._direction]:
+            raise ValueError(f"its study {name} has other keys or another direction")
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         """The trials of the search by index."""
@@ -53,7 +53,7 @@ class Study:
 
     def ask(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.trial.FrozenTrial:
         """Begin a trial. It is drawn in memory, so that no kill leaves a trial with a part of its values in the storage."""
-        copy = optuna.create_study(study_name=_NAME, directions=self._directions, sampler=sampler, pruner=pruner)
+        copy = optuna.create_study(study_name=_NAME, direction=self._direction, sampler=sampler, pruner=pruner)
         copy.add_trials(self.optuna.get_trials(deepcopy=False))
         copy.ask(self._distributions)
         drawn = copy.get_trials(deepcopy=False)[-1]
@@ -63,14 +63,14 @@ class Study:
                 raise OSError("another program has changed it")
         return drawn
 
-    def tell(self, number: int, state: State, values: Sequence[float], curve: Sequence[Any]) -> None:
-        """End a trial of a number in the study, with the values of the objectives and the evaluations before."""
+    def tell(self, number: int, state: State, value: float | None, curve: Sequence[Any]) -> None:
+        """End a trial of a number in the study, with its value and the evaluations before."""
         with using(self._where):
             study = self._storage.get_study_id_from_name(self._name)
             trial = self._storage.get_trial_id_from_study_id_trial_number(study, number)
             for evaluation, value in curve:
                 self._storage.set_trial_intermediate_value(trial, evaluation, value)
-            self.optuna.tell(number, list(values) or None, state=state)
+            self.optuna.tell(number, value, state=state)
 
     def importances(self) -> dict[str, float]:
         """The share of the objective's variance that each key explains; empty if too few trials have ended to say."""

@@ -301,7 +301,6 @@ class Search(Section):
     warmup: NonNegative = 0
     reduction: Annotated[int, Ge(2)] = 3
     seeds: list[NonNegative] = field(default_factory=list)
-    objectives: dict[str, Literal["min", "max"]] = field(default_factory=dict)
     jobs: Count | None = None
     storage: str | None = None
     space: dict[str, Any] = field(default_factory=dict)
