@@ -40,6 +40,8 @@ GONE: dict[str, Gone] = {
     "search.warm_start": Gone(
         "continue a search with more search.trials, or narrow search.space to good values", default=None
     ),
+    "sweep.fail_fast": Gone("stop the sweep with Ctrl-C; the same command continues it", default=False),
+    "sweep.retries": Gone("repeat the command, which resumes failed jobs", default=0),
 }
 """By dotted key, which stands for all keys inside it, too; `KEY.*` for those alone. `position.NAME` is a field of a checkpoint."""
 

@@ -21,9 +21,8 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import FAILED, OK, ConfigError, Problem, UserError
 from runner.base.files import write_atomically
-from runner.base.reading import read_json
+from runner.base.reading import read_summary
 from runner.base.secrets import mask_words
-from runner.base.truth import is_true
 from runner.config import overrides
 from runner.config.command import Command
 from runner.config.composition import Composition
@@ -32,7 +31,7 @@ from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import Outcome, outcome
 from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
-from runner.sweeps.pruning import FILE, VARIABLE
+from runner.sweeps.pruning import VARIABLE
 from runner.sweeps.run import Sweep
 from runner.sweeps.study import State, pruner_of, sampler_of, storage_of, study_of_sweep, using
 from runner.sweeps.table import BEST
@@ -50,7 +49,6 @@ class _Trial:
     number: int  # in the study
     params: dict[str, Any]
     values: list[float] = field(default_factory=list)  # of the monitored metric, of the seeds that have ended
-    curve: Sequence[Any] = ()  # the evaluations of the first seed
 
 
 class Search:
@@ -100,7 +98,6 @@ class Search:
         self._seeds = len(settings["seeds"]) or 1
         self._pruner = {key: settings[key] for key in ("pruner", "warmup", "reduction")}
         self._running = dict[int, _Trial]()  # by the number of the job
-        self._failed = False
 
     def run(self, sweep: Sweep, launcher: Launcher) -> None:
         """Run until there are as many trials as are asked for, all of them ended; sets the exit status of the sweep."""
@@ -130,7 +127,7 @@ class Search:
         """See `Jobs.next`: the next job of a trial that has begun, or the first one of a new trial."""
         values, settings = self._command.composition.values, self._settings
         # A sampler learns from results, so only as many trials as can run begin
-        if len(self._running) >= self._most or (self._failed and is_true(values["sweep"]["fail_fast"])):
+        if len(self._running) >= self._most:
             return None
         if not self._waiting:
             if (index := len(self._study.trials())) >= settings["trials"]:
@@ -145,7 +142,8 @@ class Search:
         words = [*self._varied(trial.params), *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1])]
         # Only the first seed is pruned: the others are run because it was good
         if settings["pruner"] != "none" and not ended:
-            environment[VARIABLE] = json.dumps({"number": trial.number, "mode": self._mode, "pruner": self._pruner})
+            reports = {"storage": self._study.where, "study": self._study.name, "number": trial.number}
+            environment[VARIABLE] = json.dumps({"mode": self._mode, "reports": reports | {"pruner": self._pruner}})
         # Drawn values are checked as if they had been typed
         checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
         composition = self._command.composed([*self._words, *checked.accepted])
@@ -157,11 +155,8 @@ class Search:
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
         """See `Jobs.ended`: the trial ends, or continues with its next seed; it stays as it is if its process was killed."""
         trial = self._running.pop(planned.number)
-        # The curve of evaluations is in a file of the job, as it runs in another process
-        reports = read_json(folder / FILE)
-        trial.curve = trial.curve or reports.get("curve", ())
         if found.status == "pruned":
-            self._end(trial, State.PRUNED, f"pruned after evaluation {reports.get('stopped_at')}")
+            self._end(trial, State.PRUNED, str((read_summary(folder) or {}).get("pruned")))
         # A job that was killed has no summary that says failed: its trial stays open and continues
         elif found.status == "failed" and outcome(folder).status == "failed":
             self._end(trial, State.FAIL)
@@ -177,8 +172,7 @@ class Search:
             self._end(trial, State.FAIL, f"failed: {self._metric} was not computed")
 
     def _end(self, trial: _Trial, state: State, text: str = "", value: float | None = None) -> None:
-        self._failed |= state == State.FAIL
-        self._study.tell(trial.number, state, value, trial.curve)
+        self._study.tell(trial.number, state, value)
         if text:
             self._sweep.say(f"trial {trial.index + 1}: {text}")
 

@@ -286,8 +286,6 @@ class Sweep(Section):
     dir: str | None = None
     new: bool = False
     retry: Literal["failed", "never", "all"] = "failed"
-    retries: Annotated[int, Ge(0)] = 0
-    fail_fast: bool = False
     ablate: Literal["all"] | list[str] | None = None
 
 
