@@ -30,7 +30,7 @@ from extended import some
 from PIL import Image
 
 import runner
-from runner import compose, evaluate, load, predict, train
+from runner import compose, evaluate, load, train
 from runner.base.errors import UserError
 from runner.lab.report.reading import Run
 from runner.lab.report.report import Report
@@ -73,13 +73,12 @@ def pictures(workdir: Path) -> Path:
 
 
 def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
-    assert runner.__all__ == ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
+    assert runner.__all__ == ["compose", "evaluate", "load", "report", "runs", "train"]
     arguments = {name: list(inspect.signature(getattr(runner, name)).parameters) for name in runner.__all__}
     assert arguments == {
         "compose": ["overrides", "config_dir"],
         "evaluate": ["checkpoint", "overrides", "config_dir"],
         "load": ["checkpoint", "overrides", "device", "config_dir"],
-        "predict": ["checkpoint", "images", "overrides", "options"],
         "report": [
             *("places", "columns", "sort", "seeds", "diff", "csv", "md", "json", "html", "against"),
             *("save_baseline", "tolerance"),
@@ -191,7 +190,6 @@ def test_a_loaded_model_predicts_what_the_command_line_predicts(run: Any, traine
     found = model.predict(pictures, top_k=2)
     assert [row["prediction"] for row in found] == [row["prediction"] for row in rows]
     assert [row["probability"] for row in found] == pytest.approx([row["probability"] for row in rows], abs=1e-6)
-    assert predict(trained, pictures, top_k=2) == found
 
 
 def test_the_same_image_in_any_form_gives_the_same_input(trained: Path, pictures: Path) -> None:

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from runner.api import compose, evaluate, load, predict, train
+    from runner.api import compose, evaluate, load, train
     from runner.lab.report.report import report, runs
 else:
     ModuleType = type(sys)
 
 __version__ = "0.1.0"
-__all__ = ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
+__all__ = ["compose", "evaluate", "load", "report", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:

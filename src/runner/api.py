@@ -50,7 +50,7 @@ from runner.verbs import train as train_verb
 from runner.verbs.predict.inputs import files_in
 from runner.verbs.predict.rows import RowBuilder
 
-__all__ = ["Preprocess", "Result", "Trained", "compose", "evaluate", "load", "predict", "train"]
+__all__ = ["Preprocess", "Result", "Trained", "compose", "evaluate", "load", "train"]
 
 Picture: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 """A file, folder or pattern such as `photos/*.jpg`, a Pillow image, or uint8: array (H, W) or (H, W, C), tensor (C, H, W)."""
@@ -162,10 +162,6 @@ class Result:
     directory: Path  # with checkpoints, metrics and logs
     summary: dict[str, Any] = field(repr=False)  # the content of `summary.json`
     value: float | None  # best value of the monitored metric
-
-    def load(self, *overrides: str) -> Trained:
-        """The best model of the run, see `load`."""
-        return load(self.directory, *overrides)
 
     def _repr_html_(self) -> str:
         from runner.lab.report.report import runs
@@ -279,13 +275,6 @@ def load(
         task=task,
         device=place,
     )
-
-
-def predict(
-    checkpoint: str | Path, images: Picture | Sequence[Picture], *overrides: str, **options: Any
-) -> list[dict[str, Any]]:
-    """Predictions of a checkpoint for images: `load(checkpoint, *overrides).predict(images, **options)`."""
-    return load(checkpoint, *overrides).predict(images, **options)
 
 
 @_files_reported()

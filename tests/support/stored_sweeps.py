@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-LAUNCH: dict[str, Any] = {"swept": ["seed"], "base": {}, "flags": [], "retry": "failed", "fail_fast": False}
+LAUNCH: dict[str, Any] = {"swept": ["seed"], "base": {}, "flags": [], "retry": "failed"}
 
 
 def make_job(folder: Path, words: list[str], value: float | None = 0.75, mode: str = "max", **summary: Any) -> Path:

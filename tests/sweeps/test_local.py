@@ -143,16 +143,6 @@ def test_a_job_on_gpus_gets_one(monkeypatch, values, key):
         leases(monkeypatch, "auto", {"devices": 1, **values})
 
 
-@pytest.mark.extended
-def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
-    result = run("train", *tiny, "--multirun", "model.width=0,4", "sweep.retries=2")
-    assert result.status == 1
-    folder = Path(result.out.splitlines()[-1])
-    states = [line["event"] for line in events(folder) if line.get("folder") == "0"]
-    assert [state for state in states if state != "started"] == ["retried", "retried", "failed"]
-    assert "1 of 2 jobs finished" in result.out
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [

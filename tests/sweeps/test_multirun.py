@@ -107,7 +107,7 @@ PAIR, POOL = ("seed=0,1",), ("seed=0,1", "hydra/launcher=pool", "hydra.launcher.
         ((*POOL, "hydra.launcher.devices=[0,0]"), ["hydra.launcher.devices: cannot be [0, 0]"]),
         ((*POOL, "hydra.launcher.devices=[1000]"), ["hydra.launcher.devices: ", "GPUs that can be seen"]),
         ((*POOL, "hydra.launcher.threeds=1"), ["hydra.launcher.threeds: is not a key"]),
-        ((*PAIR, "sweep.retries=-1"), ["sweep.retries: cannot be -1"]),
+        ((*PAIR, "sweep.retries=2"), ["sweep.retries: no longer exists"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_the_first_job(refused, words, said):

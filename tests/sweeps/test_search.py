@@ -22,35 +22,13 @@ from running_sweeps import COMMANDS, digests, until
 
 from runner.config.space import Range, ranges_of, text_of, with_space
 from runner.sweeps.ledger import Ledger
-from runner.sweeps.pruning import Pruning
-from runner.sweeps.study import JOURNAL, State, Study, pruner_of, sampler_of
+from runner.sweeps.study import JOURNAL, Reports, State, Study, pruner_of, sampler_of
 from runner.tracking.formats import number as shown
 
 LR = "search.optimizer.lr={log: [1e-4, 1e-1]}"
 SEARCH = ("sweep=optuna", LR, "search.pruner=none")
 HALVING = ("search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss")
 SPACE = {"a": Range("float", 1e-4, 0.1, log=True), "b": Range("choice", choices=("x", 2)), "c": Range("int", 1, 9, 2)}
-MINE = """
-import atexit, os, signal
-from pathlib import Path
-
-class Callback:
-    def on_start(self, loop):
-        if Path("stops").exists():
-            Path("stops").unlink()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_end(self, loop):
-        atexit.register(os._exit, 3)  # the process dies after the end of its run
-"""
-
-
-@pytest.fixture
-def mine(workdir, monkeypatch) -> Path:
-    """A module of the user's."""
-    (workdir / "mine.py").write_text(MINE)
-    monkeypatch.syspath_prepend(workdir)
-    return workdir / "mine.py"
 
 
 @pytest.fixture
@@ -167,38 +145,31 @@ def test_a_pruned_trial_stops_at_an_evaluation_with_a_checkpoint_and_is_not_run_
 
 
 @pytest.mark.extended
-def test_a_trial_has_a_job_for_each_seed_and_the_mean_of_each_objective_at_their_best_evaluations(search):
-    words = ("search.objectives={val/accuracy: max, val/loss: min}", "search.optimizer.amsgrad={choice: [true]}")
+def test_a_trial_has_a_job_for_each_seed_and_the_mean_of_their_best_values(search):
+    words = ("search.optimizer.amsgrad={choice: [true]}", "checkpoint.monitor=val/loss")
     out, folder = search(*SEARCH, *words, "search.seeds=[3, 4]", "search.trials=2")
     assert [yaml.safe_load((folder / job / "config.yaml").read_text())["seed"] for job in "0123"] == [3, 4, 3, 4]
-    lines = [line for job in "0123" for line in (folder / job / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["accuracy"], line["loss"]) for line in map(json.loads, lines) if line["split"] == "val"]
+    best = [summary(folder, job)["best"]["value"] for job in "0123"]
     for index, trial in enumerate(trials(folder)):
-        means = [sum(pair) / 2 for pair in zip(*found[2 * index : 2 * index + 2], strict=True)]
-        assert trial.values == means
-        assert f"trial {index + 1}: val/accuracy {shown(means[0])}, val/loss {shown(means[1])}" in out
-    assert not (folder / "best.yaml").exists()
+        mean = sum(best[2 * index : 2 * index + 2]) / 2
+        assert trial.values == [mean]
+        assert f"trial {index + 1}: val/loss {shown(mean)}" in out
 
 
 @pytest.mark.extended
-def test_an_objective_that_no_run_has_ends_the_search_and_one_that_is_not_finite_fails_its_trial(search):
-    out, _ = search(*SEARCH, "search.objectives={val/acuracy: max}", "search.trials=3", status=2)
-    assert "job 2" not in out
-    assert "search.objectives: names val/acuracy, which no run has; did you mean 'val/accuracy'?" in out
-    words = ("search.objectives={val/loss: min, val/accuracy: max}", "search.optimizer.lr={log: [1e30, 1e35]}")
-    out, _ = search(*SEARCH, *words, "optimizer=sgd", "search.trials=1", status=1)
-    assert "trial 1: failed: an objective is not finite" in out
+def test_a_job_without_the_monitored_metric_is_a_failed_trial(search):
+    out, folder = search(*SEARCH, "evaluate.every_epochs=null", "data.split.val=0", "search.trials=1", status=1)
+    assert "trial 1: failed: " in out
+    assert states(folder) == ["FAIL"]
 
 
 @pytest.mark.extended
-def test_a_failed_job_is_a_failed_trial_and_fail_fast_asks_for_no_other(search):
+def test_a_failed_job_is_a_failed_trial(search):
     words = ("sweep=optuna", "search.model.width={choice: [0, 4]}", "search.pruner=none", "search.sampler=random")
     out, folder = search(*words, "search.trials=3", status=1)
     expected = ["FAIL" if trial.params["model.width"] == 0 else "COMPLETE" for trial in trials(folder)]
     assert states(folder) == expected
     assert "width must be at least 1" in out
-    _, other = search(*words, "search.trials=9", "sweep.fail_fast=true", "sweep.new=true", status=1)
-    assert states(other) == expected[: 1 + expected.index("FAIL")]
 
 
 def test_trials_that_an_earlier_version_took_from_another_sweep_are_no_trials_of_the_search(search):
@@ -211,21 +182,6 @@ def test_trials_that_an_earlier_version_took_from_another_sweep_are_no_trials_of
     assert "1 of 2 trials have ended already; 1 are left" in out
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "logs"]
     assert "trial" in (folder / "best.yaml").read_text().splitlines()[1]
-
-
-@pytest.mark.extended
-def test_results_that_the_study_has_stay_when_code_changes_and_other_trials_run_with_the_new_code(search, mine):
-    words = (*SEARCH, "search.sampler=random", "+callbacks.mine._target_=mine.Callback")
-    search(*words, "search.trials=1")
-    mine.with_name("stops").touch()
-    out, folder = search(*words, "search.trials=2", status=75)
-    assert states(folder) == ["COMPLETE", "RUNNING"]
-    assert "1 of 2 trials have not ended; the same command continues" in out
-    mine.write_text(MINE + "\n# another version\n")
-    out, folder = search(*words, "search.trials=2")
-    assert states(folder) == ["COMPLETE"] * 2
-    assert "started, again, as mine changed since job 1 ran" in out
-    assert {path.parent.name for path in folder.glob("*/summary.json")} == {"0", "1", "2"}
 
 
 @pytest.mark.extended
@@ -250,7 +206,7 @@ def test_a_search_works_with_a_launcher_that_starts_commands(search, workdir, mo
     assert "hydra/launcher=mine has any number of slots: 8 trials at a time" in out
     assert sorted(map(str, trials_of(folder))) == sorted(map(str, trials_of(alone)))
     assert digests(folder) == digests(alone)
-    assert len(list(folder.glob("*/pruning.json"))) == 2
+    assert all(trial.intermediate_values for trial in trials(folder))
 
 
 @pytest.mark.parametrize(
@@ -287,10 +243,10 @@ def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials
 
 
 @pytest.mark.extended
-def test_a_killed_trial_begins_no_other_with_fail_fast_and_the_same_command_continues_it(search, tiny, workdir):
+def test_a_trial_whose_process_is_killed_stays_open_and_the_same_command_continues_it(search, tiny, workdir):
     words = (*SEARCH, "search.trials=2", "epochs=20")
     _, alone = search(*words, "output_root=alone")
-    program = ForkedProgram(["train", *tiny, *words, "sweep.fail_fast=true"])
+    program = ForkedProgram(["train", *tiny, *words])
     found = until(
         lambda: [path for path in workdir.glob("outputs/*/*/*/0/metrics.jsonl") if path.stat().st_size], program
     )
@@ -298,7 +254,7 @@ def test_a_killed_trial_begins_no_other_with_fail_fast_and_the_same_command_cont
     out, err = program.communicate(timeout=60)
     assert program.returncode == 1, err + out
     assert "failed: killed by SIGKILL: perhaps out of memory" in out
-    assert "job 2 of 2" not in out
+    assert "1 of 2 trials have not ended; the same command continues" in out
     _, folder = search(*words)
     assert (trials_of(folder), digests(folder)) == (trials_of(alone), digests(alone))
 
@@ -324,7 +280,7 @@ def test_a_killed_trial_begins_no_other_with_fail_fast_and_the_same_command_cont
         ((LR, "seed=0,1"), "seed", "search.seeds"),
         ((LR, "search.trials=0"), "search.trials", "cannot be 0"),
         ((LR, "search.sampler=tpf"), "search.sampler", "did you mean 'tpe'"),
-        ((LR, "search.objectives={val/loss: min, val/accuracy: max}"), "search.pruner", "one objective"),
+        ((LR, "search.objectives={val/loss: min}"), "search.objectives.val/loss", "no longer exists"),
         ((LR, "search.warm_start=outputs"), "search.warm_start", "no longer exists"),
         ((LR, "checkpoint.monitor=val/mine"), "checkpoint.mode", "a search has to know"),
     ],
@@ -366,14 +322,14 @@ def test_the_space_is_read_from_nested_and_dotted_keys():
 @pytest.mark.parametrize("sampler", some(["tpe", "random", "cmaes"], 0, 1))
 def test_what_is_drawn_depends_on_seed_and_number_alone_also_after_a_kill(tmp_path, sampler):
     def drawn(name: str, seed: int = 0, kills: bool = False) -> list[dict]:
-        study = Study(str(tmp_path / name), "search", ["max"], SPACE)
+        study = Study(str(tmp_path / name), "search", "max", SPACE)
         for index in range(12):
             trial = study.ask(sampler_of(sampler, f"{seed} {index}", False), pruner_of("none", 0, 2))
-            study.tell(trial.number, State.COMPLETE, [trial.params["a"]], [])
+            study.tell(trial.number, State.COMPLETE, trial.params["a"])
             if kills:
                 with (tmp_path / name).open("a") as file:
                     file.write('{"op_code": ')
-                study = Study(str(tmp_path / name), "search", ["max"], SPACE)
+                study = Study(str(tmp_path / name), "search", "max", SPACE)
         return [trial.params for trial in study.trials()]
 
     expected = drawn("a")
@@ -385,22 +341,24 @@ def test_what_is_drawn_depends_on_seed_and_number_alone_also_after_a_kill(tmp_pa
 @pytest.mark.parametrize("pruner", ["median", "halving", "hyperband"])
 def test_trials_decide_as_optuna_does_and_again_after_a_kill(tmp_path, pruner):
     settings, draw, stopped = {"pruner": pruner, "warmup": 0, "reduction": 2}, random.Random(0), list[int]()
-    study = optuna.create_study(study_name="search", direction="maximize", pruner=pruner_of(**settings))
+    alone = optuna.create_study(study_name="search", direction="maximize", pruner=pruner_of(**settings))
+    study = Study(str(tmp_path / JOURNAL), "search", "max", SPACE)
     for number in range(20):
-        trial, folder, best, prunes = study.ask(), tmp_path / str(number), 0.0, False
-        folder.mkdir()
+        trial, best, prunes = alone.ask(), 0.0, False
+        study.ask(sampler_of("random", str(number), False), pruner_of(**settings))
         for evaluation in range(1, 10):
             trial.report(value := draw.random(), evaluation)
             prunes, best = trial.should_prune(), max(value, best)
             for _ in range(2):  # the second process repeats what the first one did before it was killed
-                own = Pruning({"number": number, "mode": "max", "pruner": settings}, folder, lambda asked: asked())
-                assert own._stops(evaluation, value) == prunes
+                own = Reports(study.where, study.name, number, settings)
+                assert own.stops(evaluation, value) == prunes
+                assert own.stopped_at == (evaluation if prunes else None)
             if prunes:
                 stopped.append(evaluation)
                 break
-        study.tell(trial, None if prunes else best, state=State.PRUNED if prunes else State.COMPLETE)
-        result = {"status": "pruned" if prunes else "finished", "best": {"metric": "val/loss", "value": best}}
-        (folder / "summary.json").write_text(json.dumps(result))
+        state = State.PRUNED if prunes else State.COMPLETE
+        alone.tell(trial, None if prunes else best, state=state)
+        study.tell(number, state, None if prunes else best)
     assert len({*stopped}) > 1
 
 
@@ -450,7 +408,7 @@ def _pages(file: Path) -> None:
 def test_a_damaged_journal_is_moved_aside_and_finished_jobs_keep_their_results(
     search, workdir, made_once, damage, said
 ):
-    words = ("sweep=optuna", LR, *HALVING, "search.trials=4", "epochs=3")
+    words = (*SEARCH, "search.trials=4", "epochs=3")
     folder = shutil.copytree(made_once(*words)[1], workdir / "mine")
     before = trials_of(folder), Ledger(folder).read().jobs
     damage(folder / JOURNAL)

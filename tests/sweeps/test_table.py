@@ -2,11 +2,9 @@ import csv
 import io
 import json
 
-from stored_sweeps import LAUNCH, make_job
+from stored_sweeps import make_job
 
-from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import print_table, summarise
-from runner.sweeps.view import changes, look
 from runner.tracking.console import Console
 
 
@@ -107,21 +105,3 @@ def test_files_have_all_digits_of_a_number_and_people_see_four(tmp_path):
     assert stored["spreads"][0]["mean"] == stored["table"][0]["mean"]
     assert "0.8123 " in text
     assert "| 3 | 0.3708 | " in (tmp_path / "sweep.md").read_text()
-
-
-def test_a_job_that_runs_again_says_why_wherever_it_is_shown(tmp_path):
-    make_job(tmp_path / "0", ["seed=0"], 0.5)
-    Ledger(tmp_path).append("launch", **LAUNCH, jobs={"a": ["seed=0"]})
-    Ledger(tmp_path).append("finished", job="a", overrides=["seed=0"], folder="0")
-    assert [row.why for row in summarise(tmp_path)] == [None]
-    assert "again" not in _shown(summarise(tmp_path))[1]
-    why = "my_package.models changed since job 0 ran"
-    Ledger(tmp_path).append("finished", job="a", overrides=["seed=0"], folder="0", why=why)
-    [row] = summarise(tmp_path)
-    assert row.why == why
-    assert _shown([row])[1].endswith(f"  runs again: {why}\n")
-    assert json.loads((tmp_path / "sweep.json").read_text())["jobs"][0]["why"] == why
-    assert f"Job 0 runs again: {why}" in (tmp_path / "sweep.md").read_text()
-    assert changes(look(tmp_path / "none"), look(tmp_path)) == [
-        f"job 0 finished: seed=0, val/accuracy 0.5 (runs again: {why})"
-    ]

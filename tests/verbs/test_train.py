@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,62 +84,6 @@ def test_a_run_that_fails_says_so_and_ends_with_its_directory(
     assert 'broken.py", line 3, in on_step' in result.err, "a bug in someone's code shows where it is"
     assert "Traceback" in (result.directory / "run.log").read_text()
     assert "the coffee is out" in (result.directory / "run.log").read_text()
-
-
-EXITING = """
-import sys
-from torch import nn
-
-class Leaving:
-    def on_step(self, loop):
-        exit(0)
-
-class Quitting(nn.Module):
-    def __init__(self, **given):
-        super().__init__()
-        self.head = nn.Linear(1, 1)
-
-    def forward(self, images):
-        sys.exit()
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("+callbacks.b._target_=leaving.Leaving",), "leaving.py:7 called exit(0)"),
-        (("model._target_=leaving.Quitting",), "leaving.py:15 called exit()"),
-    ],
-)
-def test_user_code_that_calls_exit_fails_the_run(
-    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str
-) -> None:
-    (workdir / "leaving.py").write_text(EXITING, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setattr("sys.stdin", io.StringIO())  # exit() closes it
-    monkeypatch.delitem(sys.modules, "leaving", raising=False)
-    result = run("train", *SMALL, "threads=1", "logger=none", *words)
-    assert result.status == 1, result.err
-    assert told in result.err
-    assert "Traceback" not in result.err
-    assert result.summary["status"] == "failed"
-    assert told in result.summary["error"]
-    assert told in (result.directory / "run.log").read_text()
-
-
-def test_user_code_that_calls_exit_fails_the_other_verbs(
-    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workdir / "leaving.py").write_text(EXITING, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.delitem(sys.modules, "leaving", raising=False)
-    words = [*(word for word in SMALL if word != "epochs=2"), "threads=1", "model._target_=leaving.Quitting"]
-    result = run("find-lr", *words)
-    assert result.status == 1, result.err
-    assert "leaving.py:15 called exit()" in result.err
-    # Packages replace sys.exit() by a Python function, W&B for instance.
-    monkeypatch.setattr("sys.exit", lambda code=0, leave=sys.exit: leave(code))
-    assert "leaving.py:15 called exit(0)" in run("find-lr", *words).err
 
 
 def test_a_metric_of_a_callback_that_is_not_a_number_is_a_mistake(

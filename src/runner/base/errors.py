@@ -6,7 +6,6 @@ import difflib
 import errno
 import os
 import re
-import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -131,29 +130,12 @@ def file_error(error: OSError) -> str:
     return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"
 
 
-def called_exit(stop: SystemExit) -> str:
-    """The sentence for user code that called exit(), or an empty string if this program raised the error itself."""
-    # exit() and quit() are Python functions, and so is a sys.exit() that a package has replaced: they have frames.
-    replaced = getattr(sys.exit, "__code__", None)
-    frames = [(frame, line) for frame, line in traceback.walk_tb(stop.__traceback__) if frame.f_code is not replaced]
-    frame, line = [each for each in frames if each[0].f_globals.get("__name__") != "_sitebuiltins"][-1]
-    if frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
-        return ""
-    given = "" if stop.code is None else repr(stop.code)
-    return (
-        f"{frame.f_code.co_filename}:{line} called exit({given}) during the run\n"
-        "    allowed: an exception where something is wrong, or loop.request_stop(reason) in a callback to end training"
-    )
-
-
 def explain(error: BaseException) -> tuple[int, str, str]:
     """Exit code, a sentence, and the text to show for what ended a job.
 
     Expected errors of the program carry an `exit_code`, and may carry a `prefix` and a `hint` around their message. What user
     code raised is shown with the frames of user code; any other unexpected error with its traceback.
     """
-    if isinstance(error, SystemExit):  # its code may be 0, and the job is not finished
-        return FAILED, called_exit(error), called_exit(error)
     code = getattr(error, "exit_code", None)
     where = user_frames.located(error)
     if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:

@@ -19,16 +19,8 @@ _SECRET = re.compile(
 
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _PASSWORD_IN_URL = re.compile(r"""(?<=://)([^/\s:@'"]*):([^/\s'"]+)@""")
-_USER_IN_URL = re.compile(r"""(?<=http://|ttps://)([^/\s:@'"]+)@""")
-_QUERY = re.compile(r"""(?i)(?<=[?&#])([\w.\-]*(?:password|secret|token|key|sig|signature))=([^&#;\s'"]+)""")
 # Begins where a name does and never backtracks: a text from a checkpoint may have a million letters.
-_NAME = re.compile(r"""(?<![\w.\-])([\w.\-]++)['"]?\s*[=:]\s*""")
-_QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
-# A value in an override may have spaces, and be a list or a dictionary; one without its end is masked as a whole.
-_VALUE = re.compile(
-    rf"{_QUOTED}|\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|['\"\[{{].*|[^,{{}}\[\]]+", re.DOTALL
-)
-_MASKED = re.compile(r"(?:^|[=:/])\*\*\*(?:$|[@&])")
+_NAME = re.compile(r"""(?<![\w.\-])([\w.\-]++)['"]?\s*[=:]""")
 
 
 @functools.cache
@@ -40,24 +32,15 @@ def is_secret(name: str) -> bool:
 
 def mask_text(text: str) -> str:
     """A text with the passwords in its URLs masked."""
-    if "://" not in text:
-        return text
-    text = _USER_IN_URL.sub(f"{MASK}@", _PASSWORD_IN_URL.sub(rf"\1:{MASK}@", text))
-    return _QUERY.sub(rf"\1={MASK}", text)
+    return _PASSWORD_IN_URL.sub(rf"\1:{MASK}@", text) if "://" in text else text
 
 
 def mask_word(word: str) -> str:
-    """A word of a command line with its secrets masked, also those in a nested value."""
-    key, equals, _ = word.partition("=")
-    if equals and any(map(is_secret, re.split("[.@/ ]", key.lstrip("+~-")))):
-        return f"{key}={MASK}"
-    word, done, parts = mask_text(word), 0, list[str]()
-    for found in _NAME.finditer(word):
-        secret = found.start() >= done and is_secret(found[1].rpartition(".")[2])
-        if secret and (value := _VALUE.match(word, found.end())):
-            parts += [word[done : found.end()], MASK]
-            done = value.end()
-    return "".join([*parts, word[done:]])
+    """A word of a command line; without its value if the key, or a name in the value, is that of a secret."""
+    key, equals, value = word.partition("=")
+    names = re.split("[.@/ ]", key.lstrip("+~-")) if equals else []
+    names += [found[1].rpartition(".")[2] for found in _NAME.finditer(value)]
+    return f"{key}={MASK}" if any(map(is_secret, names)) else mask_text(word)
 
 
 def mask_words(words: Iterable[str]) -> list[str]:
@@ -83,7 +66,7 @@ def mask_values(value: Any, secret: bool = False) -> Any:
 
 def is_masked(value: Any) -> bool:
     """Tell whether a value was masked, or a part of it."""
-    return isinstance(value, str) and MASK in value and _MASKED.search(value) is not None
+    return isinstance(value, str) and (value == MASK or f"{MASK}@" in value)
 
 
 def unmasked(value: Any, given: Any) -> Any:

@@ -47,8 +47,8 @@ _OF = {
         watch.shapes watch.finite data.name data.root data.download data.max_skipped data.placement data.cache
         data.cache_dir data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
-        sweep.dir sweep.new sweep.retry sweep.retries sweep.fail_fast sweep.ablate slurm.signal slurm.requeue
-        search.sampler search.trials search.pruner search.warmup search.reduction search.seeds search.objectives search.jobs
+        sweep.dir sweep.new sweep.retry sweep.ablate slurm.signal slurm.requeue
+        search.sampler search.trials search.pruner search.warmup search.reduction search.seeds search.jobs
         search.storage search.space
         max_restarts dist.timeout_s fsdp.reshard_after_forward dry_run
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves

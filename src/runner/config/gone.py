@@ -52,9 +52,12 @@ GONE: dict[str, Gone] = {
     "position.micro_batch": Gone(""),
     "position.pieces": Gone(""),
     "position.skipped_steps": Gone(""),
+    "search.objectives": Gone("set checkpoint.monitor and checkpoint.mode to one metric", default={}),
     "search.warm_start": Gone(
         "continue a search with more search.trials, or narrow search.space to good values", default=None
     ),
+    "sweep.fail_fast": Gone("stop the sweep with Ctrl-C; the same command continues it", default=False),
+    "sweep.retries": Gone("repeat the command, which resumes failed jobs", default=0),
     "train": Gone("run train max_steps=200, and compare its loss with that of a guess", default=False),
     "train_steps": Gone("run train max_steps=200", default=200),
 }

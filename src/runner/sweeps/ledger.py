@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ NAME = "sweep.jsonl"
 ENDED = ("finished", "pruned", "failed", "preempted")
 _LARGEST = 2**30  # bytes
 _LONGEST_NAME = 60  # of a folder; ours are numbers
-_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry", "fail_fast")
+_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry")
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,11 @@ class Entry:
     Attributes:
         folder: its run directory, inside the sweep.
         overrides: of the job, secrets masked.
-        status: one of `ENDED`, `started`, `retried` or `removed`.
+        status: one of `ENDED`, `started` or `removed`; an earlier version wrote `retried`, too.
         launch: index of the launch that wrote the line.
         sentence: see `Outcome`.
         metric: see `Outcome`.
         value: see `Outcome`.
-        code: digests of the user's modules that it was started with.
-        why: why it was started again in another folder.
     """
 
     folder: Path
@@ -70,8 +67,6 @@ class Entry:
     sentence: str | None = None
     metric: str | None = None
     value: float | None = None
-    code: dict[str, str] = field(default_factory=dict)
-    why: str | None = None
 
 
 @dataclass
@@ -81,8 +76,6 @@ class Records:
     launches: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
-    retried: Counter[str] = field(default_factory=Counter)
-    """How often each job was retried at once in the last launch."""
     torn: bool = False
     """Whether a crash left the last line incomplete."""
     outside: list[str] = field(default_factory=list)
@@ -104,12 +97,6 @@ class Records:
         """The entry of a job if it belongs to the last launch."""
         entry = self.jobs.get(job)
         return entry if entry is not None and entry.launch == len(self.launches) - 1 else None
-
-    @property
-    def failed_now(self) -> Entry | None:
-        """A job that failed in the last launch."""
-        last = len(self.launches) - 1
-        return next((job for job in self.jobs.values() if job.status == "failed" and job.launch == last), None)
 
 
 class Ledger:
@@ -201,7 +188,6 @@ class Ledger:
                     records.was |= drop(found["base"])
                     found["jobs"] = {job: words_without(words) for job, words in (found["jobs"] or {}).items()}
                     records.launches.append(found)
-                    records.retried.clear()
                 return True
             job, name = str(found["job"]), str(found["folder"])
             # A ledger from somebody else must not lead out of the folder of the sweep
@@ -216,14 +202,11 @@ class Ledger:
                 sentence=_text(found.get("sentence")),
                 metric=_text(found.get("metric")),
                 value=number_or_none(found.get("value")),
-                code=dict(found.get("code") or {}),
-                why=_text(found.get("why")),
             )
         except (ValueError, LookupError, TypeError, RecursionError):
             return False
         # The latest line of a job counts
         records.jobs[job] = entry
-        records.retried[job] += event == "retried"
         records.folders.add(name)
         return True
 

@@ -8,10 +8,8 @@ import functools
 import hashlib
 import itertools
 import json
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem, UserError, nearest
@@ -20,14 +18,12 @@ from runner.config import keys, overrides
 from runner.config.changes import changes_result
 from runner.config.command import Command
 from runner.config.composition import Composition
-from runner.config.keys import at, flatten, key_of, walk, within
+from runner.config.keys import at, flatten, key_of, within
 from runner.config.resolve import problems_in
 from runner.config.schema.train import Train
-from runner.sweeps.source_files import source_files
 
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
-_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ def counted(values: dict[str, Any], swept: Sequence[str] = ()) -> dict[str, Any]
 
 
 def identity(values: dict[str, Any], words: Sequence[str], swept: Sequence[str]) -> str:
-    """A digest that tells a job from the others of its sweep, whatever its number. The user's code is compared apart.
+    """A digest that tells a job from the others of its sweep, whatever its number. The user's code does not count.
 
     Args:
         values: the resolved config.
@@ -192,16 +188,6 @@ def identity(values: dict[str, Any], words: Sequence[str], swept: Sequence[str])
     presets = [word for word in mask_words(words) if key_of(word) in swept and key_of(word).split("/")[0] not in values]
     content = [counted(values, keys), sorted(word.lstrip("+") for word in presets if "." not in key_of(word))]
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def code_of(values: dict[str, Any]) -> dict[str, str]:
-    """Digests of the files that `_target_` leads to, by module, unless they are of installed packages or of this one."""
-    targets = [str(value) for key, value in walk(values) if key.rpartition(".")[2] == "_target_"]
-    files = dict[str, Path]()
-    for target in targets:
-        files |= {} if within(target, ["runner"]) else source_files(target)
-    own = {module: path for module, path in files.items() if not any(map(path.is_relative_to, _INSTALLED))}
-    return {module: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for module, path in own.items()}
 
 
 TOGGLES = (

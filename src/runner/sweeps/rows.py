@@ -43,7 +43,6 @@ class JobRow:
     step: int | None = None  # the `global_step` of that value
     best: bool = False  # it is the first with the best value of this metric
     error: str | None = None  # its first line
-    why: str | None = None  # the reason for which it runs again, such as `my_package/models.py has changed`
     wall_s: float | None = None
     log: str | None = None  # of a job that failed
     repeat: str | None = None  # the command that runs it alone
@@ -180,7 +179,7 @@ def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
     if not words:
         with contextlib.suppress(OSError, ValueError):  # a run that failed early has none
             words = mask_words(words_without(read_overrides(folder)))
-    content, failed, why = summary or {}, status in FAILED, None if entry is None else entry.why
+    content, failed = summary or {}, status in FAILED
     best = found if isinstance(found := content.get("best"), dict) else {}
     step = number_or_none(best.get("global_step"))
     return JobRow(
@@ -193,7 +192,6 @@ def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
         value=ended.value,
         step=None if step is None else int(step),
         error=error,
-        why=why,
         wall_s=number_or_none(content.get("wall_s")),
         log=str(folder / "run.log") if failed else None,
         repeat=command_alone(words, flags or _flags_of(folder)) if failed else None,

@@ -14,16 +14,15 @@ from typing import Any, Protocol
 from runner.base.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
 from runner.base.files import make_folder
 from runner.base.secrets import mask_text, mask_words
-from runner.base.truth import is_true
 from runner.config.composition import Composition
 from runner.config.gone import warning
-from runner.config.keys import key_of, within
+from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.output_folders import holds_run
 from runner.launch.jobs import Ended, Job, Launcher, run
 from runner.run.directory import works
 from runner.sweeps.folder import base_changed
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, compared, outcome, outcome_of
-from runner.sweeps.plan import Plan, Planned, code_of, identity
+from runner.sweeps.plan import Plan, Planned, identity
 from runner.sweeps.rows import command_alone
 from runner.sweeps.view import Display, headline_of
 from runner.tracking.formats import number
@@ -85,11 +84,8 @@ class Sweep:
         self.records = Records()
         self.status = OK
         self._call, self._display = call, display
-        values = plan.command.composition.values["sweep"]
-        self._retry, self._retries = str(values["retry"]), int(values["retries"])
-        self._fail_fast = is_true(values["fail_fast"])
+        self._retry = str(plan.command.composition.values["sweep"]["retry"])
         self._running: dict[int, Planned] = {}
-        self._again: list[Planned] = []  # to be started before all others
         self._occupied: list[Planned] = []  # that another process still runs
         self._looked = 0.0
 
@@ -110,7 +106,8 @@ class Sweep:
         for text in warning(str(self.folder), self.records.was):
             self.say(f"warning: {text}")
         # A sweep of an earlier version knows its jobs by settings that are gone, too
-        was = self.records.was = {key: each for key, each in self.records.was.items() if not within(key, plan.swept)}
+        other = (*plan.swept, *OF_THE_SWEEP)
+        was = self.records.was = {key: each for key, each in self.records.was.items() if not within(key, other)}
         if was and plan.jobs is not None:
             own = [identity(job.composition.values | was, job.composition.overrides, plan.swept) for job in plan.jobs]
             renamed = [dataclasses.replace(job, identity=name) for job, name in zip(plan.jobs, own, strict=True)]
@@ -141,18 +138,12 @@ class Sweep:
             jobs=jobs,
             flags=plan.command.flags_of_jobs,
             retry=self._retry,
-            retries=self._retries,
-            fail_fast=self._fail_fast,
         )
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
         known = self.records.jobs
         there = [(job, known[job.identity]) for job in jobs if job.identity in known]
-        done = [
-            job
-            for job, entry in there
-            if _settled(entry, "failed") and not _changed(entry, code_of(job.composition.values))
-        ]
+        done = [job for job, entry in there if _settled(entry, "failed")]
         left = "sweep.new=true starts another sweep" if len(done) == len(jobs) else "the others follow"
         if self._retry == "all":
             left = "sweep.retry=all starts all of them again, in other folders"
@@ -180,41 +171,26 @@ class Sweep:
             self.status = FAILED
 
     def _next(self) -> Job | None:
-        # With fail_fast, jobs that run are completed, and no new one begins
-        if self._fail_fast and self.records.failed_now:
-            return None
         while (planned := self._candidate()) is not None:
-            known, why = self.records.jobs.get(planned.identity), None
-            code = code_of(planned.composition.values)
+            known, words = self.records.jobs.get(planned.identity), planned.composition.overrides
             if known is None and self.plan.jobs is None:  # a search plans its jobs one by one
-                words = mask_words(planned.composition.overrides)
-                if (lost := self.ledger.unnamed(self.records).get(compared(words))) is not None:
-                    known = Entry(lost, planned.composition.overrides, "started", -1, code=code)
-            if known is not None and not _is_gone(known):
-                # Changed code makes an old result meaningless, so the job runs again in a new folder
-                changed = _changed(known, code)
-                if changed:
-                    why = f"{', '.join(changed)} changed since job {known.folder.name} ran"
-                # With retry=all, each job starts again once per launch
-                elif self._retry != "all" or known.launch == len(self.records.launches) - 1:
-                    if _settled(known, self._retry):
-                        self._skip(planned, known)
-                        continue
-                    # A launcher whose jobs survive finds them again itself.
-                    if not self._launcher.survives and _is_written(known):
-                        self._wait_for(planned, known.folder)
-                        continue
-                    entry = Entry(known.folder, known.overrides, "started", 0, code=code, why=known.why)
-                    return self._begin(planned, entry)
-            entry = Entry(self._free(planned), planned.composition.overrides, "started", 0, code=code, why=why)
-            return self._begin(planned, entry)
+                lost = self.ledger.unnamed(self.records).get(compared(mask_words(words)))
+                known = None if lost is None else Entry(lost, words, "started", -1)
+            # With retry=all, each job starts again once per launch
+            again = self._retry == "all" and known is not None and known.launch < len(self.records.launches) - 1
+            if known is None or again or _is_gone(known):
+                return self._begin(planned, Entry(self._free(planned), words, "started", 0))
+            if _settled(known, self._retry):
+                self._skip(planned, known)
+            # A launcher whose jobs survive finds them again itself.
+            elif not self._launcher.survives and _is_written(known):
+                self._wait_for(planned, known.folder)
+            else:
+                return self._begin(planned, Entry(known.folder, known.overrides, "started", 0))
         return None
 
     def _candidate(self) -> Planned | None:
         busy = {job.identity for job in self._running.values()}
-        # Jobs that failed and get another try come first
-        if self._again:
-            return self._again.pop(0)
         # Folders that another process held are looked at from time to time
         if self._occupied and time.monotonic() > self._looked + _LOOKED_S:
             self._looked = time.monotonic()
@@ -270,11 +246,10 @@ class Sweep:
         self._jobs.ended(planned, found, known.folder)
 
     def _started(self, job: Job, place: str) -> None:
-        planned, entry = self._running[job.number], self.records.jobs[self._running[job.number].identity]
-        text = f": {place}" if place else ""
-        text += f", again, as {entry.why}" if entry.why else ""
         told = headline_of(self.records)
-        self._tell(planned, "started", f"{text}{f'; {told}' if told else ''}")
+        self._tell(
+            self._running[job.number], "started", (f": {place}" if place else "") + (f"; {told}" if told else "")
+        )
 
     def _ended(self, ended: Ended, signal: str) -> None:
         planned = self._running.pop(ended.number)
@@ -289,13 +264,7 @@ class Sweep:
                 found = Outcome("preempted", sentence=f"{signal}, before it had saved")
             else:  # a folder that is missing later was removed by someone
                 make_folder(known.folder)
-        # A failure may be a passing one of the machine, so the job gets another try
-        again = found.status == "failed" and self.records.retried[planned.identity] < self._retries and not signal
-        self._record(planned.identity, known, dataclasses.replace(found, status="retried") if again else found)
-        if again:
-            self._again.append(planned)
-            self._tell(planned, "retried", f": {found.sentence}")
-            return
+        self._record(planned.identity, known, found)
         if found.status == "finished":
             text = f", {found.metric} {number(found.value)}" if found.metric else ""
             self._tell(planned, "finished", text)
@@ -311,8 +280,7 @@ class Sweep:
 
     def _on_time(self) -> bool:
         self._display.refresh()
-        stopped = self._fail_fast and self.records.failed_now is not None
-        return not stopped and bool(self._occupied or self._again)
+        return bool(self._occupied)
 
     # What is shown
 
@@ -325,18 +293,13 @@ class Sweep:
         line = f"job {planned.number + 1} of {self._jobs.count}: {mask_text(planned.varied) or 'as all others'}: "
         line += event + mask_text(text)
         failed = event == "failed"
-        if event in ("failed", "retried"):
+        if failed:
             folder = self.records.jobs[planned.identity].folder
             line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
             again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
-            line += f"\n    again: {again}" if failed else ""
-        if not self._display.live or event in ("failed", "retried", "preempted"):
+            line += f"\n    again: {again}"
+        if not self._display.live or event in ("failed", "preempted"):
             self._display.line(line, error=failed)
-
-
-def _changed(entry: Entry, code: dict[str, str]) -> list[str]:
-    """The modules of the user that are not as they were when a job started."""
-    return sorted(name for name, digest in code.items() if entry.code.get(name, digest) != digest)
 
 
 def _settled(entry: Entry, retry: str) -> bool:

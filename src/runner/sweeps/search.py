@@ -6,7 +6,6 @@ ledger of the sweep the results of their jobs, so that the same command continue
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -20,26 +19,25 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from runner.base.errors import FAILED, OK, ConfigError, Problem, UserError, nearest
+from runner.base.errors import FAILED, OK, ConfigError, Problem, UserError
 from runner.base.files import write_atomically
-from runner.base.reading import is_number, read_json, read_summary
+from runner.base.reading import read_summary
 from runner.base.secrets import mask_words
-from runner.base.truth import is_true
 from runner.config import overrides
 from runner.config.command import Command
 from runner.config.composition import Composition
-from runner.config.keys import OF_THE_SWEEP, at, is_of_hydra, key_of, within
+from runner.config.keys import OF_THE_SWEEP, is_of_hydra, key_of, within
 from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import Outcome, outcome
 from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
-from runner.sweeps.pruning import FILE, VARIABLE
+from runner.sweeps.pruning import VARIABLE
 from runner.sweeps.run import Sweep
 from runner.sweeps.study import State, pruner_of, sampler_of, storage_of, study_of_sweep, using
 from runner.sweeps.table import BEST
 from runner.tracking.formats import number as shown
 
-_SAME = ("sampler", "pruner", "warmup", "reduction", "seeds", "objectives", "space")
+_SAME = ("sampler", "pruner", "warmup", "reduction", "seeds", "space")
 """Settings that make a study what it is; the others may change when it continues."""
 _NO_RANGE = ("hydra", "name", "output_root", "ckpt_path", "resume", *OF_THE_SWEEP)
 _AT_A_TIME = 8  # trials, where the launcher has no limit
@@ -50,8 +48,7 @@ class _Trial:
     index: int  # among the trials of the search
     number: int  # in the study
     params: dict[str, Any]
-    values: list[list[float]] = field(default_factory=list)  # of the seeds that have ended
-    curve: Sequence[Any] = ()  # the evaluations of the first seed
+    values: list[float] = field(default_factory=list)  # of the monitored metric, of the seeds that have ended
 
 
 class Search:
@@ -82,13 +79,9 @@ class Search:
         if several := overrides.swept(self._words):
             allowed = f"search.{several[0]}={{choice: [...]}}, or search.seeds=[0,1,2] for several seeds of each trial"
             raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
-        # A pruner compares curves of one metric
-        if settings["pruner"] != "none" and len(settings["objectives"]) > 1:
-            problem = f"is {settings['pruner']}, and decides by one objective"
-            raise UserError("search.pruner", problem, "search.pruner=none")
         # Ends of ranges are the extremes: if these are valid, draws in between are too
         _check_ends(command, self._words, self._space, validate)
-        self._goals = dict(settings["objectives"]) or dict([monitor(command.composition)])
+        self._metric, self._mode = monitor(command.composition)
         swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
         base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
         self.plan = Plan(command, swept, json.loads(json.dumps(base, default=str)))
@@ -105,12 +98,11 @@ class Search:
         self._seeds = len(settings["seeds"]) or 1
         self._pruner = {key: settings[key] for key in ("pruner", "warmup", "reduction")}
         self._running = dict[int, _Trial]()  # by the number of the job
-        self._failed = False
 
     def run(self, sweep: Sweep, launcher: Launcher) -> None:
         """Run until there are as many trials as are asked for, all of them ended; sets the exit status of the sweep."""
-        self._sweep, named, directions = sweep, self._settings["storage"], list(self._goals.values())
-        self._study = study_of_sweep(sweep.folder, named, sweep.say, directions=directions, space=self._space)
+        self._sweep, named = sweep, self._settings["storage"]
+        self._study = study_of_sweep(sweep.folder, named, sweep.say, mode=self._mode, space=self._space)
         trials = list(enumerate(self._study.trials()))
         total = max(len(trials), self._settings["trials"])
         # Trials that an earlier process began are completed before new ones are drawn
@@ -135,7 +127,7 @@ class Search:
         """See `Jobs.next`: the next job of a trial that has begun, or the first one of a new trial."""
         values, settings = self._command.composition.values, self._settings
         # A sampler learns from results, so only as many trials as can run begin
-        if len(self._running) >= self._most or (self._failed and is_true(values["sweep"]["fail_fast"])):
+        if len(self._running) >= self._most:
             return None
         if not self._waiting:
             if (index := len(self._study.trials())) >= settings["trials"]:
@@ -150,8 +142,8 @@ class Search:
         words = [*self._varied(trial.params), *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1])]
         # Only the first seed is pruned: the others are run because it was good
         if settings["pruner"] != "none" and not ended:
-            [mode] = self._goals.values()
-            environment[VARIABLE] = json.dumps({"number": trial.number, "mode": mode, "pruner": self._pruner})
+            reports = {"storage": self._study.where, "study": self._study.name, "number": trial.number}
+            environment[VARIABLE] = json.dumps({"mode": self._mode, "reports": reports | {"pruner": self._pruner}})
         # Drawn values are checked as if they had been typed
         checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
         composition = self._command.composed([*self._words, *checked.accepted])
@@ -163,34 +155,24 @@ class Search:
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
         """See `Jobs.ended`: the trial ends, or continues with its next seed; it stays as it is if its process was killed."""
         trial = self._running.pop(planned.number)
-        # The curve of evaluations is in a file of the job, as it runs in another process
-        reports = read_json(folder / FILE)
-        trial.curve = trial.curve or reports.get("curve", ())
         if found.status == "pruned":
-            self._end(trial, State.PRUNED, f"pruned after evaluation {reports.get('stopped_at')}")
+            self._end(trial, State.PRUNED, str((read_summary(folder) or {}).get("pruned")))
         # A job that was killed has no summary that says failed: its trial stays open and continues
         elif found.status == "failed" and outcome(folder).status == "failed":
             self._end(trial, State.FAIL)
-        elif found.status == "finished":
-            numbers = _at_best(folder, found)
-            if missing := [goal for goal in self._goals if goal not in numbers]:
-                problem, close = f"names {missing[0]}, which no run has", nearest(missing[0], numbers)
-                raise UserError("search.objectives", problem, ", ".join(numbers), close)
-            trial.values.append([numbers[goal] for goal in self._goals])
-            # No sampler can learn from NaN
-            if not all(map(is_number, trial.values[-1])):
-                self._end(trial, State.FAIL, "failed: an objective is not finite")
+        elif found.status == "finished" and found.value is not None:
+            trial.values.append(found.value)
             # The next seed of a trial comes before new trials
-            elif len(trial.values) < self._seeds:
+            if len(trial.values) < self._seeds:
                 self._waiting.insert(0, trial)
             else:
-                means = [statistics.fmean(each) for each in zip(*trial.values, strict=True)]
-                text = ", ".join(f"{goal} {shown(mean)}" for goal, mean in zip(self._goals, means, strict=True))
-                self._end(trial, State.COMPLETE, text if len(means) * self._seeds > 1 else "", means)
+                mean = statistics.fmean(trial.values)
+                self._end(trial, State.COMPLETE, f"{self._metric} {shown(mean)}" if self._seeds > 1 else "", mean)
+        elif found.status == "finished":
+            self._end(trial, State.FAIL, f"failed: {self._metric} was not computed")
 
-    def _end(self, trial: _Trial, state: State, text: str = "", values: Sequence[float] = ()) -> None:
-        self._failed |= state == State.FAIL
-        self._study.tell(trial.number, state, values, trial.curve)
+    def _end(self, trial: _Trial, state: State, text: str = "", value: float | None = None) -> None:
+        self._study.tell(trial.number, state, value)
         if text:
             self._sweep.say(f"trial {trial.index + 1}: {text}")
 
@@ -200,17 +182,16 @@ class Search:
     def _write_best(self) -> None:
         """Write the best trial as a preset, with the command that repeats it."""
         ended = [each for each in enumerate(self._study.trials(), 1) if each[1].state == State.COMPLETE]
-        # With several objectives there is no single best trial
-        if len(self._goals) > 1 or not ended:
+        if not ended:
             return
-        [(name, direction)], groups = self._goals.items(), self._command.sources.groups()
-        number, best = (max if direction == "max" else min)(ended, key=lambda each: each[1].values[0])
+        groups = self._command.sources.groups()
+        number, best = (max if self._mode == "max" else min)(ended, key=lambda each: each[1].value or 0.0)
         # The preset repeats the result: the command's words, then the values that were found
         words = [word for word in self._words if not is_of_hydra(word) and key_of(word) != "sweep"]
         words = mask_words([*words, *self._varied(best.params)])
-        source = f"trial {number}"
         command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
-        lines = [f"{name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._sweep.folder}", command]
+        which = f"trial {number}, the best of {len(ended)} in {self._sweep.folder}"
+        lines = [f"{self._metric} {shown(best.value or 0.0)}: {which}", command]
         if shares := self._study.importances():
             lines.append("importance: " + ", ".join(f"{key} {shown(share)}" for key, share in shares.items()))
         # Options of a group need an entry in the defaults list, other keys a value
@@ -221,17 +202,6 @@ class Search:
         head = "".join(f"# {line}\n" for line in ["@package _global_", *lines])
         text = head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(self._sweep.folder / BEST, text.encode())
-
-
-def _at_best(folder: Path, ended: Outcome) -> dict[str, Any]:
-    """What objectives can name: the metrics of the validation split at the best evaluation, and the numbers of the summary."""
-    summary = read_summary(folder) or {}
-    found, step = {name: value for name, value in summary.items() if is_number(value)}, at(summary, "best.global_step")
-    with contextlib.suppress(OSError, LookupError, ValueError):
-        for record in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
-            if record.pop("split") == "val" and record.pop("global_step") == step:
-                found |= {f"val/{name}": value for name, value in record.items() if name != "epoch"}
-    return found | ({ended.metric: ended.value} if ended.metric else {})
 
 
 def _checked_space(command: Command) -> dict[str, Range]:

@@ -6,15 +6,13 @@ import contextlib
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from runner.base.errors import UserError
-from runner.base.reading import read_json
 from runner.base.secrets import mask_text
 from runner.config.space import Range
-from runner.sweeps.ledger import outcome
 
 try:
     import optuna
@@ -28,7 +26,9 @@ JOURNAL = "search.jsonl"
 _TAKEN = "warm_start"  # attribute of a trial that an earlier version took from another sweep
 State = optuna.trial.TrialState
 _NAME = "search"  # Hyperband derives the bracket of a trial from the name of its study
-_MOST = 10_000  # trials that a pruner considers, as the number of one may come from someone else's file
+_DECIDED = (
+    "decided"  # attribute of a trial: its last evaluation with a decision of the pruner, and whether it stops there
+)
 _FEWEST = 5  # trials from which importances are computed
 _STALE_S = 3  # after which Optuna takes over the lock of a process that was killed
 
@@ -36,16 +36,16 @@ _STALE_S = 3  # after which Optuna takes over the lock of a process that was kil
 class Study:
     """A study in a storage, see `storage_of`; a ValueError if the one there is another one."""
 
-    def __init__(self, where: str, name: str, directions: Sequence[str], space: Mapping[str, Range]) -> None:
-        self._where, self._name, self._storage = where, name, storage_of(where)
+    def __init__(self, where: str, name: str, mode: str, space: Mapping[str, Range]) -> None:
+        self.where, self.name, self._storage = where, name, storage_of(where)
         self._distributions = {key: _distribution(each) for key, each in space.items()}
-        self._directions: Any = [f"{each}imize" for each in directions]
+        self._direction: Any = f"{mode}imize"
         self.optuna = optuna.create_study(
-            storage=self._storage, study_name=name, directions=self._directions, load_if_exists=True
+            storage=self._storage, study_name=name, direction=self._direction, load_if_exists=True
         )
         wrong = [trial for trial in self.optuna.get_trials(deepcopy=False) if trial.params.keys() != space.keys()]
-        if wrong or [each.name.lower() for each in self.optuna.directions] != self._directions:
-            raise ValueError(f"its study {name} has other keys or objectives")
+        if wrong or [each.name.lower() for each in self.optuna.directions] != [self._direction]:
+            raise ValueError(f"its study {name} has other keys or another direction")
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
         """The trials of the search by index."""
@@ -53,24 +53,20 @@ class Study:
 
     def ask(self, sampler: optuna.samplers.BaseSampler, pruner: optuna.pruners.BasePruner) -> optuna.trial.FrozenTrial:
         """Begin a trial. It is drawn in memory, so that no kill leaves a trial with a part of its values in the storage."""
-        copy = optuna.create_study(study_name=_NAME, directions=self._directions, sampler=sampler, pruner=pruner)
+        copy = optuna.create_study(study_name=self.name, direction=self._direction, sampler=sampler, pruner=pruner)
         copy.add_trials(self.optuna.get_trials(deepcopy=False))
         copy.ask(self._distributions)
         drawn = copy.get_trials(deepcopy=False)[-1]
-        with using(self._where):
+        with using(self.where):
             self.optuna.add_trial(drawn)
             if self.optuna.get_trials(deepcopy=False)[-1].number != drawn.number:
                 raise OSError("another program has changed it")
         return drawn
 
-    def tell(self, number: int, state: State, values: Sequence[float], curve: Sequence[Any]) -> None:
-        """End a trial of a number in the study, with the values of the objectives and the evaluations before."""
-        with using(self._where):
-            study = self._storage.get_study_id_from_name(self._name)
-            trial = self._storage.get_trial_id_from_study_id_trial_number(study, number)
-            for evaluation, value in curve:
-                self._storage.set_trial_intermediate_value(trial, evaluation, value)
-            self.optuna.tell(number, list(values) or None, state=state)
+    def tell(self, number: int, state: State, value: float | None = None) -> None:
+        """End a trial of a number in the study, with its value."""
+        with using(self.where):
+            self.optuna.tell(number, value, state=state)
 
     def importances(self) -> dict[str, float]:
         """The share of the objective's variance that each key explains; empty if too few trials have ended to say."""
@@ -164,34 +160,42 @@ def pruner_of(pruner: str, warmup: int, reduction: int) -> optuna.pruners.BasePr
     return optuna.pruners.HyperbandPruner(**stages) if pruner == "hyperband" else optuna.pruners.NopPruner()
 
 
-def decision(trial: Mapping[str, Any], own: Mapping[str, Any], files: Iterable[Path]) -> tuple[bool, dict[str, float]]:
-    """Whether the pruner stops a trial after its last evaluation, and what it notes about the trial.
+class Reports:
+    """The evaluations of one trial in the storage of its study, in the process of its job."""
 
-    Args:
-        trial: see `runner.sweeps.pruning.Pruning`.
-        own: the content of its file so far.
-        files: those of all trials.
-    """
-    known = dict[int, tuple[dict[int, float], dict[str, float], bool]]()
-    # Of a trial that ran again in another folder, the newer run counts.
-    for path in sorted(files, key=lambda each: (len(each.parent.name), each)):
-        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # of someone else's file
-            found = read_json(path)
-            curve = {int(evaluation): float(value) for evaluation, value in found["curve"]}
-            notes = {str(name): float(value) for name, value in found["notes"].items()}
-            known[int(found["number"])] = curve, notes, outcome(path.parent).status == "finished"
-    # Its own curve is newer than its file
-    known[trial["number"]] = dict(own["curve"]), own["notes"], False
-    # Optuna's pruners want a study, so one is made in memory from the files of the jobs
-    directions: Any = [f"{trial['mode']}imize"]
-    study = optuna.create_study(study_name=_NAME, directions=directions)
-    for number in range(min(max(known), max(_MOST, trial["number"])) + 1):
-        curve, notes, finished = known.get(number, ({}, {}, False))
-        state, value = (State.COMPLETE, 0.0) if finished else (State.RUNNING, None)
-        given: dict[str, Any] = {"intermediate_values": curve, "system_attrs": notes}
-        study.add_trial(optuna.trial.create_trial(state=state, value=value, **given))
-    stops = pruner_of(**trial["pruner"]).prune(study, study.get_trials(deepcopy=False)[trial["number"]])
-    return stops, study.get_trials(deepcopy=False)[trial["number"]].system_attrs
+    def __init__(self, storage: str, study: str, number: int, pruner: Mapping[str, Any]) -> None:
+        self._where = storage
+        with using(storage):
+            self._storage = storage_of(storage)
+            settings: dict[str, Any] = {"sampler": optuna.samplers.RandomSampler(), "pruner": pruner_of(**pruner)}
+            opened = optuna.load_study(study_name=study, storage=self._storage, **settings)
+            number_of = self._storage.get_trial_id_from_study_id_trial_number
+            self._trial = optuna.Trial(opened, number_of(self._storage.get_study_id_from_name(study), number))
+
+    @property
+    def stopped_at(self) -> int | None:
+        """The evaluation after which the pruner stopped the trial."""
+        with using(self._where):
+            evaluation, stops = self._decided
+        return evaluation if stops else None
+
+    @property
+    def _decided(self) -> tuple[int, bool]:
+        """The last evaluation with a decision, and whether it stops the trial."""
+        evaluation, stops = self._trial.user_attrs.get(_DECIDED, (-1, False))
+        return int(evaluation), bool(stops)
+
+    def stops(self, evaluation: int, value: float) -> bool:
+        """Report an evaluation; whether it is the last one. A run that is resumed gets the decision that was made before."""
+        with using(self._where):
+            last, stops = self._decided
+            if evaluation > last:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # of a value that was reported, and not decided on
+                    self._trial.report(value, evaluation)
+                last, stops = evaluation, bool(self._trial.should_prune())  # numpy gives its own
+                self._trial.set_user_attr(_DECIDED, [last, stops])
+        return stops and evaluation == last
 
 
 def _distribution(values: Range) -> optuna.distributions.BaseDistribution:

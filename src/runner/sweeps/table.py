@@ -63,7 +63,6 @@ def summarise(folder: Path, write: bool = True) -> list[JobRow]:
     cells = [[number(cell) if isinstance(cell, float) else str(cell) for cell in line] for line in lines]
     page = [f"# {markdown_text(folder.name)}", "", *markdown_table(head, cells)]
     for row in rows:
-        page += ["", markdown_text(f"Job {row.job} runs again: {row.why}")] if row.why else []
         if row.failed:
             page += ["", markdown_text(f"Job {row.job} {row.status}: {row.error}"), ""]
             # Markdown shows an indented line as it is, whatever an override contains.
@@ -130,9 +129,7 @@ def columns_of(rows: list[JobRow]) -> tuple[list[str], list[list[str]]]:
         if row.status == "running" and (started := start_time(row.folder)) is not None:
             seconds = time.time() - started.timestamp()
         passed = "-" if seconds is None else duration(seconds)
-        marks = ["<- best"] if row.best and len(rows) > 1 else []
-        marks += [f"runs again: {row.why}"] if row.why else []
-        words, mark = " ".join(row.varied) or base, ", ".join(marks)
+        words, mark = " ".join(row.varied) or base, "<- best" if row.best and len(rows) > 1 else ""
         lines.append([row.job, words, row.status, bar, result, device, passed, left, mark])
     metric_head = metrics[0] if len(metrics) == 1 else "metric"
     head = ["job", "varied", "status", "progress", metric_head, "device", "time", "left", ""]

@@ -206,7 +206,6 @@ def changes(before: View | None, view: View) -> list[str]:
             continue
         text = f"job {row.job} {row.status}" + (f": {' '.join(row.varied)}" if row.varied else "")
         text += f", {row.metric} {number(row.value)}" if row.status == "finished" and row.metric else ""
-        text += f" (runs again: {row.why})" if row.why else ""
         lines.append(text + (f": {row.error}; log: {row.log}; again: {row.repeat}" if row.failed else ""))
     return lines
 

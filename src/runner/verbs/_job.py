@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from runner.base.errors import OK, UserError, called_exit, explain
+from runner.base.errors import OK, UserError, explain
 from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS
 
@@ -57,9 +57,7 @@ def _report_errors(run: Callable[[Composition], float | None], composition: Comp
     try:
         with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
             run(composition)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and not called_exit(error):
-            raise
+    except Exception as error:
         if isinstance(error, UserError) and os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         status, _, text = explain(error)

@@ -130,7 +130,7 @@ _ENTRIES = (
     ),
     Verb(
         "predict",
-        "Predict the classes of images: files, folders or a split, written as CSV, JSON lines or Parquet.",
+        "Predict the classes of images: files, folders or a split, written as CSV or JSON lines.",
         "runner.verbs.predict.run",
         sweeps="predictions",
         on_ranks=True,

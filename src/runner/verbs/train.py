@@ -78,9 +78,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     # Ranks that torchrun or SLURM started wait for the job; otherwise this process starts them if there are several
     job = job_of(record.composition, setup, directory)
     if started_by_launcher():
-        return lead(job, setup.config, lambda: train(record, signals, _pruning(directory, world().decide)))
+        return lead(job, setup.config, lambda: train(record, signals, _pruning(world().decide)))
     if size == 1:
-        return train(record, signals, _pruning(directory, world().decide))
+        return train(record, signals, _pruning(world().decide))
     from runner.launch.ranks import run_ranks
 
     # The directory and its files are there before the ranks, which only continue them
@@ -100,13 +100,13 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     return outcome.value
 
 
-def _pruning(directory: Path, decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
+def _pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
     """The callbacks of a run that is a trial of a search; none for any other run."""
     if "RUNNER_TRIAL" not in os.environ:
         return []
     from runner.sweeps.pruning import pruning
 
-    return pruning(directory, decide)
+    return pruning(decide)
 
 
 def as_rank(job: dict[str, Any], store: Any = None) -> float | None:
@@ -124,4 +124,4 @@ def as_rank(job: dict[str, Any], store: Any = None) -> float | None:
         ending.enter_context(operations_named(lambda text: record.console.warn(text)))
         if config.max_time is not None:
             signals.limit(seconds(config.max_time), f"max_time={config.max_time}")
-        return train(record, signals, _pruning(directory, world.decide))
+        return train(record, signals, _pruning(world.decide))

@@ -192,7 +192,7 @@ def test_a_run_that_is_written_a_damaged_one_and_a_sweep_are_reported(
     (sweep / "1" / "summary.json").unlink()
     (sweep / "1" / ".lock").write_text("process 1 on elsewhere")
     line = {"event": "launch", "time": 1.0, "swept": [], "base": {}, "flags": ["--config-dir=mine"], "retry": "failed"}
-    (sweep / "sweep.jsonl").write_text(json.dumps(line | {"jobs": {"a": ["seed=7"]}, "fail_fast": False}) + "\n")
+    (sweep / "sweep.jsonl").write_text(json.dumps(line | {"jobs": {"a": ["seed=7"]}}) + "\n")
     found = runner.runs(sweep)
     assert [run.status for run in found] == ["finished", "running"]
     assert found.notes == (

@@ -57,7 +57,6 @@ def make_ledger(folder: Path, planned: list[list[str]] | None, events: list[dict
         "jobs": jobs,
         "flags": [],
         "retry": "failed",
-        "fail_fast": False,
     }
     ledger.append("launch", **(launch | more))
     for number, event in enumerate(events):

@@ -285,8 +285,6 @@ class Sweep(Section):
     dir: str | None = None
     new: bool = False
     retry: Literal["failed", "never", "all"] = "failed"
-    retries: Annotated[int, Ge(0)] = 0
-    fail_fast: bool = False
     ablate: Literal["all"] | list[str] | None = None
 
 
@@ -300,7 +298,6 @@ class Search(Section):
     warmup: NonNegative = 0
     reduction: Annotated[int, Ge(2)] = 3
     seeds: list[NonNegative] = field(default_factory=list)
-    objectives: dict[str, Literal["min", "max"]] = field(default_factory=dict)
     jobs: Count | None = None
     storage: str | None = None
     space: dict[str, Any] = field(default_factory=dict)

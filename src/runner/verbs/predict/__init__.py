@@ -1,1 +1,1 @@
-"""Predict the classes of images: files, folders or a split, written as CSV, JSON lines or Parquet."""
+"""Predict the classes of images: files, folders or a split, written as CSV or JSON lines."""

@@ -1,17 +1,103 @@
-"""The images that `input` means: files, folders, patterns, or a split of the data."""
+"""The samples that `input` means: files, folders, patterns, or a split of the data."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from runner.base.errors import UserError, nearest_path
+from runner.config.schema.verbs import Predict
+from runner.data.bad_samples import BadSample, path_of
+from runner.data.loaders import Loader
+from runner.data.module import callables
+from runner.data.sources.image_files import files_loader
 from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
-from runner.run.from_checkpoint import SPLITS
+from runner.data.whole_samples import read_image_files
+from runner.run.from_checkpoint import SPLITS, ResolvedCheckpoint, activation_of, as_list, class_names, split_of
+from runner.run.model import KnownData, build_task
+from runner.tracking.verb_report import Report
+from runner.verbs.predict.rows import labels_of, numbered
+from runner.verbs.predict.tables import Row
 
 INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
 _PATTERN = frozenset("*?[")
+_BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
+
+
+@dataclass
+class Source:
+    """Samples to predict, and what is known of each."""
+
+    data: KnownData  # what the model has to know of them
+    loader: Loader  # gives them in batches
+    first_cells: Callable[[int, Any], Row]  # the first cells of a sample's row, from its number and its target
+    found: Callable[[], dict[int, str]]  # the samples that this rank could not read so far, by number, with the reason
+    unreadable: dict[int, str] = field(default_factory=dict)  # those of all ranks
+
+
+@contextlib.contextmanager
+def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: Report) -> Iterator[Source]:
+    """The samples that `input` names, while their workers run; only a split needs the data set."""
+    words = as_list(resolved.config.input)
+    if (name := split_in(words)) is None:
+        source = _files(resolved, files_in(words), device)
+        with contextlib.closing(source.loader):
+            yield source
+        return
+    if Path(name).is_dir():
+        report.warn(f"input={name} is the split of the data; input=./{name} is the folder of that name")
+    with contextlib.closing(resolved.data(device)) as data:
+        report.warnings(text for text in data.warnings if text.startswith("data.image_size"))
+        task = build_task(resolved.config, data, fetch_weights=False)
+        classes, activation, (dataset, _) = class_names(resolved, task), activation_of(task), data.parts[name]
+
+        def first_cells(index: int, target: Any) -> Row:
+            file = path_of(dataset, index)
+            cells: Row = {"sample": index} if file is None else {"sample": index, "path": file}
+            if target is None:
+                return cells
+            if isinstance(target, list):
+                if activation == "sigmoid":
+                    return cells | {"target": labels_of(classes, target, 0.5)}
+                if activation is None:
+                    return cells | numbered("target", target)
+                target = max(range(len(target)), key=target.__getitem__)
+            is_class = isinstance(target, int) and 0 <= target < len(classes)
+            return cells | {"target": classes[target] if is_class else target}
+
+        loader = split_of(data, name, "input").loader
+        yield Source(data, loader, first_cells, lambda: data.bad_samples.reasons(name))
+
+
+def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> Source:
+    config, data, unreadable = resolved.config, resolved.data_facts(), dict[int, str]()
+    if config.data.images is not None:
+        whole, bad_samples = read_image_files(config, device, paths)
+        return Source(data, whole, lambda index, _: {"path": str(paths[index])}, lambda: bad_samples.reasons("input"))
+    batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
+
+    def note(found: Sequence[BadSample]) -> None:
+        for index, reason in found:
+            path = " ".join(str(paths[index]).split())
+            unreadable[index] = reason if path in reason else f"{path}: {reason}"
+
+    loader = files_loader(
+        paths,
+        config.data,
+        transforms=callables("transform.sample_eval", config.transform.sample_eval),
+        shape=(data.channels, *data.image_size),
+        prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
+        device=device,
+        batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
+        on_unreadable=note,
+    )
+    return Source(data, loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
 
 
 def split_in(words: Sequence[str]) -> str | None:

@@ -8,8 +8,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,7 @@ from runner.base.files import write_atomically
 from runner.config.app import Composition
 from runner.config.schema.verbs import Predict
 from runner.config.validate import shown
-from runner.data.bad_samples import BadSample, path_of
-from runner.data.loaders import Batch, Loader
-from runner.data.module import DataModule, callables
-from runner.data.sources.image_files import files_loader
-from runner.data.whole_samples import read_image_files
+from runner.data.loaders import Batch
 from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, write_features
@@ -37,30 +32,17 @@ from runner.run.from_checkpoint import (
     as_list,
     class_names,
     resolve_checkpoint,
-    split_of,
     with_tta,
 )
-from runner.run.model import KnownData, build_task, model_of
+from runner.run.model import KnownData, model_of
 from runner.run.outputs import Predictions
 from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
-from runner.verbs.predict.inputs import INPUTS, files_in, split_in
-from runner.verbs.predict.rows import SHOWN, FieldRows, RowBuilder, labels_of, numbered
+from runner.verbs.predict.inputs import INPUTS, Source, opened
+from runner.verbs.predict.rows import SHOWN, FieldRows, RowBuilder
 from runner.verbs.predict.tables import Row, check_ending, open_table
-
-_BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
-
-
-@dataclass
-class Source:
-    """Images to predict, and what is known of each."""
-
-    loader: Loader  # gives them in batches
-    first_cells: Callable[[int, Any], Row]  # the first cells of an image's row, from its number and its target
-    found: Callable[[], dict[int, str]]  # the images that this rank could not read so far, by number, with the reason
-    unreadable: dict[int, str] = field(default_factory=dict)  # those of all ranks
 
 
 def run(composition: Composition) -> float:
@@ -73,27 +55,13 @@ def run(composition: Composition) -> float:
     resolved = resolve_checkpoint(composition, Predict, MODEL)
     resolved = _listing_unreadable(resolved)
     config = resolved.config
-    words = as_list(config.input)
-    if not words:
+    if not as_list(config.input):
         raise UserError("input", "is missing", INPUTS)
     if config.output is not None:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
-    # The input is a split of the data that the run was trained on, or files; only a split needs the data set
-    split = split_in(words)
-    with contextlib.ExitStack() as stack:
-        data: KnownData
-        if split is None:
-            data = resolved.data_facts()
-            source = _files(resolved, files_in(words), data, device)
-            stack.callback(source.loader.close)
-        else:
-            if Path(split).is_dir():
-                report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
-            data = splits = stack.enter_context(contextlib.closing(resolved.data(device)))
-            report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
-            source = _split(resolved, splits, split)
-        predictor, layers, rows = _predictor(resolved, data, device)
+    with opened(resolved, device, report) as source:
+        predictor, layers, rows = _predictor(resolved, source.data, device)
         # Only rank 0 writes; the others compute batches for it.
         first = world().first
         path = Path(config.output or "predictions.csv") if first else Path(os.devnull)
@@ -102,11 +70,11 @@ def run(composition: Composition) -> float:
         if isinstance(rows, FieldRows):
             rows.path = path
         features_file = path.with_name(f"{path.stem}_features.npz") if layers and first else None
-        opened: contextlib.AbstractContextManager[Callable[[list[Row]], object]] = contextlib.nullcontext(list)
+        to: contextlib.AbstractContextManager[Callable[[list[Row]], object]] = contextlib.nullcontext(list)
         if first:
-            opened = open_table(path, rows.lists)
+            to = open_table(path, rows.lists)
         began = time.perf_counter()
-        with opened as table:
+        with to as table:
             batches = _predict(
                 predictor,
                 layers,
@@ -170,60 +138,11 @@ def _predictor(
     return model, layers, rows
 
 
-def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], data: KnownData, device: torch.device) -> Source:
-    config, unreadable = resolved.config, dict[int, str]()
-    if config.data.images is not None:
-        whole, bad_samples = read_image_files(config, device, paths)
-        return Source(whole, lambda index, _: {"path": str(paths[index])}, lambda: bad_samples.reasons("input"))
-    batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
-
-    def note(found: Sequence[BadSample]) -> None:
-        for index, reason in found:
-            path = " ".join(str(paths[index]).split())
-            unreadable[index] = reason if path in reason else f"{path}: {reason}"
-
-    loader = files_loader(
-        paths,
-        config.data,
-        transforms=callables("transform.sample_eval", config.transform.sample_eval),
-        shape=(data.channels, *data.image_size),
-        prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
-        device=device,
-        batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
-        on_unreadable=note,
-    )
-    return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
-
-
 def _listing_unreadable(resolved: ResolvedCheckpoint[Predict]) -> ResolvedCheckpoint[Predict]:
     """With data whose unreadable samples are listed, as files are; the one that replaces it in training gets no row."""
     config = resolved.config
     section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
     return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
-
-
-def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
-    task = build_task(resolved.config, splits, fetch_weights=False)
-    classes, activation = class_names(resolved, task), activation_of(task)
-
-    dataset, _ = splits.parts[name]
-
-    def first_cells(index: int, target: Any) -> Row:
-        file = path_of(dataset, index)
-        cells: Row = {"sample": index} if file is None else {"sample": index, "path": file}
-        if target is None:
-            return cells
-        if isinstance(target, list):
-            if activation == "sigmoid":
-                return cells | {"target": labels_of(classes, target, 0.5)}
-            if activation is None:
-                return cells | numbered("target", target)
-            target = max(range(len(target)), key=target.__getitem__)
-        is_class = isinstance(target, int) and 0 <= target < len(classes)
-        return cells | {"target": classes[target] if is_class else target}
-
-    loader = split_of(splits, name, "input").loader
-    return Source(loader, first_cells, lambda: splits.bad_samples.reasons(name))
 
 
 def _predict(

@@ -1,11 +1,10 @@
-"""Rows of predictions written as they come: CSV, JSON lines or Parquet; the file appears complete or not at all."""
+"""Rows of predictions written as they come: CSV or JSON lines; the file appears complete or not at all."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import csv
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,14 +21,11 @@ Write = Callable[[Sequence[Row]], None]
 
 
 def check_ending(path: Path) -> None:
-    """Raise a `UserError` for a file whose ending names no format, or one that cannot be written here."""
+    """Raise a `UserError` for a file whose ending names no format."""
     ending = path.suffix.lower()
     if ending not in _FORMATS:
         allowed = f"a file that ends in {', '.join(_FORMATS)}"
         raise UserError("output", f"cannot be '{path.name}'", allowed, nearest(ending, _FORMATS))
-    if ending == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        allowed = "pip install 'runner[parquet]', or a file that ends in .csv or .jsonl"
-        raise UserError("output", ".parquet needs pyarrow, which is not installed", allowed)
 
 
 @contextlib.contextmanager
@@ -48,9 +44,6 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
                 table.write([{name: _encodable(value) for name, value in row.items()} for row in rows])
 
         yield write
-        if isinstance(table, _Parquet):  # its end lists what is in the file
-            with writing(path):
-                table.close()
 
 
 def _encodable(value: Any) -> Any:
@@ -92,23 +85,4 @@ class _JsonLines:
             self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
-class _Parquet:
-    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
-        self._file = file
-        self._writer: Any = None
-
-    def write(self, rows: Sequence[Row]) -> None:
-        import pyarrow
-        from pyarrow.parquet import ParquetWriter
-
-        block = pyarrow.Table.from_pylist(list(rows), None if self._writer is None else self._writer.schema)
-        self._writer = self._writer or ParquetWriter(self._file, block.schema)
-        self._writer.write_table(block)
-
-    def close(self) -> None:
-        if self._writer is None:
-            self.write([])  # a file without rows is complete, too
-        self._writer.close()
-
-
-_FORMATS: dict[str, type[_Csv | _JsonLines | _Parquet]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet": _Parquet}
+_FORMATS: dict[str, type[_Csv | _JsonLines]] = {".csv": _Csv, ".jsonl": _JsonLines}
