@@ -182,7 +182,7 @@ BUDGET = {
     "base": 980,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_585,
     "config": 4_135,
-    "data": 8_620,  # boxes, outlines and names of all readers are checked alike
+    "data": 8_655,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
     "engine": 3_225,
     "instrument": 745,  # attributes of a task, which a trial puts back
