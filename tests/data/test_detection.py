@@ -334,14 +334,17 @@ def test_yolo_finds_labels_of_another_unicode_form_and_counts_doubled_lines(draw
         yolo(str(drawn))
 
 
-@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-def test_a_text_file_of_yolo_that_is_no_file_is_not_an_image_without_objects(drawn: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "upper case"])
+def test_a_text_file_of_yolo_that_cannot_be_read_is_not_an_image_without_objects(drawn: Path, kind: str) -> None:
     (drawn / "classes.txt").write_text("tall\nwide\n")
     path = drawn / "labels/train/001.txt"
-    path.unlink()
+    path.rename(other := path.with_name("001.TXT"))
     make: Any = {"link": lambda: path.symlink_to("gone.txt"), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}
-    make[kind]()
-    with pytest.raises(UserError, match=r"001.txt cannot be read: (no such file|it is not a regular file)"):
+    if kind in make:
+        other.unlink()
+        make[kind]()
+    reason = r"001.txt cannot be read: (no such file|it is not a regular file)"
+    with pytest.raises(UserError, match=reason if kind in make else r"train/001.TXT must be named 001.txt, as its im"):
         yolo(str(drawn))
 
 
@@ -414,6 +417,7 @@ def test_boxes_without_an_area_are_left_out(drawn: Path) -> None:
         ([[1, 1, 9, 1, 9, 9, 1]], "three points"),
         ([[1, 1, 9, 1, 9, 9], [1, 1, 9, 9]], "three points"),
         ([[1, 1, 3.3, 3.3, 9, 9]], "is a line"),
+        ([[0.1, 0.1, 0.9, 0.1, 0.5, 1]], "has fractions of width and height"),
         ([], "not a list of polygons"),
         (None, "not a list of polygons"),
         ([1, 1, 9, 1, 9, 9], "not a list of polygons"),

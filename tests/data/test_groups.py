@@ -185,11 +185,17 @@ def test_a_run_trains_on_its_fold_and_warns_of_leaks(train: Any, tmp_path: Path)
     names = [f"{kind}/p{person}_{shot}.png" for kind in ("cat", "dog") for person in range(6) for shot in range(2)]
     images(tmp_path / "train", names)
     images(tmp_path / "test", ["cat/p3_9.png", "dog/q7_9.png"])
+    small = ("data.image_size=8", "model=mlp", "model.hidden=[4]", "epochs=1", "transform=none", "data.num_workers=0")
+    small += ("data.batch_size=8", f"data.root={tmp_path}")
     result = train(
-        *("data=image_folder", f"data.root={tmp_path}", "data.image_size=8", "model=mlp", "model.hidden=[4]"),
-        *("data.split.folds=3", "data.split.fold=2", "data.split.group='[pq][0-9]+'", "epochs=1", "transform=none"),
-        *("data.num_workers=0", "data.batch_size=8"),
+        *("data=image_folder", *small, "data.split.folds=3", "data.split.fold=2", "data.split.group='[pq][0-9]+'"),
     )
     assert "16 train, 8 val, 2 test" in result.out
     assert "data.split.group: 1 group is in" in result.out
     assert "'test', such as p3" in result.out
+    parts = ["train", "train", "val"]
+    rows = [f"train/{name},{name[:3]},{parts[place % 3]}\n" for place, name in enumerate(names)]
+    again = f"train/{names[2]},cat,train\n"
+    (tmp_path / "labels.csv").write_text("".join(["image,label,part\n", *rows, again]))
+    result = train("data=csv", *small, "data.dataset.split_column=part", "data.split.test=0")
+    assert f"data.dataset: 1 file is in 'train' and in 'val', such as {tmp_path}/train/{names[2]}; list" in result.out

@@ -5,7 +5,6 @@ All targets are checked if they are known without reading samples, and the first
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.data.loaders import Batch
+from runner.data.sources.listing import in_two_splits
 from runner.data.splits import Parts, groups_of, targets_of
 from runner.instrument.nested import fields_of
 
@@ -88,20 +88,15 @@ def check_images(examples: Examples) -> None:
 
 def shared_groups(parts: Parts, group: str) -> list[str]:
     """Warnings about groups (see `groups_of`) that are in two splits."""
-    groups: dict[str, dict[str, None]] = {}
+    groups: dict[str, list[str]] = {}
     for name, (dataset, indices) in parts.items():
         try:
             labels = groups_of(dataset, group)
         except UserError as error:  # a test set that comes with the data need not name groups
             problem = error.args[0].splitlines()[0]
             return [f"whether groups are in '{name}' and in another split is not known: {problem}"]
-        groups[name] = dict.fromkeys(labels[index] for index in indices[:].tolist())
-    warnings = []
-    for one, other in itertools.combinations(groups, 2):
-        if shared := [label for label in groups[one] if label in groups[other]]:
-            count = "1 group is" if len(shared) == 1 else f"{len(shared):,} groups are"
-            warnings.append(f"data.split.group: {count} in '{one}' and in '{other}', such as {shared[0]}")
-    return warnings
+        groups[name] = [labels[index] for index in indices[:].tolist()]
+    return [f"data.split.group: {warning}" for warning in in_two_splits("group", groups)]
 
 
 def not_finite(batches: Iterable[Batch], name: str) -> str:

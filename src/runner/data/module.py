@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from runner.data.placement import DataPlacement
 from runner.data.sampler import AllSamples, BlockOrder, GivenOrder, block_ends
 from runner.data.samples import Read, SampleTransform, SeededDataset, collate
 from runner.data.sources.folders import ImageFolder
+from runner.data.sources.listing import in_two_splits
 from runner.data.splits import Parts, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
@@ -196,8 +198,13 @@ def assembled(
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
     config, parts, train, train_for_eval = loaders.config, loaders.parts, split("train", True), split("train", False)
     train.loader.draws = draws
-    folders = [dataset for dataset, _ in parts.values() if isinstance(dataset, ImageFolder)]
-    facts["warnings"] += dict.fromkeys(text for folder in folders for text in folder.warnings)
+    folders = {name: dataset for name, (dataset, _) in parts.items() if isinstance(dataset, ImageFolder)}
+    facts["warnings"] += dict.fromkeys(text for folder in folders.values() for text in folder.warnings)
+    # Annotations may list a file twice; the folders of an index do not, and may have a million
+    names = {name: [*map(os.fsdecode, each.file_names())] for name, each in folders.items() if not each.indexed}
+    files = {name: map(of.__getitem__, parts[name][1][:].tolist()) for name, of in names.items()}
+    shared = in_two_splits("file", files)
+    facts["warnings"] += [f"data.dataset: {warning}; list each file for one split" for warning in shared]
     if loaders.ends is not None:
         train.loader.draws = functools.partial(BlockOrder, loaders.ends, config.data.shuffle_window, config.seed)
     elif config.data.shuffle_window != Data.shuffle_window:

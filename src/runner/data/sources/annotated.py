@@ -35,7 +35,7 @@ class Annotated:
         """Add an object; `place` says where it stands."""
         inside, wrong = clipped(box, self.size)
         self.problem = self.problem or (wrong and f"the box in {place} {wrong}")
-        if reason := _wrong_outline(outline, (self.size or (1, 1)) * 2):
+        if reason := _wrong_outline(outline, (self.size or (1, 1)) * 2, max(box)):
             self.problem = self.problem or f"the polygon of {place} {reason}"
         self.boxes.append(inside)
         self.labels.append(label)
@@ -55,8 +55,11 @@ def clipped(box: Sequence[float], size: tuple[int, int] | None) -> tuple[list[fl
     return inside, f"is empty, or outside of the image: {shown}"
 
 
-def _wrong_outline(outline: Any, sides: Sequence[float]) -> str:
-    """What is wrong with the polygons of an object, such as that its mask would lack a part; or nothing."""
+def _wrong_outline(outline: Any, sides: Sequence[float], far: float) -> str:
+    """What is wrong with the polygons of an object, such as that its mask would lack a part; or nothing.
+
+    `far` is the largest number of its box.
+    """
     if outline is None or isinstance(outline, dict):  # no masks, or run lengths
         return ""
     if not isinstance(outline, list) or not outline or not all(isinstance(part, list) for part in outline):
@@ -65,6 +68,8 @@ def _wrong_outline(outline: Any, sides: Sequence[float]) -> str:
         return f"has a part that is not three points or more: {str(wrong[0])[:60]}"
     if not any(map(_has_area, outline)):
         return f"is a line: {str(outline)[:60]}"
+    if max(sides) > 1 and max(map(max, outline)) <= 1 < far - 1:
+        return f"has fractions of width and height, and its box is in pixels: {str(outline)[:60]}"
     limits = [(part[axis::2], sides[axis]) for part in outline for axis in (0, 1)]
     if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):  # they take memory
         return "is more than a side outside of the image"

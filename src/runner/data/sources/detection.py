@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -297,6 +298,7 @@ def yolo(
         what = f"neither {path} nor {plain.name} gives the names of the classes: {type(error).__name__}: {error}"
         raise UserError("data.dataset", " ".join(what.split()), "names: in the YAML file, or a name a line") from error
     check_names("data.dataset", path if path.is_file() else plain, names)
+    below = functools.cache(lambda folder: {each.name.lower(): each for each in folder.glob("*")})
     for split in _SPLITS:
         # Paths of Roboflow begin with ../, and mean the folder of the description
         name = str(said.get(split) or f"images/{split}").removeprefix("../")
@@ -312,6 +314,8 @@ def yolo(
                 head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
                 text = written(Path(f"{head}/labels/{tail}"[1:]) if found else text)
                 image.problem = _add_lines(image, text, len(names), masks, points)
+                if not os.path.lexists(text) and (other := below(text.parent).get(text.name.lower())):
+                    image.problem = f"{other} must be named {text.name}, as its image is {image.path.name}"
             if images and not any(image.boxes or image.problem for image in images):
                 problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
                 raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")

@@ -8,7 +8,7 @@ import os
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,6 +111,16 @@ def check_names(key: str, where: Path | str, names: Sequence[str]) -> None:
     counts = Counter(unicodedata.normalize("NFC", name) for name in names)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise UserError(key, f"{where} has two classes of one name, '{twice[0]}'", "a different name for each class")
+
+
+def in_two_splits(kind: str, splits: Mapping[str, Iterable[object]]) -> list[str]:
+    """Warnings about what two splits share, such as groups or files, which `kind` names."""
+    warnings, members = [], {name: dict.fromkeys(split) for name, split in splits.items()}
+    for one, other in itertools.combinations(members, 2):
+        if shared := [member for member in members[one] if member in members[other]]:
+            count = f"1 {kind} is" if len(shared) == 1 else f"{len(shared):,} {kind}s are"
+            warnings.append(f"{count} in '{one}' and in '{other}', such as {shared[0]}")
+    return warnings
 
 
 def is_image(name: str) -> bool:

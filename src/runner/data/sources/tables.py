@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,7 +246,7 @@ def column_targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[
 
 def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple[str, ...]]:
     # Numbers are sorted as numbers, so that class 10 comes after class 9.
-    numbers = {name: _as_number(name) for name in dict.fromkeys(names)}
+    numbers: dict[str, Any] = {name: _as_number(name) for name in dict.fromkeys(names)}
     if not any(map(math.isnan, numbers.values())):
         for name, number in numbers.items():
             if not number.is_integer():  # nor is what is infinite
@@ -254,6 +255,12 @@ def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple
         ordered = sorted(numbers, key=lambda name: (numbers[name], name))
     else:
         ordered = sorted(numbers)
+        numbers = {name: unicodedata.normalize("NFC", name) for name in numbers}
+    spellings = dict[Any, str]()
+    for name, meant in numbers.items():  # 1 and 1.0, or é as macOS and Linux write it
+        if (one := spellings.setdefault(meant, name)) != name:
+            problem = f"is {name!a}, and in line {table.lines[names.index(one)]} {one!a}, which look like one class"
+            raise table.wrong(names.index(name), column, problem, "one spelling of each class")
     places = {name: place for place, name in enumerate(ordered)}
     return torch.tensor([places[name] for name in names]), tuple(ordered)
 
