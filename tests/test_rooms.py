@@ -184,14 +184,14 @@ BUDGET = {
     "config": 4_135,
     "data": 8_620,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
-    "engine": 2_983,
+    "engine": 2_954,
     "instrument": 745,  # attributes of a task, which a trial puts back
     "lab": 7_930,
     "launch": 1_030,
     "models": 1_390,
     "optim": 1_250,
     "run": 4_300,
-    "runtime": 1_890,
+    "runtime": 1_788,
     "sweeps": 2_280,
     "tasks": 780,
     "tracking": 2_325,
