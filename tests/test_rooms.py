@@ -189,7 +189,7 @@ BUDGET = {
     "lab": 7_930,
     "launch": 1_030,
     "models": 1_390,
-    "optim": 1_250,
+    "optim": 1_214,
     "run": 4_300,
     "runtime": 1_788,
     "sweeps": 2_280,
