@@ -184,12 +184,12 @@ BUDGET = {
     "config": 4_134,
     "data": 8_535,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
-    "engine": 2_983,
+    "engine": 2_954,
     "instrument": 745,  # attributes of a task, which a trial puts back
     "lab": 7_260,
     "launch": 1_030,
     "models": 1_390,
-    "optim": 1_250,
+    "optim": 1_214,
     "run": 4_300,
     "runtime": 1_651,
     "sweeps": 2_280,

@@ -19,7 +19,7 @@ from runner.distributed.agreement import Agreement
 from runner.distributed.parallel import parallelize
 from runner.distributed.world import world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
-from runner.engine.diagnosis import FiniteWatch
+from runner.engine.diagnosis import watch_finite
 from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.position import Position
@@ -43,7 +43,7 @@ from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_parts, build_step, slow_guard
 from runner.run.validate import validate_limits
 from runner.runtime.compilation import CompileReport, forget_compiled
-from runner.runtime.shapes import COLUMNS, ShapeWatch, shapes_on_failure
+from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
 from runner.tracking.formats import WEIGHTS_STEP, aligned
@@ -85,7 +85,7 @@ def build_run(
     config = with_facts(config, task, data)
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
-    with shapes_on_failure(model, config.watch.shapes, aligned):
+    with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
         probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
     monitor = choose_monitor(config, task)
@@ -224,10 +224,10 @@ def _train(
     record.directory.write_config(saving.config_text)
     open_loggers(loggers, record, state.position.global_step if found else None, ending)
     show_run(run, record, hardware_metrics.rows(), [*run.warnings, *record.setup.warnings])
-    if config.watch.shapes:
-        ShapeWatch(run.model, functools.partial(console.table, "shapes in the first batch", COLUMNS))
+    show = functools.partial(console.table, "shapes in the first batch", COLUMNS)
+    watching = watching_shapes(run.model, aligned, show) if config.watch.shapes else contextlib.nullcontext()
     if config.watch.finite:
-        FiniteWatch(state)
+        watch_finite(state)
     start_progress(run, record)
     ending.enter_context(saving)
     ending.callback(console.stop)
@@ -235,7 +235,7 @@ def _train(
     ending.callback(_note_losses, record, data, compiled)
     try:
         saving.begin(loop)
-        with memory_for_training(config), shapes_on_failure(run.model, config.watch.shapes, aligned):
+        with memory_for_training(config), watching:
             loop.run()
         record.note_waiting()
         saving.end(loop)

@@ -1,8 +1,7 @@
-"""Finds the first number that is not finite: `diagnose` looks for it after a step, `FiniteWatch` while training."""
+"""Finds the first number that is not finite: `diagnose` looks for it after a step, `watch_finite` while training."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from runner.engine.errors import Diverged
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig
-from runner.instrument.nested import fields_of, first_tensor, tensors_in
+from runner.instrument.nested import fields_of, first_tensor
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
-from runner.instrument.observer import Observer, module_label, observe_gradients
+from runner.instrument.observer import Observer, module_label
 
 
 @dataclass(frozen=True)
@@ -96,49 +95,21 @@ def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
     return f"outputs and loss are finite ({value:.4g}), the gradients of {join_names(wrong)} are not" if wrong else ""
 
 
-class FiniteWatch:
-    """Ends training with `Diverged` at the first module output, or gradient that reaches it, that is not finite.
+def watch_finite(state: TrainState) -> None:
+    """End training with `Diverged` at the first module whose output is not finite; each check waits for the device."""
 
-    Each check waits for the device. Where the loss is scaled, gradients overflow as part of scaling, so only outputs are
-    checked.
-    """
+    def when() -> str:
+        done = state.position.global_step
+        return f"in step {done + 1}" if state.model.training else f"in the evaluation after step {done}"
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
-        self._checks_gradients = state.scaler is None
-        self._passed = "the loss"  # where the gradient was last seen to be finite
-        Observer(state.model, before=self._check_inputs, names=[""])
-        Observer(state.model, after=self._check_output)
-        stepped = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in state.named_parameters():
-            if self._checks_gradients and parameter in stepped:
-                # A parameter that is frozen for a while accepts no hook
-                needed = parameter.requires_grad
-                parameter.requires_grad_(True)
-                observe_gradients(parameter, functools.partial(self._check_gradient, f"of {name}"))
-                parameter.requires_grad_(needed)
-
-    def _check_inputs(self, name: str, module: nn.Module, inputs: list[Any]) -> None:
-        self._passed = "the loss"
+    def check_inputs(name: str, module: nn.Module, inputs: list[Any]) -> None:
         if not is_finite(inputs):
-            raise Diverged(f"{self._when()} the images of the batch have values that are not finite")
+            raise Diverged(f"{when()} the images of the batch have values that are not finite")
 
-    def _check_output(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
-        what = f"the output of {module_label(name, module, 'the model')}"
+    def check_output(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         if not is_finite(output):
-            raise Diverged(f"{self._when()} {what} is the first that is not finite")
-        if self._checks_gradients:
-            floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-            observe_gradients(floats, functools.partial(self._check_gradient, f"at {what}"))
+            label = module_label(name, module, "the model")
+            raise Diverged(f"{when()} the output of {label} is the first that is not finite")
 
-    def _check_gradient(self, place: str, gradient: Tensor) -> None:
-        if not is_finite(gradient):
-            raise Diverged(
-                f"{self._when()} the gradient {place} is the first that is not finite; at {self._passed} it was finite"
-            )
-        if place.startswith("at "):
-            self._passed = place.removeprefix("at ")
-
-    def _when(self) -> str:
-        done = self._state.position.global_step
-        return f"in step {done + 1}" if self._state.model.training else f"in the evaluation after step {done}"
+    Observer(state.model, before=check_inputs, names=[""])
+    Observer(state.model, after=check_output)

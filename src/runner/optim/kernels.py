@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach, _device_dtype_check_for_fused
 
 from runner.base.errors import UserError, first_line
 from runner.config.targets import Component, optimizers_taking
-from runner.distributed.sharding import divided_like
+from runner.distributed.sharding import is_divided
 from runner.optim.muon import Muon
 
 KINDS = ("fused", "foreach")
@@ -33,8 +34,8 @@ def choose_kernels(
 ) -> Kernels:
     """Choose `optimizer.fused` and `optimizer.foreach` if they are null.
 
-    Fused kernels if the class has them for this device and these parameters, else foreach on GPUs: on the CPU foreach is no
-    faster, and slower for millions of weights (docs/reference/toggles.md). Custom optimizers keep their own defaults.
+    Fused kernels if the class has them and torch accepts these parameters, else torch's default: foreach on GPUs. Custom
+    optimizers keep their own defaults.
 
     Args:
         node: section `optimizer` of the config.
@@ -43,7 +44,7 @@ def choose_kernels(
         key: of the section, or of one of several optimizers.
 
     Raises:
-        UserError: if a setting is not supported, or the optimizer cannot take a step at all.
+        UserError: if a setting is not supported.
     """
     component = Component(key, node)
     target, name = component.target, str(getattr(component.target, "__name__", component.target))
@@ -54,75 +55,44 @@ def choose_kernels(
             allowed = f"null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
             raise UserError(f"{key}.{kind}", f"{name} has no such kernels", allowed)
     # Other classes choose for themselves
-    if not (target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))):
+    if not has or not (target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))):
         return Kernels({}, "", "")
 
-    def obstacle(kind: str) -> str:
-        if kind == "fused" and sparse:
-            return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
-        if kind == "fused" and node.get("momentum") and node.get("dampening"):
-            return (
-                "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
-            )
-        # A kernel has to work for every kind of weight, so each is tried with one number
-        types = {(parameter.device, parameter.dtype) for parameter in parameters}
-        failures = (_failure(component, kind, parameters[0], *each) for each in sorted(types, key=str))
-        return next(filter(None, failures), "")
-
-    # The order is that of speed: one fused kernel, several for all tensors, one tensor after the other
-    def automatic() -> tuple[str, str]:
-        device, reason = parameters[0].device.type, f"{name} has no fused kernel"
-        if "fused" in has:
-            reason = f"{key}.fused=false" if node.get("fused") is False else obstacle("fused")
-            if not reason:
-                whose = "its AdamW" if target is Muon else name
-                return "fused", f"auto: {whose} has one kernel for the whole update on {device}"
-        if "foreach" not in has:
-            return "", f"auto: {reason}"
-        if node.get("foreach") is False:
-            return "", f"{reason}, and {key}.foreach=false"
-        if device == "cpu":
-            return "", f"auto: {reason}, and foreach is no faster on the CPU"
-        against = obstacle("foreach")
-        return ("", f"auto: {reason}; {against}") if against else ("foreach", f"auto: {reason}")
-
+    against = _against_fused(node, name, parameters, sparse) if "fused" in has else f"{name} has no fused kernel"
     chosen = next((kind for kind in has if node.get(kind)), "")
     # What the user asks for is used or refused, and never replaced
+    if chosen == "fused" and against:
+        raise UserError(f"{key}.fused", f"true is not supported: {against}", "null or false")
     if chosen:
         reason = f"{key}.{chosen}=true"
-        if problem := obstacle(chosen):
-            raise UserError(f"{key}.{chosen}", f"true is not supported: {problem}", "null or false")
+    elif not against and node.get("fused") is None:
+        whose = "its AdamW" if target is Muon else name
+        chosen, reason = "fused", f"auto: {whose} has one kernel for the whole update on {parameters[0].device.type}"
     else:
-        chosen, reason = automatic()
-    # What a class cannot do at all is found here, before the first epoch.
-    if not chosen and not sparse and (problem := obstacle("")):
-        raise UserError(key, f"{name} cannot take a step: {problem}", "other arguments, or another optimizer")
-    if not has:
-        return Kernels({}, "", "")
+        reason = f"{key}.fused=false" if node.get("fused") is False else against
+        if node.get("foreach") is False:
+            reason = f"{reason}, and {key}.foreach=false"
+        else:
+            differentiable = bool(node.get("differentiable"))
+            _, foreach = _default_to_fused_or_foreach([*parameters], differentiable, use_fused=False)
+            chosen, reason = "foreach" if foreach else "", f"auto: {reason}; torch's default"
     return Kernels({kind: kind == chosen for kind in has}, chosen or "one tensor after the other", reason)
 
 
-def _failure(component: Component, kind: str, like: Tensor, device: torch.device, dtype: torch.dtype) -> str:
-    """The reason why an optimizer cannot update one weight with a kind of kernels (empty for plain ones), or an empty string."""
-    # A weight of one value is enough to see whether a kernel exists
-    weight = divided_like(torch.zeros(1, device=device, dtype=dtype), like).requires_grad_()
-    weight.grad = torch.zeros_like(weight)
-
-    def optimizer(kind: str) -> Optimizer:
-        if component.target is Muon:  # only its AdamW has a choice
-            return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
-        given = {name: value for name, value in component.arguments.items() if name not in KINDS}
-        kinds = {name: name == kind for name in KINDS if component.takes(name)}
-        return component.target([weight], **given, **kinds)  # type: ignore[no-any-return]
-
+def _against_fused(node: Mapping[str, Any], name: str, parameters: Sequence[Tensor], sparse: bool) -> str:
+    """The reason why an optimizer that has fused kernels cannot use them, or an empty string."""
+    if sparse:
+        return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
+    if node.get("momentum") and node.get("dampening"):
+        return "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
+    if node.get("differentiable"):
+        return "fused kernels do not support differentiable=true"
+    if any(map(is_divided, parameters)) and name not in ("Adam", "AdamW", "Muon"):
+        return f"the fused kernel of {name} does not support weights that are divided among processes"
     try:
-        optimizer("")
-    except Exception:
-        # Arguments that are wrong with any kernel are reported when the optimizer itself is built
-        return ""
-    try:
-        optimizer(kind).step(lambda: 0.0)
-    except Exception as error:
+        for parameter in parameters:
+            _device_dtype_check_for_fused(parameter)
+    except RuntimeError as error:
         return first_line(error)
     return ""
 
