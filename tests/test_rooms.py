@@ -188,7 +188,7 @@ BUDGET = {
     "instrument": 745,  # attributes of a task, which a trial puts back
     "lab": 7_260,
     "launch": 1_030,
-    "models": 1_390,
+    "models": 1_358,
     "optim": 1_214,
     "run": 4_300,
     "runtime": 1_651,

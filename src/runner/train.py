@@ -92,7 +92,7 @@ def build_run(
 
     # Initial weights, which a checkpoint brings along, and what is frozen
     image, samples = example_input(data), FirstSamples(task, model, loss, data)
-    initial = set_initial_weights(config, model, data, image, samples.feed) if fresh else InitialWeights()
+    initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
     samples.try_one(freezing, length.plan, 1 if config.sync_batchnorm else world().size)
 

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.models.initial import draw_weights, set_prior, zero_last_norms
+from runner.models.initial import draw_weights, set_prior
 from runner.models.resnet_cifar import ResNet18
-from runner.models.vit import ViT
 
 
 class Layers(nn.Module):
@@ -84,47 +83,6 @@ def test_the_global_seed_alone_decides_what_is_drawn(scheme: str) -> None:
 def test_a_model_without_layers_cannot_be_drawn() -> None:
     with pytest.raises(ValueError, match="Flatten has no linear layer and no convolution"):
         draw_weights(nn.Flatten(), "normal")
-
-
-def zeroed(model: nn.Module, side: int = 16) -> list[str]:
-    images = torch.randn(1, 3, side, side)
-    with torch.no_grad():
-        return zero_last_norms(model.eval(), lambda: model(images))
-
-
-def test_the_norm_that_ends_each_branch_is_zeroed_and_no_other() -> None:
-    model = ResNet18(3, 4, width=4)
-    names = [f"stages.{stage}.{block}.bn2" for stage in range(4) for block in range(2)]
-    assert zeroed(model) == names
-    for name, module in model.named_modules():
-        if isinstance(module, nn.BatchNorm2d):
-            assert module.weight.eq(0 if name in names else 1).all()
-
-
-def test_every_block_starts_as_its_shortcut() -> None:
-    model = ResNet18(3, 4, width=4).eval()
-    zeroed(model)
-    features = torch.rand(2, 4, 8, 8)
-    assert torch.equal(model.stages[0][0](features), features)
-    assert not model.stages[0][0].bn1.weight.eq(0).any()
-
-
-def test_bottlenecks_and_inverted_ones_are_known() -> None:
-    from torchvision.models.mobilenetv2 import InvertedResidual
-    from torchvision.models.resnet import Bottleneck, ResNet
-
-    model = ResNet(Bottleneck, [2, 1, 1, 1], num_classes=3, width_per_group=4)
-    assert zeroed(model, 32) == ["layer1.0.bn3", "layer1.1.bn3", "layer2.0.bn3", "layer3.0.bn3", "layer4.0.bn3"]
-    block = InvertedResidual(3, 3, 1, 2)
-    names = zeroed(block)
-    assert [type(block.get_submodule(name)) for name in names] == [nn.BatchNorm2d]
-    images = torch.randn(2, 3, 8, 8)
-    assert torch.equal(block(images), images)
-
-
-def test_branches_that_end_in_no_norm_are_said_to() -> None:
-    with pytest.raises(ValueError, match="ViT has no residual branch that ends in a norm"):
-        zeroed(ViT(3, (16, 16), 4, dim=12, depth=1))
 
 
 def test_with_the_priors_as_bias_the_first_loss_is_the_entropy() -> None:

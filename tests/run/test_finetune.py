@@ -209,7 +209,7 @@ def test_unfreezing_after_the_end_is_a_warning(call: Any) -> None:
         ({"freeze": ["*"], "unfreeze_at": 2}, "error: freeze: leaves nothing to train in the first step"),
         ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
         ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
-        ({"model": VIT, "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual branch"),
+        ({"model": VIT, "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual block"),
     ],
     ids=str,
 )

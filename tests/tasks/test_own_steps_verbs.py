@@ -144,6 +144,8 @@ class Normed(VAE):
 
 
 class Block(nn.Module):
+    has_skip = True
+
     def __init__(self):
         super().__init__()
         self.first, self.second, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.BatchNorm1d(64)

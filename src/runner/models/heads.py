@@ -1,4 +1,4 @@
-"""Finds the head of a classifier in a forward pass, and replaces it."""
+"""Finds the head of a classifier by its name, and replaces it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from runner.instrument.observer import Observer
 from runner.models.initial import draw_small_head
+
+# Where classifiers have their head, torchvision's and timm's among them; the first that has weights counts
+_ATTRIBUTES = ("fc", "classifier", "classif", "last_linear", "head", "heads")
+_SECOND = ("head_dist", "aux_head")  # further heads, whose outputs timm's models add
 
 
 class HeadNotFound(ValueError):
@@ -38,13 +40,13 @@ class Head:
         return name == self.path or name.startswith(self.path + ".")
 
 
-def find_head(model: nn.Module, forward: Callable[[], Any]) -> Head:
-    """Find the layer that returns a model's logits: the last one with weights that a forward pass reaches.
+def find_head(model: nn.Module, logits: Callable[[], Any]) -> Head:
+    """Find the layer that returns a model's logits: the last one with weights, in the constructor's order, of a known attribute.
 
-    It must be a Linear or a 1x1 convolution that is used once, and its outputs alone must decide the logits: with its outputs
-    set to zero, all logits are equal.
+    The attributes are those of `_ATTRIBUTES`, and the whole model where it has none of them. The layer must be a Linear or a
+    1x1 convolution with one output for each logit.
 
-    `forward` sends one image through the model, in evaluation mode, and returns the logits (1, C).
+    `logits` sends one image through the model, in evaluation mode, and returns the logits (1, C).
 
     Raises:
         HeadNotFound: if there is no such layer.
@@ -54,35 +56,24 @@ def find_head(model: nn.Module, forward: Callable[[], Any]) -> Head:
             return Head(path, f"{path}.{len(module) - 1}")
         if isinstance(module, NoHead):
             return Head(path, None)
-    path = _last_started(model, forward)
-    layer = model.get_submodule(path)
+    weighted = [path for path, module in model.named_modules() if path and module._parameters]
+    inside = ([path for path in weighted if f"{path}.".startswith(f"{name}.")] for name in _ATTRIBUTES)
+    path = next(filter(None, [*inside, weighted]), [""])[-1]
     if not path:
-        raise HeadNotFound(f"{type(model).__name__} is a single layer")
+        raise HeadNotFound(f"{type(model).__name__} has no layers")
+    layer = model.get_submodule(path)
     if not (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and set(layer.kernel_size) == {1})):
-        raise HeadNotFound(
-            f"its last layer with weights is {path} ({type(layer).__name__}), neither Linear nor 1x1 convolution"
-        )
-    with layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)):
-        logits = forward()
-    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise HeadNotFound(f"its last layer is {path} ({type(layer).__name__}), neither Linear nor 1x1 convolution")
+    if second := next((name for name in weighted if {*name.split(".")} & {*_SECOND}), ""):
+        raise HeadNotFound(f"{path} and {second} give the outputs together")
+    name = path.partition(".")[0]
+    if name in _ATTRIBUTES and isinstance(model.get_submodule(name), nn.ModuleList):
+        raise HeadNotFound(f"{name} is a list of layers, which may give the outputs together")
+    outputs = logits()
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
     if shape != (1, width := len(layer.weight)):
         raise HeadNotFound(f"its last layer {path} has {width} outputs, and the model returns {shape} for one image")
-    if not bool((logits == logits[:, :1]).all()):
-        raise HeadNotFound(f"its last layer {path} does not decide the outputs alone")
     return Head(path, path)
-
-
-def _last_started(model: nn.Module, forward: Callable[[], Any]) -> str:
-    """Dotted name of the module with its own weights that starts last; it must start only once."""
-    started: list[str] = []
-    names = [path for path, module in model.named_modules() if module._parameters]
-    with Observer(model, before=lambda path, module, inputs: started.append(path), names=names):
-        forward()
-    if not started:
-        raise HeadNotFound(f"no layer of {type(model).__name__} with weights is called")
-    if started.count(started[-1]) > 1:
-        raise HeadNotFound(f"its last layer {started[-1]} is used {started.count(started[-1])} times")
-    return started[-1]
 
 
 def replace_head(model: nn.Module, head: Head, hidden: Sequence[int] | None, outputs: int) -> None:

@@ -8,9 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-from runner.instrument.observer import Observer
 
 Scheme = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal"]
 
@@ -24,7 +21,14 @@ _SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
     "orthogonal": nn.init.orthogonal_,
 }
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-_ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
+# Classes of residual blocks, of torchvision, timm and this package
+_RESIDUAL = (
+    "BasicBlock", "Bottleneck", "BottleneckBlock", "DarkBlock", "DlaBasic", "DlaBottleneck", "EdgeBlock", "ResBottleneckBlock",
+)  # fmt: skip
+_HAS_SHORTCUT = ("has_skip", "use_res_connect", "apply_residual")  # attributes that are true of other residual blocks
+_SHORTCUTS = ("downsample", "shortcut", "proj")  # attributes of blocks, of which `shortcut` is None where there is none
+_SWIN_V2 = ("SwinTransformerBlockV2", "SwinTransformerV2Block", "SwinTransformerV2CrBlock")
+_BRANCHES = dict.fromkeys(_SWIN_V2, ("norm1", "norm2"))  # blocks with two branches that end in norms
 
 
 def draw_small_head(head: nn.Linear | nn.Conv2d) -> None:
@@ -98,69 +102,42 @@ def whiten(model: nn.Module, batches: Iterable[Tensor]) -> None:
         weight.copy_(torch.cat([filters, -filters]).view(weight.shape))
 
 
-def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
+def zero_last_norms(model: nn.Module) -> list[str]:
     """Let every residual block start as its shortcut: set the scale of the norm that ends its branch to zero.
 
-    After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 5.1. The branches are found in a forward
-    pass: a norm whose output is added to features that have passed fewer layers. `forward` sends one image through the
-    model, in evaluation mode.
+    After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 5.1. A residual block has a class of
+    `_RESIDUAL`, or one of the attributes `_HAS_SHORTCUT` is true. Its branch ends in its last layer with weights, in the
+    constructor's order, without those of its shortcut.
 
     Returns:
         Dotted names of the norms.
 
     Raises:
-        ValueError: if no residual branch ends in a norm.
+        ValueError: if no residual block ends in a norm.
     """
-    trace, modules = _Trace(), dict(model.named_modules())
-    norms = [name for name, module in modules.items() if isinstance(module, _NORMS) and module.weight is not None]
-    with Observer(model, after=trace.norm_ended, names=norms), trace:
-        forward()
-    found = [name for name in norms if name in trace.ends]
+    found = [(f"{path}.{name}", norm) for path, block in model.named_modules() for name, norm in _last_norms(block)]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no residual branch that ends in a norm with a scale")
-    for name in found:
-        nn.init.zeros_(modules[name].weight)
-    return found
+        known = (
+            f"a block is a class named {', '.join(_RESIDUAL[:2])} or the like, or one with {_HAS_SHORTCUT[0]} = True"
+        )
+        raise ValueError(f"{type(model).__name__} has no residual block that ends in a norm with a scale; {known}")
+    for _, norm in found:
+        nn.init.zeros_(norm.weight)
+    return [name.removeprefix(".") for name, _ in found]
 
 
-class _Trace(TorchFunctionMode):
-    """Counts the layers that each tensor of a forward pass has passed, and records which norms end a residual branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: set[str] = set()
-        self._depth: dict[int, int] = {}
-        self._norm: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # an id is unique only while its tensor exists
-
-    def norm_ended(self, name: str, module: nn.Module, inputs: list[Any], output: Tensor) -> None:
-        """Record the output of a norm, see `Observer`."""
-        self._norm[id(output)] = name
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        tensors = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
-        if name in _ADDITIONS and len(tensors) == 2:
-            self._record_end(*tensors)
-            self._record_end(*reversed(tensors))
-        depth = max((self._depth.get(id(tensor), 0) for tensor in tensors), default=0)
-        if any(isinstance(tensor, nn.Parameter) and tensor.ndim > 1 for tensor in tensors):
-            depth += 1
-        output = func(*args, **(kwargs or {}))
-        if isinstance(output, Tensor):
-            self._kept.append(output)
-            self._depth[id(output)] = depth
-            in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-            if in_place:
-                self._norm.pop(id(output), None)
-        return output
-
-    def _record_end(self, branch: Tensor, shortcut: Tensor) -> None:
-        norm = self._norm.get(id(branch))
-        if norm is None or isinstance(shortcut, nn.Parameter) or branch.shape != shortcut.shape:
-            return
-        if self._depth[id(branch)] > self._depth.get(id(shortcut), 0):
-            self.ends.add(norm)
+def _last_norms(block: nn.Module) -> list[tuple[str, Any]]:
+    """The norms that end the branches of a residual block; none of any other module."""
+    kind = type(block).__name__
+    if kind in _BRANCHES:
+        return [(name, block.get_submodule(name)) for name in _BRANCHES[kind]]
+    if getattr(block, "shortcut", ...) is None:
+        return []
+    if kind not in _RESIDUAL and not any(getattr(block, name, False) is True for name in _HAS_SHORTCUT):
+        return []
+    layers = [(name, module) for name, module in block.named_modules() if module._parameters]
+    last = [(name, module) for name, module in layers if name.partition(".")[0] not in _SHORTCUTS][-1:]
+    return [(name, module) for name, module in last if isinstance(module, _NORMS) and module.weight is not None]
 
 
 def set_prior(layer: nn.Module, counts: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -68,14 +68,12 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
     try:
         return heads.find_head(model, lambda: try_forward(model, image))
     except HeadNotFound as error:
-        allowed = "a model that ends in a Linear or a 1x1 convolution, called once"
+        allowed = "a model whose attribute head, fc or classifier ends in a Linear or a 1x1 convolution"
         raise UserError(key, f"no head was found: {error}", allowed) from error
 
 
-def initialize(
-    config: Train, model: nn.Module, image: Tensor, data: DataModule, feed: Callable[[], object]
-) -> Sequence[str]:
-    """Set initial weights as `init` says; returns the names of the schemes. `feed` sends samples through the model.
+def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule) -> Sequence[str]:
+    """Set initial weights as `init` says; returns the names of the schemes.
 
     Raises:
         UserError: if a scheme does not apply to the model.
@@ -84,7 +82,7 @@ def initialize(
     for scheme in sorted(schemes, key=ADJUSTMENTS.count):  # after what would undo them
         try:
             if scheme == "zero_gamma":
-                zero_last_norms(model, feed)
+                zero_last_norms(model)
             elif scheme == "prior_bias":
                 _set_prior(model, image, data.class_counts)
             elif scheme == "whiten":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,18 +73,16 @@ class InitialWeights:
         return {"path": path, "weights_sha256": self.sha256, "kind": self.kind, "tensors": self.loaded, **found}
 
 
-def set_initial_weights(
-    config: Train, model: nn.Module, data: DataModule, image: Tensor, feed: Callable[[], object]
-) -> InitialWeights:
+def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
     """Set weights as `init` says, then load those of `init_from`.
 
-    `model` is what `build_modules` returned, and `feed` sends samples through it.
+    `model` is what `build_modules` returned.
 
     Raises:
         UserError: if a scheme does not apply to the model, or a file does not fit.
     """
     modules = {name: module for name, module in modules_of(model, nn.Identity()).items() if name != "loss"}
-    schemes, given = initialize(config, modules["model"], image, data, feed), config.init_from
+    schemes, given = initialize(config, modules["model"], image, data), config.init_from
     files = dict(given) if isinstance(given, dict) else {"model": given} if given is not None else {}
     if unknown := [name for name in files if name not in modules]:
         raise UserError("init_from", f"names '{unknown[0]}', and the task has no such module", ", ".join(modules))

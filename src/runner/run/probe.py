@@ -100,11 +100,6 @@ class FirstSamples(NamedTuple):
     loss: nn.Module
     data: DataModule
 
-    def feed(self) -> None:
-        """Send two as an evaluation does; everything is left as it is."""
-        with evaluating(self.model, self.loss):
-            steps_of(self.task, self.model, self.loss).feed(example_batch(self.data, 2).data)
-
     def send(self, samples: int) -> Any:
         """Send some as training does; what is returned holds the graph."""
         if self.data.trial is None:
