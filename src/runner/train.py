@@ -186,7 +186,7 @@ def _train(
     evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm)
 
     # What is logged and saved
-    data.bad_samples.open(record.directory.checkpoints.with_name("skipped.jsonl"), console.warn)
+    data.bad_samples.open(console.warn)
     loggers = build_loggers(run, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = hardware_metrics_of(run)
@@ -252,6 +252,7 @@ def _train(
             buffer("test", tested, state.position.global_step, epoch)
         elif data.test is None and config.evaluate.test and config.data.split.val != "test":
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
+        data.bad_samples.join(world())
     except Interrupted:
         raise Preempted(agreement.reason() or signals.asked()) from None
     return state.best.value if state.best else None

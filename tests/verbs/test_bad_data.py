@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ ON_FOLDER = (
 )  # fmt: skip
 
 
-def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_they_are_read(
+def test_a_run_that_skips_damaged_images_counts_them_and_is_the_same_run_however_they_are_read(
     folder: Path, train: Any, rejected: Any
 ) -> None:
     for name in ("a/04.png", "b/11.png"):
@@ -127,10 +127,8 @@ def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_
 
     first = train(*ON_FOLDER, "data.on_error=skip")
     assert first.summary["skipped"] == 2
-    lines = [json.loads(line) for line in (first.directory / "skipped.jsonl").read_text().splitlines()]
-    assert {line["path"] for line in lines} == {"images/a/04.png", "images/b/11.png"}
     log = (first.directory / "run.log").read_text()
-    assert "cannot be read and is replaced by another" in log
+    assert re.search(r"cannot be read and is replaced by another: .*images/(a/04|b/11).png", log)
     assert "samples could not be read and were replaced by others: " in log
     cached = train(*ON_FOLDER, "data.on_error=skip", "data.cache=disk")
     assert cached.summary["weights_sha256"] == first.summary["weights_sha256"]
@@ -142,10 +140,9 @@ def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_
     assert resumed.summary["weights_sha256"] == first.summary["weights_sha256"]
 
 
-def test_a_run_without_damaged_images_lists_nothing(folder: Path, train: Any) -> None:
+def test_a_run_without_damaged_images_counts_nothing(folder: Path, train: Any) -> None:
     result = train(*ON_FOLDER, "data.on_error=skip")
     assert "skipped" not in result.summary
-    assert not (result.directory / "skipped.jsonl").exists()
 
 
 LARGE = ("images/a/04.png", "9 x 4 = 36 pixels", "data.max_pixels=35", "allowed: a larger data.max_pixels")
@@ -183,8 +180,7 @@ def test_an_image_with_more_pixels_than_allowed_stops_every_verb_that_reads_it(
 def test_an_image_with_more_pixels_than_allowed_is_skipped_or_listed(large: Path, train: Any, run: Any) -> None:
     result = train(*ON_FOLDER, "data.max_pixels=35", "data.on_error=skip")
     assert result.summary["skipped"] == 1
-    (line,) = (result.directory / "skipped.jsonl").read_text().splitlines()
-    assert all(part in json.loads(line)["reason"] for part in LARGE[:3])
+    assert all(part in " ".join(result.out.split()) for part in LARGE[:3])
     words = ("input=images", f"ckpt_path={result.directory}", "output=rows.jsonl")
     assert run("predict", *words).status == 0
     assert "04.png" in Path("rows_unreadable.txt").read_text()
