@@ -215,6 +215,9 @@ CONFIG = "# @package _global_\n# x\n# train\nold:\n  key: 1\n"
         (("fsdp.lazy_init=true",), "fsdp.lazy_init", "no longer exists"),
         (("data=shards", "data.dataset.cache_gb=1"), "data.dataset.cache_gb", "no longer exists"),
         (("optimizer=ancient",), "optimizer", "can no longer be ancient"),
+        (("data.mirror=http://a",), "data.mirror", "no longer exists"),
+        (("data=mnist", "data.dataset.mirror=[http://a]"), "data.dataset.mirror", "no longer exists"),
+        (("data.identity=full",), "data.identity", "can no longer be full"),
         (("lr=auto",), "lr", "can no longer be auto"),
         (("--multirun", "lr=0.1,auto"), "lr", "can no longer be auto"),
         (

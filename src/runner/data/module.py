@@ -205,7 +205,7 @@ def assembled(
         facts["warnings"].append(f"data.shuffle_window={config.data.shuffle_window} {problem}")
     use_batch_sampler(config, train.loader, parts)
     sources = {name: loaders.placement.source(dataset) for name, (dataset, _) in parts.items()}
-    fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full", ends=loaders.ends)
+    fingerprint = functools.partial(fingerprint_data, parts, sources, ends=loaders.ends)
     return DataModule(
         train=train,
         val=split("val", False) if "val" in parts else None,
