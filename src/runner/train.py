@@ -247,9 +247,8 @@ def _train(
         # Test, with the best weights if there are any
         if data.test is not None and config.evaluate.test and not loop.pruned:
             record.summary |= evaluator.test(saving.manager)
-            epoch = state.position.epoch + (state.position.batch > 0)
             tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
-            buffer("test", tested, state.position.global_step, epoch)
+            buffer("test", tested, state.position.global_step, state.position.epoch + (state.position.batch > 0))
         elif data.test is None and config.evaluate.test and config.data.split.val != "test":
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
         data.bad_samples.join(world())
