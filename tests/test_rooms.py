@@ -181,8 +181,8 @@ BUDGET = {
     ".": 870,
     "base": 980,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_585,
-    "config": 4_134,
-    "data": 8_535,  # boxes, outlines and names of all readers are checked alike
+    "config": 4_135,
+    "data": 8_290,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
     "engine": 2_954,
     "instrument": 745,  # attributes of a task, which a trial puts back
@@ -190,7 +190,7 @@ BUDGET = {
     "launch": 1_030,
     "models": 1_358,
     "optim": 1_214,
-    "run": 4_300,
+    "run": 4_295,
     "runtime": 1_651,
     "sweeps": 2_280,
     "tasks": 780,

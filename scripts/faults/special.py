@@ -62,7 +62,7 @@ def _places() -> list[Place]:
         Place("another run, resume=auto", "outputs/n/9999-09-09_00-00-00", _RESUMED, (0,)),
         Place("last.safetensors of another run, ckpt_path=last", "outputs/n/9999/checkpoints/last.safetensors",
               (*_WORDS, "ckpt_path=last"), (0,)),
-        *(Place(f"{name} of the run itself", f"{_OTHER}/{name}", here, (0, 2)) for name in (*files, "skipped.jsonl")),
+        *(Place(f"{name} of the run itself", f"{_OTHER}/{name}", here, (0, 2)) for name in files),
         *(Place(f"{name} of the run itself", f"{_OTHER}/checkpoints/{name}.safetensors", here, (0, 2))
           for name in ("last", "best")),
         Place("config.yaml of a run to evaluate", f"{_OTHER}/config.yaml", (f"ckpt_path={_OTHER}", "split=val"), (0,), "eval"),

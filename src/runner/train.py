@@ -185,7 +185,7 @@ def _train(
     evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm)
 
     # What is logged and saved
-    data.bad_samples.open(record.directory.checkpoints.with_name("skipped.jsonl"), console.warn)
+    data.bad_samples.open(console.warn)
     loggers = build_loggers(run, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = hardware_metrics_of(run)
@@ -244,11 +244,11 @@ def _train(
         # Test, with the best weights if there are any
         if data.test is not None and config.evaluate.test and not loop.pruned:
             record.summary |= evaluator.test(saving.manager)
-            epoch = state.position.epoch + (state.position.batch > 0)
             tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
-            buffer("test", tested, state.position.global_step, epoch)
+            buffer("test", tested, state.position.global_step, state.position.epoch + (state.position.batch > 0))
         elif data.test is None and config.evaluate.test and config.data.split.val != "test":
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
+        data.bad_samples.join(world())
     except Interrupted:
         raise Preempted(agreement.reason() or signals.asked()) from None
     return state.best.value if state.best else None

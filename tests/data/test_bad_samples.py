@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Split
-from runner.data import bad_samples
-from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler
+from runner.data.bad_samples import DRAWS, BadSample, BadSamples, ReplacementSampler
 from runner.data.cache import Cache
 from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.data.module import DataModule
@@ -30,7 +28,6 @@ from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, read_sample
 from runner.data.sources.folders import image_folder
 from runner.data.workers import WorkerLoader
-from runner.distributed.world import World
 
 CPU = torch.device("cpu")
 PART = torch.arange(40)[torch.arange(40) % 5 != 0]  # 32 samples: four batches
@@ -227,13 +224,13 @@ def test_every_path_to_damaged_images_gives_the_same_batches_and_the_same_list(
     keys: dict[str, Any], folder: Path
 ) -> None:
     with assembled(data(folder)) as splits:
-        expected, listed = epochs_of(splits), set(splits.bad_samples._entries)
+        expected, listed = epochs_of(splits), set(splits.bad_samples._found)
         assert len(listed) == 4
         mean = splits.mean
     for _ in range(2):  # a cache is made, and then opened
         with assembled(data(folder, **keys)) as splits:
             assert same(epochs_of(splits), expected)
-            assert set(splits.bad_samples._entries) == listed
+            assert set(splits.bad_samples._found) == listed
             assert splits.mean == mean
 
 
@@ -280,84 +277,39 @@ def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
     assert len(mapped) == 40
 
 
-# The list
+# The count
 
 
-def listing(skipped: BadSampleLog, path: Path | None = None) -> list[str]:
-    said: list[str] = []
-    skipped.open(path, said.append)
-    return said
-
-
-def test_a_sample_is_listed_once_and_the_first_is_reported_at_once(tmp_path: Path) -> None:
-    skipped, path = BadSampleLog(), tmp_path / "skipped.jsonl"
-    note: Callable[[list[BadSample]], None] = skipped.noting("train", object(), 100)
-    note([BadSample(3, "early")])
-    said = listing(skipped, path)
+def test_a_sample_is_counted_once_and_only_the_first_is_reported() -> None:
+    skipped, said = BadSamples(), list[str]()
+    note: Callable[[list[BadSample]], None] = skipped.noting("train", Named(), 100)
+    note([BadSample(3, "early")])  # as a cache does, before there is a console
+    skipped.open(said.append)
     note([BadSample(3, "early"), BadSample(9, "later")])
     note([BadSample(9, "later")])
     skipped.noting("val", object(), 100)([BadSample(9, "elsewhere")])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["split"], line["sample"], line["reason"]) for line in lines] == [
-        ("train", 3, "early"),
-        ("train", 9, "later"),
-        ("val", 9, "elsewhere"),
-    ]
-    assert said == ["sample 3 of train cannot be read and is replaced by another: early"]
-    assert f"2 of train, 1 of val; they are listed in {path}" in skipped.summary()
+    assert said == ["sample 3 of train cannot be read and is replaced by another: folder/3.png: early"]
+    assert skipped.reasons("train") == {3: "folder/3.png: early", 9: "folder/9.png: later"}
+    assert skipped.summary() == "samples could not be read and were replaced by others: 2 of train, 1 of val"
 
 
-def test_a_list_is_continued_although_a_kill_cut_it_short(tmp_path: Path) -> None:
-    path = tmp_path / "skipped.jsonl"
-    entry = {"split": "train", "sample": 3, "path": None, "reason": "early"}
-    path.write_text(json.dumps(entry) + "\n" + json.dumps(entry)[:20])
-    skipped = BadSampleLog()
-    note = skipped.noting("train", object(), 100)
-    note([BadSample(3, "early")])
-    listing(skipped, path)
-    note([BadSample(3, "early"), BadSample(4, "new")])
-    assert len(skipped) == 2
-    found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    assert [line["sample"] for line in found] == [3, 4]
-
-
-def test_a_list_that_cannot_be_written_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
-    skipped = BadSampleLog()
-    said = listing(skipped, tmp_path / "gone" / "skipped.jsonl")
-    for sample in (1, 2):
-        skipped.noting("train", object(), 100)([BadSample(sample, "bad")])
-    assert len(said) == 2
-    assert "cannot write" in said[1]
-    assert "1 of" not in skipped.summary()
-    assert "2 of train" in skipped.summary()
-
-
-def test_nothing_skipped_is_nothing_reported(tmp_path: Path) -> None:
-    skipped = BadSampleLog()
-    assert listing(skipped, tmp_path / "skipped.jsonl") == []
-    assert skipped.summary() == ""
-    assert not (tmp_path / "skipped.jsonl").exists()
+def test_nothing_skipped_is_nothing_reported() -> None:
+    skipped, said = BadSamples(), list[str]()
+    skipped.open(said.append)
+    assert (said, skipped.summary(), len(skipped)) == ([], "", 0)
 
 
 @pytest.mark.parametrize(("share", "samples", "allowed"), [(0.1, 40, 4), (0.1, 4, 1), (0.0, 40, 0), (1.0, 40, 40)])
-def test_more_than_a_share_of_a_split_is_refused_whoever_found_them(
-    share: float, samples: int, allowed: int, tmp_path: Path
-) -> None:
-    path = tmp_path / "skipped.jsonl"
-    before, skipped = BadSampleLog(), BadSampleLog(share)
-    listing(before, path)
-    before.noting("train", object(), samples)([BadSample(sample, "bad") for sample in range(allowed)])
-    listing(skipped, path)
+def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, allowed: int) -> None:
+    skipped = BadSamples(share)
     note = skipped.noting("train", Named(), samples)
+    note([BadSample(sample, "bad") for sample in range(allowed)])
     skipped.noting("val", object(), 9)([BadSample(0, "bad")] if share else [])
-    if allowed == samples:
-        return
-    with pytest.raises(
-        UserError, match=rf"data.max_skipped: {allowed + 1} of the {samples} samples of 'train'"
-    ) as caught:
-        note([BadSample(39, "the disk says no")])
-    assert "39" in str(caught.value) if allowed < 3 else "skipped.jsonl" in str(caught.value)
-    assert len(path.read_text().splitlines()) == allowed + 1 + bool(share), "the last one is listed too"
+    if allowed < samples:
+        with pytest.raises(
+            UserError, match=rf"max_skipped: {allowed + 1} of the {samples} samples of 'train'.*\.png: bad"
+        ):
+            note([BadSample(39, "bad")])
 
 
 class Named:
@@ -375,17 +327,3 @@ def test_an_error_names_the_file_of_the_sample_if_the_data_set_knows_it() -> Non
         read_sample(lambda index: Named()[index], 7, "train", (), Named())
     with pytest.raises(UserError, match=r"sample 7 of 'train' cannot be read"):
         read_sample(lambda index: Named()[index], 7, "train", (), object())
-
-
-def test_what_another_rank_listed_is_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "skipped.jsonl"
-    logs = [BadSampleLog(), BadSampleLog()]
-    for rank, log in enumerate(logs):
-        monkeypatch.setattr(bad_samples, "world", lambda rank=rank: World(rank, 2))
-        log.noting("train", object(), 100)([BadSample(1, "known to all")])
-        listing(log, path)
-    for log, sample in zip(logs, (2, 3), strict=True):
-        log.noting("train", object(), 100)([BadSample(2, "found by both"), BadSample(sample, "found")])
-    assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    assert "3 of train" in logs[0].summary()
-    assert len(logs[0]) == 3

@@ -97,7 +97,6 @@ def test_a_label_that_changed_is_seen_also_by_a_cache_of_decoded_images(root: Pa
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = opened(root)["train"]
     assert after.targets.tolist() != before.targets.tolist()
-    assert after.digests.tolist() == before.digests.tolist()
     assert after.fingerprint() != before.fingerprint()
 
 

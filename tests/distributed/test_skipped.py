@@ -1,8 +1,7 @@
-"""data.on_error=skip with several ranks: the same replacements, one list, and one limit."""
+"""data.on_error=skip with several ranks: the same replacements, one count, and one limit."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,27 +45,18 @@ def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return workdir
 
 
-def listed(run: Any) -> list[tuple[str, int, str]]:
-    lines = [json.loads(line) for line in (run.directory / "skipped.jsonl").read_text().splitlines()]
-    return sorted((line["split"], line["sample"], line["path"]) for line in lines)
-
-
 def weights(run: Any) -> dict[str, Any]:
     return load_file(run.directory / "checkpoints" / "last.safetensors")
 
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_ranks_and_workers_skip_the_same_samples_and_list_them_once(
+def test_ranks_and_workers_skip_the_same_samples_and_count_them_once(
     here: Path, train: Callable[..., Any], run: Callable[..., Any], pool: Any
 ) -> None:
     one = train(*WORDS, "hydra.run.dir=one")
     with pool.installed():
         two = train(*WORDS, "devices=2", "data.num_workers=1", "hydra.run.dir=two")
-    assert {sample for _, sample, _ in listed(one)} == {4, 19, 34, 49}
-    assert listed(one)[0][2] == f"picture {listed(one)[0][1]}"
-    # Two ranks that find a sample in the same step both list it.
-    assert set(listed(two)) == set(listed(one))
     assert one.summary["skipped"] == two.summary["skipped"] == 4
     for name, value in weights(one).items():
         np.testing.assert_allclose(weights(two)[name], value, rtol=1e-9, atol=1e-12, err_msg=name)

@@ -151,7 +151,7 @@ def test_a_neighbour_with_odd_overrides_does_not_stop_the_search(text, tmp_path)
     assert all("2026-09-09_00-00-00" in warning for warning in warnings)
 
 
-@pytest.mark.parametrize("name", ["overrides.yaml", "summary.json", "run.log", ".lock", "skipped.jsonl", "checkpoints"])
+@pytest.mark.parametrize("name", ["overrides.yaml", "summary.json", "run.log", ".lock", "checkpoints"])
 def test_a_neighbour_with_a_named_pipe_is_skipped_with_a_warning(name, tmp_path):
     good = begin_run(tmp_path, "2026-01-01_00-00-00")
     bad = begin_run(tmp_path, "2026-09-09_00-00-00")

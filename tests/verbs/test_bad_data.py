@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ ON_FOLDER = (
 )  # fmt: skip
 
 
-def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_they_are_read(
+def test_a_run_that_skips_damaged_images_counts_them_and_is_the_same_run_however_they_are_read(
     folder: Path, train: Any, rejected: Any
 ) -> None:
     for name in ("a/04.png", "b/11.png"):
@@ -127,10 +127,8 @@ def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_
 
     first = train(*ON_FOLDER, "data.on_error=skip")
     assert first.summary["skipped"] == 2
-    lines = [json.loads(line) for line in (first.directory / "skipped.jsonl").read_text().splitlines()]
-    assert {line["path"] for line in lines} == {"images/a/04.png", "images/b/11.png"}
     log = (first.directory / "run.log").read_text()
-    assert "cannot be read and is replaced by another" in log
+    assert re.search(r"cannot be read and is replaced by another: .*images/(a/04|b/11).png", log)
     assert "samples could not be read and were replaced by others: " in log
     cached = train(*ON_FOLDER, "data.on_error=skip", "data.cache=disk")
     assert cached.summary["weights_sha256"] == first.summary["weights_sha256"]
@@ -142,10 +140,9 @@ def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_
     assert resumed.summary["weights_sha256"] == first.summary["weights_sha256"]
 
 
-def test_a_run_without_damaged_images_lists_nothing(folder: Path, train: Any) -> None:
+def test_a_run_without_damaged_images_counts_nothing(folder: Path, train: Any) -> None:
     result = train(*ON_FOLDER, "data.on_error=skip")
     assert "skipped" not in result.summary
-    assert not (result.directory / "skipped.jsonl").exists()
 
 
 LARGE = ("images/a/04.png", "9 x 4 = 36 pixels", "data.max_pixels=35", "allowed: a larger data.max_pixels")
@@ -183,8 +180,7 @@ def test_an_image_with_more_pixels_than_allowed_stops_every_verb_that_reads_it(
 def test_an_image_with_more_pixels_than_allowed_is_skipped_or_listed(large: Path, train: Any, run: Any) -> None:
     result = train(*ON_FOLDER, "data.max_pixels=35", "data.on_error=skip")
     assert result.summary["skipped"] == 1
-    (line,) = (result.directory / "skipped.jsonl").read_text().splitlines()
-    assert all(part in json.loads(line)["reason"] for part in LARGE[:3])
+    assert all(part in " ".join(result.out.split()) for part in LARGE[:3])
     words = ("input=images", f"ckpt_path={result.directory}", "output=rows.jsonl")
     assert run("predict", *words).status == 0
     assert "04.png" in Path("rows_unreadable.txt").read_text()
@@ -225,32 +221,6 @@ def test_two_images_exchanged_between_classes_are_other_data(workdir: Path, trai
     result = rejected("train", f"ckpt_path={directory}", "epochs=2")
     assert "data: these are not what the checkpoint was trained on: " in result.err
     assert "data.identity=ignore" in result.err
-
-
-@pytest.mark.extended
-def test_with_full_identity_every_byte_counts(workdir: Path, train: Any, rejected: Any) -> None:
-    root = images(workdir / "images", count=80)
-    for path in root.glob("*/*.png"):
-        # Of one size, and larger than what is always read
-        Image.open(path).resize((64, 64)).save(path.with_suffix(".bmp"))
-        path.unlink()
-    plain = train(*ON_FOLDER, "epochs=1")
-    full = train(*ON_FOLDER, "epochs=1", "data.identity=full")
-    assert full.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    unknown = train(f"ckpt_path={plain.directory}", "epochs=2", "data.identity=full")
-    assert "data.identity=full: the checkpoint has no digest of every sample" in unknown.out
-    same = train(f"ckpt_path={full.directory}", "epochs=2")
-    assert "data.identity" not in same.out
-    for path in sorted(root.glob("*/*.bmp")):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:60] + bytes([whole[60] ^ 255]) + whole[61:])
-        if "not what the checkpoint" not in train(f"ckpt_path={plain.directory}", "epochs=1", IGNORED).out:
-            break  # the cheap check does not see this byte
-        path.write_bytes(whole)
-    else:
-        raise AssertionError("the cheap check sees every byte")
-    result = rejected("train", f"ckpt_path={full.directory}", "epochs=2")
-    assert "has other images or targets" in result.err
 
 
 IGNORED = "data.identity=ignore"

@@ -1,15 +1,12 @@
-"""Samples that cannot be read: what replaces them, and the log of them."""
+"""Samples that cannot be read: what replaces them, and how many there are."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +15,7 @@ from torch import Tensor
 from runner.base.errors import DataFailed, UserError
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
-from runner.distributed.world import World, world
+from runner.distributed.world import World
 
 DRAWS = 16
 """Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
@@ -112,10 +109,8 @@ def path_of(dataset: Any, sample: int) -> str | None:
     return None
 
 
-class BadSampleLog:
-    """Log of the samples that could not be read: each is reported once, and written as soon as it is found.
-
-    All ranks of a run append to one file, and learn from it what the others found.
+class BadSamples:
+    """The samples that this process could not read: the first is a warning, and the end of a run has their number.
 
     Args:
         share: share of a split, rounded up to whole samples, beyond which the run is refused.
@@ -123,24 +118,18 @@ class BadSampleLog:
 
     def __init__(self, share: float = 1.0) -> None:
         self._share = share
-        self._entries: dict[tuple[str, int], dict[str, Any]] = {}
-        self._waiting: list[dict[str, Any]] = []  # not written yet
-        self._path: Path | None = None
+        self._found: dict[tuple[str, int], str] = {}  # the reason, by split and sample
         self._warn: Callable[[str], None] | None = None
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._found)
 
     def reasons(self, split: str) -> dict[int, str]:
         """The unreadable samples of a split so far, each with its file, if it has one, and the reason."""
-        return {
-            sample: entry["reason"] if entry["path"] is None else f"{entry['path']}: {entry['reason']}"
-            for (name, sample), entry in self._entries.items()
-            if name == split
-        }
+        return {sample: reason for (name, sample), reason in self._found.items() if name == split}
 
     def noting(self, split: str, dataset: Any, samples: int) -> Callable[[Sequence[BadSample]], None]:
-        """A function that logs samples of a split, which has `samples`; the data set names their files, see `path_of`.
+        """A function that counts samples of a split, which has `samples`; the data set names their files, see `path_of`.
 
         It raises `UserError` once they are more than the share that is allowed.
         """
@@ -148,79 +137,39 @@ class BadSampleLog:
         def note(found: Sequence[BadSample]) -> None:
             for sample, reason in found:
                 # A sample is counted once, however many epochs it fails in
-                if (split, sample) not in self._entries:
-                    entry = {"split": split, "sample": sample, "path": path_of(dataset, sample), "reason": reason}
-                    self._entries[split, sample] = entry
-                    self._waiting.append(entry)
-            self._write()
+                if (split, sample) not in self._found:
+                    path = path_of(dataset, sample)
+                    named = reason if path is None or path in reason else f"{path}: {reason}"
+                    self._found[split, sample] = named
+                    if len(self._found) == 1:
+                        self._report()
             # A few bad samples are normal; too many mean that something else is wrong
             reasons = self.reasons(split)
             if len(reasons) > math.ceil(self._share * samples):
                 shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
-                where = f", and in {self._path}" if self._path else ""
                 problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read, more than {self._share:g}"
                 allowed = "repair the samples and start a new run, or set a larger share"
-                raise UserError("data.max_skipped", f"{problem} of them; among them {shown}{where}", allowed)
+                raise UserError("data.max_skipped", f"{problem} of them; among them {shown}", allowed)
 
         return note
 
-    def open(self, path: Path | None, warn: Callable[[str], None]) -> None:
-        """Set the file of JSON lines, which is continued (None writes none), and the callback for warnings."""
-        self._path, self._warn = path, warn
-        self._read()
-        if not world().first:
-            self._waiting = []  # what was found before is known to all ranks
-        self._write()
+    def open(self, warn: Callable[[str], None]) -> None:
+        """Set the callback for warnings; a sample that was found before is reported now."""
+        self._warn = warn
+        self._report()
 
-    def _read(self) -> None:
-        """Learn what is in the file: of an earlier run, or of other ranks."""
-        if self._path is None or not self._path.is_file():
-            return
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
-                entry = json.loads(line)
-                key = str(entry["split"]), int(entry["sample"])
-                self._entries[key] = entry
-                self._waiting = [new for new in self._waiting if (new["split"], new["sample"]) != key]
+    def _report(self) -> None:
+        if self._warn is not None and self._found:
+            (split, sample), reason = next(iter(self._found.items()))
+            self._warn(f"sample {sample} of {split} cannot be read and is replaced by another: {reason}")
 
     def join(self, ranks: World) -> None:
         """Add what other ranks have found, without reporting it; all have to call this."""
-        for entries in ranks.gather(self._entries):
-            self._entries |= entries
-
-    def _write(self) -> None:
-        if self._warn is None or not self._waiting:
-            return
-        # Another rank may have written the same sample in the meantime.
-        if world().size > 1:
-            self._read()
-        new, self._waiting = self._waiting, []
-        # The screen gets one line; the file has all of them
-        if new and len(new) == len(self._entries):
-            first = new[0]
-            where = first["reason"] if first["path"] is None or first["path"] in first["reason"] else first["path"]
-            self._warn(
-                f"sample {first['sample']} of {first['split']} cannot be read and is replaced by another: {where}"
-            )
-        if self._path is None or not new:
-            return
-        try:
-            with self._path.open("a+b", buffering=0) as file:
-                if file.tell():
-                    file.seek(-1, os.SEEK_END)
-                cut_short = file.read(1) not in (b"", b"\n")
-                # In one call, as other ranks append too.
-                file.write(
-                    (b"\n" if cut_short else b"") + b"".join(json.dumps(entry).encode() + b"\n" for entry in new)
-                )
-        except OSError as error:
-            self._warn(f"cannot write {self._path}: {error.strerror}")
-            self._path = None
+        for found in ranks.gather(self._found):
+            self._found |= found
 
     def summary(self) -> str:
-        """The counts per split, those of other ranks included, for the end of a run; empty if there were none."""
-        self._read()
-        counts = Counter(split for split, _ in self._entries)
+        """The counts per split, for the end of a run; empty if there were none."""
+        counts = Counter(split for split, _ in self._found)
         share = ", ".join(f"{count:,} of {split}" for split, count in counts.items())
-        where = f"; they are listed in {self._path}" if self._path else ""
-        return f"samples could not be read and were replaced by others: {share}{where}" if counts else ""
+        return f"samples could not be read and were replaced by others: {share}" if counts else ""

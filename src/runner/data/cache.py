@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import DataFailed, UserError
 from runner.base.files import whole
 from runner.base.reading import LARGEST_TEXT, read_regular
+from runner.base.secrets import mask_values
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan
@@ -106,12 +107,8 @@ class Cache:
             shape = (len(dataset), *example.shape)  # type: ignore[arg-type]
             try:
                 with contextlib.closing(decoded), _writing(path, shape, decoded) as arrays:
-                    known = {
-                        "made_from": self.recipe,
-                        "key": key,
-                        "unreadable": sorted(missing or ()),
-                        "arrays": arrays,
-                    }
+                    made_from = mask_values(self.recipe)
+                    known = {"made_from": made_from, "key": key, "unreadable": sorted(missing or ()), "arrays": arrays}
                     with whole(path) as file:
                         file.write(json.dumps(known, default=str).encode())
             except _Stopped:

@@ -1,4 +1,4 @@
-"""A fingerprint of the data of a run: lengths, targets, files, and the content of a few samples or of all."""
+"""A fingerprint of the data of a run: lengths, targets, sizes of files, and the content of a few samples."""
 
 from __future__ import annotations
 
@@ -14,66 +14,48 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import DataFailed
-from runner.base.reading import open_regular
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
-from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.listing import common_part, size_of
-from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
 from runner.instrument.nested import leaves_of
 
 _AT_ONCE = 4096  # files of which names and sizes are digested together
 _LOOKED_AT = 16
-_FEW, _LAST = 4096, 4096  # files of which the last bytes are read, which tell images of one size apart
 _PLACES = 0xDA7A  # separates these random numbers from all others
-_DIFFERENCES = {"targets": "has other targets", "files": "has other files, or files of other sizes"}
-_DIFFERENCES |= dict.fromkeys(("content", "images", "ends", "bytes"), "has other images or targets")
-_DIFFERENCES["blocks"] = "is divided into other shards"
+_DIFFERENCES = {
+    "targets": "has other targets",
+    "files": "has other files, or files of other sizes",
+    "content": "has other images or targets",
+    "blocks": "is divided into other shards",
+}
 
 
 def fingerprint_data(
-    parts: Parts,
-    sources: Mapping[str, Dataset[Any]],
-    full: bool = False,
-    *,
-    pairs: bool = True,
-    ends: Tensor | None = None,
+    parts: Parts, sources: Mapping[str, Dataset[Any]], *, pairs: bool = True, ends: Tensor | None = None
 ) -> dict[str, Any]:
     """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
     Returns:
         For each split `samples`, its length, and SHA-256 digests: `content`, of the indices, images and targets of some of
-        its samples, before any transform; and, if known without reading samples, `targets`, `files` (path relative to the
-        common folder, and size), `ends` (the last bytes of few files) and `images` (those in memory). With `full` also
-        `bytes`, of every file, or of every sample if there are no files; and with `ends`, `blocks`, of where the blocks of the
-        training split end.
+        its samples, before any transform; if known without reading samples, `targets` and `files` (path relative to the
+        common folder, and size); and with `ends`, `blocks`, of where the blocks of the training split end.
     """
     result = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
     for name, (dataset, indices) in parts.items():
-        count, source = len(indices), sources[name]
         digests: dict[str, Any] = {
-            "samples": count,
-            "content": _digest(_content(source, _places(count), indices, pairs)),
+            "samples": len(indices),
+            "content": _digest(_content(sources[name], indices, pairs)),
         }
         targets, files = targets_of(dataset), files_of[id(dataset)]
         if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
             digests["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
         if files:
-            digests["files"] = _digest(
-                _listing(files, indices, dataset.files.sizes if isinstance(dataset, ImageFolder) else None)
-            )
-            if count <= _FEW:
-                digests["ends"] = _digest(_bytes(files, indices, _LAST))
-        if isinstance(dataset, ImageArrays | Shards):
-            digests["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
-        if full:
-            digests["bytes"] = _digest(
-                _bytes(files, indices) if files else _content(source, range(count), indices, pairs)
-            )
+            sizes = dataset.files.sizes if isinstance(dataset, ImageFolder) else None
+            digests["files"] = _digest(_listing(files, indices, sizes))
         if ends is not None and name == "train":  # the order of an epoch depends on them
             digests["blocks"] = _digest([ends.numpy().tobytes()])
         result[name] = digests
@@ -91,9 +73,9 @@ def _places(count: int) -> Iterable[int]:
     return range(count) if count <= _LOOKED_AT else (hash_ints(_PLACES, turn) % count for turn in range(_LOOKED_AT))
 
 
-def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices, pairs: bool) -> Iterator[bytes]:
+def _content(dataset: Dataset[Any], indices: Indices, pairs: bool) -> Iterator[bytes]:
     seeded = SeededDataset(dataset, 0, pairs=pairs)
-    for place in places:
+    for place in _places(len(indices)):
         index = int(indices[place])
         yield f"sample {index}".encode()
         try:
@@ -140,17 +122,6 @@ def _listing(files: list[bytes], indices: Indices, sizes: Tensor | None) -> Iter
             b"%s\0%d\0" % (files[index][common:], size_of(files[index]) if listed is None else listed[index])
             for index in some.tolist()
         )
-
-
-def _bytes(files: list[bytes], indices: Indices, last: int | None = None) -> Iterator[bytes]:
-    """A digest of the content of each file, or of its `last` bytes."""
-    for index in indices[:].tolist():
-        try:
-            with open_regular(os.fsdecode(files[index])) as file:
-                file.seek(0 if last is None else max(0, file.seek(0, os.SEEK_END) - last))
-                yield hashlib.file_digest(file, "sha256").digest()  # any binary file
-        except OSError:
-            yield b"unreadable"
 
 
 def data_changes(

@@ -17,7 +17,7 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.config.targets import FACTS, build
-from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
+from runner.data.bad_samples import NOT_READ, BadSample, BadSamples, ReplacementSampler
 from runner.data.consistency import Examples
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
@@ -63,7 +63,7 @@ class DataModule:
     example: tuple[Tensor, Tensor]  # the first training sample, image (1, C, H, W) and target (1, ...), on the device
     choices: list[tuple[str, str, str]] = field(default_factory=list)  # rows of (label, value, reason) to show
     warnings: list[str] = field(default_factory=list)
-    bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
+    bad_samples: BadSamples = field(default_factory=BadSamples)
     fingerprint: Callable[[], dict[str, Any]] = dict  # computes a fingerprint of the data, for checkpoints
     parts: Parts = field(default_factory=dict)
     # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
@@ -125,7 +125,7 @@ class LoaderBuilder:
 
     def __init__(self, config: Train, device: torch.device, parts: Parts) -> None:
         self.config, self.device, self.parts, self.placement = config, device, parts, DataPlacement()
-        self.pairs, self.bad_samples = config.data.images is None, BadSampleLog(config.data.max_skipped)
+        self.pairs, self.bad_samples = config.data.images is None, BadSamples(config.data.max_skipped)
         skips = config.data.on_error == "skip"
         self.replacements = {name: ReplacementSampler(config.seed, part[1]) for name, part in parts.items() if skips}
         self.ends = block_ends(*parts["train"]) if config.data.shuffle == "blocks" else None
@@ -212,7 +212,7 @@ def assembled(
         facts["warnings"].append(f"data.shuffle_window={config.data.shuffle_window} {problem}")
     use_batch_sampler(config, train.loader, parts)
     sources = {name: loaders.placement.source(dataset) for name, (dataset, _) in parts.items()}
-    fingerprint = functools.partial(fingerprint_data, parts, sources, config.data.identity == "full", ends=loaders.ends)
+    fingerprint = functools.partial(fingerprint_data, parts, sources, ends=loaders.ends)
     return DataModule(
         train=train,
         val=split("val", False) if "val" in parts else None,

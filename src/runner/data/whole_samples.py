@@ -13,7 +13,7 @@ import torch
 from runner.base.errors import UserError
 from runner.config.schema.train import Train
 from runner.config.targets import resolve
-from runner.data.bad_samples import BadSampleLog
+from runner.data.bad_samples import BadSamples
 from runner.data.loaders import Batch, Fields, Loader
 from runner.data.module import DataModule, LoaderBuilder, SplitData, as_splits, assembled, make_callable, read_dataset
 from runner.data.num_workers import choose_num_workers, workers_for_files
@@ -53,7 +53,7 @@ def _batches(config: Train, device: torch.device, dtype: torch.dtype) -> tuple[C
     return Collate(collate or stacked), Fields(data.images, prepare, dtype), prepare
 
 
-def read_image_files(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[Loader, BadSampleLog]:
+def read_image_files(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[Loader, BadSamples]:
     """A loader of image files in their order, as `ImageSamples`; and its unreadable files.
 
     Files are RGB, or grey if `data.dataset.channels` or else `model.in_channels` is 1. Raises `UserError` if samples are not

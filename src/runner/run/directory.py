@@ -189,7 +189,7 @@ class RunDirectory:
         """Refuse links, named pipes, sockets and devices, because a directory may come from someone else."""
         # The names that this program or a tracker writes to
         own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
-        own |= {self.path / name for name in (".lock", "nonfinite", "skipped.jsonl", "trackers", "wandb")}
+        own |= {self.path / name for name in (".lock", "nonfinite", "trackers", "wandb")}
         for path in sorted({*own, *self.path.glob("metrics_*.csv")}):
             if path.is_symlink():
                 problem = f"{path} is a link, and a run writes only into its own directory"

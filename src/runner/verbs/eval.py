@@ -80,8 +80,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     config = resolved.config
     device, precision = resolved.set_up_device("eval", report)
     splits = resolved.data(device)
-    # Unreadable samples are reported here, and not in the files of the run that was trained
-    splits.bad_samples.open(None, report.warn)
+    splits.bad_samples.open(report.warn)
     report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
     with contextlib.closing(splits):
         split = split_of(splits, config.split)

@@ -140,7 +140,7 @@ class Data(Section):
     timeout_s: Annotated[float, Gt(0)] | None = 600.0
     on_error: Literal["raise", "skip"] = "raise"
     max_skipped: Annotated[float, Ge(0), Le(1)] = 0.1
-    identity: Literal["check", "full", "ignore"] = "check"
+    identity: Literal["check", "ignore"] = "check"
     images: list[str] | None = None
     collate: Node | None = None
     normalize: Normalize = field(default_factory=Normalize)

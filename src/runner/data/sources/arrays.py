@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,6 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.data.bad_samples import NOT_READ
-
-_SEED = 0x1EA4
-_AT_ONCE = 2**10  # images, so that they stay in the CPU cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +63,6 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """The image, uint8 (C, H, W), and its target, a scalar tensor; both are views."""
         return self.images[index], self.targets[index]
-
-    @functools.cached_property
-    def digests(self) -> np.ndarray:
-        """A 64-bit digest of each image, uint64 (N,): the sum of its 8-byte words times odd random numbers."""
-        length = self.images[0].numel()
-        words = -(-length // 8)
-        weights = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**63, words, dtype=np.uint64) * np.uint64(2)
-        weights += np.uint64(1)
-        found = []
-        for some in torch.split(self.images.flatten(1), _AT_ONCE):
-            rows = np.pad(some.numpy(), ((0, 0), (0, 8 * words - length)))
-            found.append((rows.view(np.uint64) * weights).sum(1, dtype=np.uint64))
-        return np.concatenate(found)
 
 
 class CachedImages(Dataset[tuple[Tensor, Tensor]]):

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from PIL import features
 from torch import Tensor
@@ -78,11 +77,6 @@ class Shards(ImageList):
             allowed = f"the file as it was, or `touch {path}` to index it again"
             raise UserError("data.root", problem, allowed)
         return Path(path, f"byte {offset}"), content
-
-    @property
-    def digests(self) -> np.ndarray:
-        """The checksum of each image, int64 (N,)."""
-        return self._checksums.numpy()
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: their bytes, settings, decoder versions."""

@@ -74,7 +74,7 @@ def run(composition: Composition) -> float:
     training = build_run(plain, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.data):
-        training.data.bad_samples.open(None, report.warn)
+        training.data.bad_samples.open(report.warn)
         kind = ""
         if resolved is not None:
             if own := (resolved.config.data == config.data):
