@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.base.errors import Problem, UserError
 from runner.config.keys import flatten, key_of
@@ -17,8 +16,7 @@ from runner.config.validate import shown
 from runner.config.yaml_files import plain
 
 
-@dataclass(frozen=True)
-class Gone:
+class Gone(NamedTuple):
     """A key that is gone, or values that a key no longer takes."""
 
     instead: str  # what to do, for people
@@ -32,6 +30,7 @@ class Gone:
         return next((new for old, new in self.values.items() if value == old or type(value) is old), value)
 
 
+_SUMMARIES = Gone("torch.utils.tensorboard.SummaryWriter in a callback", default=False)
 GONE: dict[str, Gone] = {
     "activation_checkpointing": Gone(
         "true for every block, or patterns of module names", default=False, values={int: True, float: True}
@@ -42,6 +41,7 @@ GONE: dict[str, Gone] = {
     "data.mirror": Gone("put files of a mirror into data.root", default=None),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     **{f"logger.{name}.max_share": Gone("leave it out", default=0.005) for name in ("mlflow", "wandb")},
+    **{f"logger.tensorboard.{key}": _SUMMARIES for key in ("graph", "histograms", "hparams")},
     "lr": Gone("run find-lr, and set the number that it prints", default=None, values={"auto": ...}),
     "on_nonfinite": Gone(
         "set on_nonfinite=skip, or resume the last checkpoint", default="raise", values={"rollback": "skip"}

@@ -35,14 +35,13 @@ from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
 from runner.instrument.no_trace import evaluating
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.model import evaluated_batch, example_input, model_of
+from runner.run.model import evaluated_batch
 from runner.run.outputs import Predictions
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
 from runner.tracking.environment import versions
-from runner.tracking.loggers import JsonLines, Logger
+from runner.tracking.loggers import JsonLines, Logger, Watched
 from runner.tracking.metrics_buffer import MetricsBuffer
-from runner.tracking.tensorboard_extras import Watched
 
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 
@@ -259,10 +258,7 @@ class Saving:
 def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
     """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config on the first rank."""
     samples = {split: image for split, (image, _) in run.data.examples.items()}
-    takes_images = run.data.trial is None and model_of(run.model) is run.model
-    example = functools.partial(example_input, run.data) if takes_images else None
-    watched = Watched(run.model, example, samples, functools.partial(_drawn, run))
-    facts = {"warn": warn, "watched": watched}
+    facts = {"warn": warn, "watched": Watched(samples, functools.partial(_drawn, run))}
     chosen = run.config.logger if world().first else {}
     loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
     for name, logger in loggers.items():

@@ -1,4 +1,4 @@
-"""Loggers that work in a thread of their own: a slow or dead receiver neither blocks nor ends a run."""
+"""Loggers that work in a thread: a slow or dead receiver neither blocks nor ends a run."""
 
 # Not as strings, `annotations`: subclasses in other modules have these fields, too.
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from runner.base.secrets import mask_text
 from runner.tracking.formats import amount, clean
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     """Metrics of one split, as they were logged."""
 
     split: str
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
     global_step: int
     epoch: int
     time: float  # in seconds since 1970
@@ -47,16 +47,20 @@ class Background:
     period_s: ClassVar[float] = 2.0  # between two batches of rows, as Python does not train while the thread computes
     address: str = field(init=False)  # of the receiver, without secrets
     modules: Sequence[str] = field(init=False)  # that the thread imports first, as that may take seconds
+    at_once: ClassVar[bool] = True  # whether to connect before there is a row
     connect: ClassVar[Callable[..., None]]  # called until it succeeds
     send: ClassVar[Callable[..., None]]  # a list of rows
     end: ClassVar[Callable[..., None]]  # how the run ended
     rest: str = field(init=False, default="")  # how to send the rest, for people
 
     def __post_init__(self) -> None:
-        self._rows, self._ending = queue.Queue[Row](_MOST_WAITING), threading.Event()
+        self._start()
+
+    def _start(self) -> None:
+        self._rows, self._wake = queue.Queue[Row](_MOST_WAITING), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"runner-{self.name}", daemon=True)
         self._logged = self._arrived = 0
-        self._trouble, self._warned, self._complete = "", False, False
+        self._trouble, self._warned, self._ended, self._complete = "", False, False, False
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """Start the thread, unless it runs already."""
@@ -64,7 +68,7 @@ class Background:
         if not self._thread.is_alive():
             self._thread.start()
 
-    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
+    def log(self, split: str, metrics: dict[str, Any], global_step: int, epoch: int) -> None:
         """Pass a row to the thread, or drop it; warn once if there is a reason."""
         self._logged += 1
         try:
@@ -83,7 +87,10 @@ class Background:
 
     def finish(self) -> None:
         """The run has ended, and its summary says how: wait a little for the thread, and say what is missing."""
-        self._ending.set()
+        if self._ended or self._thread.ident is None:
+            return
+        self._ended = True
+        self._wake.set()
         self._thread.join(self.wait_s)
         if self._complete:
             return
@@ -97,9 +104,11 @@ class Background:
         """The thread: connect, and send what there is every few seconds, until the run has ended."""
         pause, connected, ended = 0.0, False, False
         while not ended:
-            ended = self._ending.wait(pause)
+            self._wake.wait(pause)
+            self._wake.clear()
+            ended = self._ended
             try:
-                if not connected:
+                if not connected and (self.at_once or not self._rows.empty()):
                     with _IMPORTS:
                         for module in self.modules:
                             importlib.import_module(module)
@@ -108,12 +117,12 @@ class Background:
                 while rows := self._next():
                     self.send(rows)
                     self._arrived += len(rows)
-                if ended:
+                if ended and connected:
                     self.end()
-                    self._complete = self._arrived == self._logged
+                self._complete = self._arrived == self._logged
                 pause = self.period_s
             except (Exception, SystemExit) as error:
-                self._trouble = sentence_of(error, self.address)
+                self._complete, self._trouble = False, sentence_of(error, self.address)
                 pause = min(max(2 * pause, self.period_s), _LONGEST_PAUSE_S)
 
     def _next(self) -> list[Row]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import importlib.util
 import io
 import json
 import math
 import os
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from runner.base.errors import UserError, first_line
 from runner.base.files import append, finite, write_atomically, writing
+from runner.tracking.background import Background, Row
 from runner.tracking.jsonl import copy_until, read_records
 
 METRICS = "metrics.jsonl"
@@ -134,147 +137,112 @@ class Csv:
         self._write()
 
 
-class TensorBoard:
+@dataclass(frozen=True)
+class Watched:
+    """What a logger of images may show: the first sample of each split, (C, H, W), and predictions as they are now."""
+
+    samples: Mapping[str, Any]
+    pictures: Callable[[], list[Any]] = list  # uint8 (3, H, W)
+
+
+class TensorBoard(Background):
     """Event files in `tensorboard/`, tags `loss/train`, `loss/val`: one chart a metric, the splits together.
 
-    The file is created at the first `log`, because importing the library takes time. The calling thread writes: the
-    library's writer hands records to another thread, which costs small steps more than the writing. A resumed run marks the
-    step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of that step
+    A thread writes them with torch's `SummaryWriter`, once there is a row, because importing it takes time. A resumed run marks
+    the step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of that step
     that are still valid are written again.
 
     Args:
         flush_s: longest time between flushes in seconds, at least 1.
-        hparams: whether the config and the metrics of evaluations are written for the page HPARAMS when the run ends.
-        histograms: whether the weights are written at each checkpoint.
-        graph: whether the graph of the model is written at the start.
         images: whether the first sample of each split is written at the start, and at each validation what the task draws of
             its predictions for two samples; on a single process.
-        watched: see `runner.tracking.tensorboard_extras.Watched`; without it, only scalars and `hparams` are written.
-        warn: called with a sentence once for each of these that cannot be made.
+        watched: what `images` shows; without it, only scalars are written.
+        warn: called with a sentence if something cannot be written.
     """
+
+    name, at_once = "TensorBoard", False
 
     def __init__(
         self,
         flush_s: int = 10,
         *,
-        hparams: bool = False,
-        histograms: bool = False,
-        graph: bool = False,
         images: bool = False,
-        watched: Any = None,
+        watched: Watched | None = None,
         warn: Callable[[str], object] = str,
     ) -> None:
         if flush_s < 1:
             raise ValueError(f"flush_s must be at least 1, got {flush_s}")
-        self.flush_s, self._warn = flush_s, warn
-        self._hparams, self._histograms, self._graph, self._images = hparams, histograms, graph, images
-        self._watched, self._step, self._compared = watched, 0, dict[str, None]()
-        self._failed = set[str]()
-        self._directory: Path | None = None
-        self._path = Path("tensorboard")
-        self._file: IO[bytes] | None = None
+        if importlib.util.find_spec("tensorboard") is None:
+            problem = "needs the package tensorboard, which is not installed"
+            raise UserError("logger.tensorboard", problem, "pip install tensorboard, or logger=none")
+        super().__init__(warn=warn)
+        self.address, self.modules, self._flush_s = "tensorboard/", ["torch.utils.tensorboard"], flush_s
+        self._watched = watched if images else None
+        self._failed = False
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
-        self._directory = directory / "tensorboard"
-        again = _at(directory, resume_step)
-        self._again = again or []
-        self._first_step = None if resume_step is None else resume_step + (again is None)
+        self._start()
+        self._again = _at(directory, resume_step)
+        super().open(directory, resume_step)
 
-    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
+    def log(self, split: str, metrics: dict[str, Any], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
-        directory = _opened(self._directory)
-        with writing(directory):
-            if self._file is None:
-                self._begin(directory)
-            self._write(split, metrics, global_step)
-            self._step = global_step
-            if split == "val" and self._images and self._watched is not None:
-                self._put_extras("pictures")
-            if split != "train":
-                self._compared |= dict.fromkeys(f"{name}/{split}" for name in metrics)
-            if time.monotonic() - self._flushed >= self.flush_s:
-                self._flush()
+        super().log(split, metrics, global_step, epoch)
+        if split == "val" and self._watched is not None and not self._failed:
+            try:
+                pictures = self._watched.pictures()
+            except Exception as error:
+                self._failed = True
+                self.warn(f"TensorBoard gets no pictures of predictions: {first_line(error)}")
+            else:
+                super().log("prediction", {str(place): each for place, each in enumerate(pictures)}, global_step, epoch)
 
     def flush(self) -> None:
-        """See `Logger.flush`."""
-        if self._file is not None:
-            with writing(self._path):
-                if self._histograms and self._watched is not None:
-                    self._put_extras("histograms")
-                self._flush()
+        """Wait until the thread has written everything, as a resumed run continues after what was logged here."""
+        self._wake.set()
+        until = time.monotonic() + self.wait_s
+        while self._arrived < self._logged and not self._trouble and time.monotonic() < until:
+            time.sleep(0.001)
 
     def close(self) -> None:
         """See `Logger.close`."""
-        if self._file is not None:
-            with writing(self._path):
-                if self._hparams and self._directory is not None:
-                    self._put_extras("hyperparameters", self._directory.parent, list(self._compared))
-                self._file.close()
-            self._file = None
+        self.finish()
 
-    def _flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-        self._flushed = time.monotonic()
+    def connect(self) -> None:
+        """Create a file that marks, in a resumed run, the step from which older files are obsolete."""
+        from torch.utils.tensorboard import SummaryWriter
 
-    def _begin(self, directory: Path) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise UserError(
-                "logger", f"tensorboard cannot be used ({error})", "logger=none, or install the package tensorboard"
-            ) from error
-        self._event, self._session, self._summary, self._writer = Event, SessionLog, Summary, RecordWriter
-        self._make(directory)
-        for split, metrics in self._again:
-            self._write(split, {name: metrics[name] for name in metrics if name != "epoch"}, self._first_step or 0)
-        self._again = []
-        self._step = self._first_step or 0
-        if self._watched is not None and self._images:
-            self._put_extras("images")
-        if self._watched is not None and self._graph:
-            self._put_extras("graph")
-        self._flush()
+        folder = str(self.directory / "tensorboard")
+        make: Any = SummaryWriter  # which has no types
+        self._writer = make(folder, purge_step=self.resume_step, flush_secs=self._flush_s)
+        with contextlib.suppress(AttributeError):  # another version may have other names
+            # Its own thread would print a traceback where the disk is full, beside the error that `flush` raises
+            self._writer.file_writer.event_writer._async_writer._worker._invoke_excepthook = lambda *_: None
+        for row in self._again:
+            self._write(row)
+        for split, sample in self._watched.samples.items() if self._watched is not None else ():
+            pixels = (sample if len(sample) in (1, 3) else sample[:1]).detach().float().cpu()
+            low, high = pixels.min(), pixels.max()
+            shown = (pixels - low) / (high - low).clamp(min=1e-12)
+            self._writer.add_image(f"first sample/{split}", shown, self.resume_step or 0)
 
-    def _put_extras(self, make: str, *arguments: Any) -> None:
-        """Write the events that a function of `tensorboard_extras` makes; what cannot be made costs a warning."""
-        from runner.tracking import tensorboard_extras  # needs torch
+    def send(self, rows: list[Row]) -> None:
+        """Write rows to the file."""
+        for row in rows:
+            self._write(row)
+        self._writer.flush()
 
-        try:
-            for fields in list(getattr(tensorboard_extras, make)(*arguments or [self._watched])):
-                self._put(step=self._step, **fields)
-        except OSError:
-            raise
-        except Exception as error:
-            if make not in self._failed:
-                self._warn(f"TensorBoard gets no {make}: {first_line(error)}")
-            self._failed.add(make)
+    def _write(self, row: Row) -> None:
+        for name, value in row.metrics.items():
+            if row.split == "prediction":
+                self._writer.add_image(f"prediction/{name}", value, row.global_step, row.time)
+            else:
+                self._writer.add_scalar(f"{name}/{row.split}", value, row.global_step, row.time)
 
-    def _make(self, directory: Path) -> None:
-        """Create a file with its version and, in a resumed run, the step from which older files are obsolete."""
-        directory.mkdir(exist_ok=True)
-        # Time and host, as in the library's names. TensorBoard reads the files of a folder in the order of their names, so
-        # this one must come last, even if runs follow each other within a second or the clock was set back.
-        stamps = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*.*")]
-        latest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=-1)
-        stamp = max(int(time.time()), latest + 1)
-        self._path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = self._path.open("xb")
-        self._records = self._writer(self._file)
-        self._put(file_version="brain.Event:2")
-        if self._first_step is not None:
-            self._put(step=self._first_step, session_log=self._session(status=self._session.START))
-
-    def _write(self, split: str, metrics: dict[str, float], step: int) -> None:
-        """Add the metrics of a split in one record, because each record takes time."""
-        scalars = [self._summary.Value(tag=f"{name}/{split}", simple_value=value) for name, value in metrics.items()]
-        self._put(step=step, summary=self._summary(value=scalars))
-
-    def _put(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+    def end(self) -> None:
+        """Close the file."""
+        self._writer.close()
 
 
 def _opened(target: T | None) -> T:
@@ -283,13 +251,16 @@ def _opened(target: T | None) -> T:
     return target
 
 
-def _at(directory: Path, step: int | None) -> list[tuple[str, dict[str, float]]] | None:
-    """Split and metrics of each line of a step in `metrics.jsonl`; None without a step or file."""
-    path = directory / METRICS
-    if step is None or not path.is_file():
-        return None
-    records = [record for record in read_records(path) if record.pop("global_step") == step]
-    return [(str(record.pop("split", "")), {name: _number(record[name]) for name in record}) for record in records]
+def _at(directory: Path, step: int | None) -> list[Row]:
+    """The lines of a step in `metrics.jsonl`; empty without a step or file."""
+    path, rows = directory / METRICS, list[Row]()
+    for record in read_records(path) if step is not None and path.is_file() else ():
+        if record.pop("global_step") == step:
+            split, epoch = str(record.pop("split", "")), record.pop("epoch", 0)
+            rows.append(
+                Row(split, {name: _number(value) for name, value in record.items()}, step or 0, epoch, time.time())
+            )
+    return rows
 
 
 def _number(value: Any) -> float:
