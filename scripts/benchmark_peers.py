@@ -3,7 +3,7 @@
     pip install -e ".[peers]"
     python scripts/benchmark_peers.py --case digits --threads 1 2
     python scripts/benchmark_peers.py --case fashion --threads 2 --fashion-root path/to/data
-    python scripts/benchmark_peers.py --case resnet18 vit_tiny --threads 2 --seeds 3
+    python scripts/benchmark_peers.py --case resnet18 vit_tiny --threads 2
 
 Every measurement is a process of its own with the same number of threads, writing to a terminal of its own; the contenders
 take turns, and ratios are taken within a round. What counts is the time from the end of the first epoch to the end of
@@ -27,12 +27,9 @@ from typing import Any
 
 from peers.cases import CASES, Job
 from peers.contenders import CONTENDERS, NEEDS
-from peers.curves import compare
 from peers.machine import installed, load, machine
 from peers.processes import MeasurementFailed, measure
 from peers.tables import table, time, unequal
-
-CURVE_EVERY = 5  # optimizer steps between two points of a loss curve
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +45,6 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="training samples (not for digits)")
     parser.add_argument("--device", default="cpu", help="where to train")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    parser.add_argument("--seeds", type=int, default=0, help="seeds of the loss curves of performance=fast; 0 for none")
     parser.add_argument(
         "--fashion-root", type=Path, help="folder that holds FashionMNIST/; it is copied, not written to"
     )
@@ -64,8 +60,6 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--epochs: the first epoch is not timed, so there must be at least 2")
     if found.repeats < 1 or min(found.threads) < 1:
         parser.error("--repeats and --threads must be at least 1")
-    if found.seeds == 1:
-        parser.error("--seeds: one seed has no spread; 2 or more, or 0 for no curves")
     return found
 
 
@@ -164,12 +158,6 @@ def measure_case(job: Job, asked: argparse.Namespace) -> dict[str, Any]:
     )
     print("\n".join(table(runs, missing, "runner" if "runner" in runs else next(iter(runs), ""))))
     print("\n" + "\n".join(f"- `{name}`: {CONTENDERS[name]}." for name in runs))
-    if asked.seeds and "runner-fast" in runs:
-        try:
-            found["curves"] = curves(job, asked.seeds)
-            print("\n" + "\n".join(compare(found["curves"]["runner"], found["curves"]["runner-fast"])))
-        except MeasurementFailed as error:
-            complaints.append(str(error))
     return found
 
 
@@ -194,17 +182,6 @@ def rounds(job: Job, names: Sequence[str], repeats: int) -> tuple[dict[str, list
                 f"{job.case} {number + 1}/{repeats} {name}: {time(found['step_s'])} a step", file=sys.stderr, flush=True
             )
     return runs, complaints
-
-
-def curves(job: Job, seeds: int) -> dict[str, list[list[tuple[int, float]]]]:
-    """Loss curves of both presets for several seeds, each in a separate process."""
-    found: dict[str, list[list[tuple[int, float]]]] = {"runner": [], "runner-fast": []}
-    for seed in range(seeds):
-        for name, those in found.items():
-            logged = replace(job, contender=name, seed=seed, further=(*job.further, f"log.every_steps={CURVE_EVERY}"))
-            those.append(measure(logged)["curve"])
-            print(f"{job.case} {name}, seed {seed}: loss {those[-1][-1][1]:.4f}", file=sys.stderr, flush=True)
-    return found
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from benchmark_peers import described
-from equal_loops import OPTIMIZER, SGD
-from loops import parts
+from faults.scenes import Scenes
 from peers.machine import load, machine
 from runner.models.torchvision_detection import detector
 from runner.models.torchvision_zoo import segmenter
@@ -42,12 +41,14 @@ from runner.tasks.segmentation import Segmentation
 HERE = Path(__file__).resolve()
 MODELS = {"segmentation": "deeplabv3_mobilenet_v3_large", "detection": "fasterrcnn_mobilenet_v3_large_320_fpn"}
 BATCH = {"segmentation": 8, "detection": 2}
+SGD: dict[str, Any] = {"lr": 0.0001, "momentum": 0.9, "weight_decay": 0.0005}
+OPTIMIZER = ("optimizer=sgd", "optimizer.nesterov=false", *(f"optimizer.{name}={value}" for name, value in SGD.items()))
 COMMON = (
     "transform=none", "transform.sample_train=[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", *OPTIMIZER,
-    "scheduler=constant", "data.images=['0']", "data.dataset._target_=loops.parts.Scenes", "data.split.val=0",
+    "scheduler=constant", "data.images=['0']", "data.dataset._target_=faults.scenes.Scenes", "data.split.val=0",
     "data.split.test=0", "data.normalize.mean=[0.0]", "data.normalize.std=[1.0]", "evaluate.every_epochs=null",
     "evaluate.test=false", "epochs=null", "checkpoint.every_epochs=null", "checkpoint.min_seconds=0", "device=cpu",
-    "threads=1", "trust=[loops,benchmark_steps]", "init_mismatch=raise",
+    "threads=1", "trust=[faults,benchmark_steps]", "init_mismatch=raise",
 )  # fmt: skip
 WORDS = {
     "segmentation": ("task=segmentation", "model=torchvision_segmentation", "model.aux_loss=true"),
@@ -84,7 +85,7 @@ class Flipped(Dataset[Any]):
     """Scenes, half of them mirrored, with pixels in [0, 1]."""
 
     def __init__(self, boxes: bool) -> None:
-        self._scenes = parts.Scenes(boxes=boxes)
+        self._scenes = Scenes(boxes=boxes)
         self._transform = v2.Compose([v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)])
 
     def __len__(self) -> int:
@@ -119,8 +120,7 @@ def by_hand(case: str, weights: Path, workers: int, clock: Clock, steps: int) ->
     torch.set_num_threads(1)
     model = model_of(case)
     model.load_state_dict(torch.load(weights))
-    rates: dict[str, Any] = SGD
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], **rates, fused=True)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], **SGD, fused=True)
     loss_of: Callable[..., Tensor] = segmentation_loss if case == "segmentation" else detection_loss
     loader = DataLoader(
         Flipped(boxes=case == "detection"),

@@ -11,8 +11,7 @@ Each training is a forked process, and torch computes on one thread. Nothing is 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
+import importlib.util
 import os
 import random
 import resource
@@ -29,10 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there; no threa
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from faults.lives import Life, fork
-from faults.peers.job import Job, Program
+from faults.peers import PROGRAMS, Job, Program
 from faults.table import Row
-
-PROGRAMS = {"runner": "runner_job", "lightning": "lightning_job", "accelerate": "accelerate_job", "timm": "timm_job"}
 
 
 class Victim:
@@ -90,7 +87,7 @@ class Victim:
         return _fingerprint(job), saved, time.perf_counter() - began
 
     def _row(self, what: str) -> Row:
-        self.rows.append(Row(self._program.NAME, what))
+        self.rows.append(Row(self._program.name, what))
         return self.rows[-1]
 
     def _new(self, workers: int = 0) -> Job:
@@ -278,8 +275,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--flips", type=int, default=20, help="flipped bits")
     parser.add_argument("--truncations", type=int, default=10, help="truncated files, at most as many as flipped bits")
     parser.add_argument("--disks", type=int, default=3, help="runs on a disk that is full")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the counts there as well")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     options = parser.parse_args(argv)
     for name in options.programs:
         if name not in PROGRAMS:
@@ -287,21 +282,16 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for name in options.programs or PROGRAMS:
-            try:
-                program: Program = importlib.import_module(f"faults.peers.{PROGRAMS[name]}")  # type: ignore[assignment]
-            except ModuleNotFoundError as error:
-                print(f"{name} is skipped: {error}", flush=True)
+            if importlib.util.find_spec(name) is None:
+                print(f"{name} is skipped: it is not installed", flush=True)
                 continue
+            program = PROGRAMS[name]
             began = time.perf_counter()
             found = Victim(program, Path(scratch) / name, options, random.Random(f"{options.seed} {name}")).torment()
             rows += found
-            print(f"\n{program.NAME} ({time.perf_counter() - began:.0f} s)", flush=True)
+            print(f"\n{program.name} ({time.perf_counter() - began:.0f} s)", flush=True)
             for row in found:
                 print(f"  {row.kept:>3} of {row.injected:<3} {row.what}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([row.plain() for row in rows], indent=2) + "\n")
-    if options.markdown:
-        options.markdown.write_text(table(rows) + "\n")
     print(f"\n{table(rows)}")
     return 0
 

@@ -16,7 +16,7 @@ from runner.optim.schedules import Cosine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from peers import bare_loop, clock, curves, dataloader_loop, hand_loop, tables
+from peers import bare_loop, clock, dataloader_loop, hand_loop, tables
 from peers.cases import CASES, Job
 from peers.runner_words import words
 from peers.work import Work, work_of
@@ -85,9 +85,3 @@ def test_contenders_that_are_not_installed_are_in_the_table() -> None:
         "lightning is not installed" in line
         for line in tables.table({"bare": [run]}, {"lightning": "lightning"}, "bare")
     )
-
-
-def test_curves_tell_how_often_the_mean_lies_within_the_seeds() -> None:
-    baseline = [[(1, 1.0), (2, 0.5)], [(1, 2.0), (2, 0.6)]]
-    fast = [[(1, 1.4), (2, 0.9)], [(1, 1.6), (2, 0.9)]]
-    assert "at 1 of 2 points" in curves.compare(baseline, fast)[-1]

@@ -28,8 +28,8 @@ class Clock:
         """Note the time."""
         self._ends.append(now())
 
-    def write(self, work: Work, model: nn.Module, **further: Any) -> None:
-        """Write times, score and what else there is to the file that the job names."""
+    def write(self, work: Work, model: nn.Module) -> None:
+        """Write times and score to the file that the job names."""
         if len(self._ends) != work.job.epochs:
             raise RuntimeError(f"{work.job.contender} trained {len(self._ends)} epochs of {work.job.epochs}")
         seconds = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
@@ -38,7 +38,6 @@ class Clock:
             "quickest_s": min(seconds) / work.steps,
             "epochs_s": seconds,
             **work.score(model),
-            **further,
         }
         Path(work.job.result).write_text(json.dumps(result))
 
@@ -60,17 +59,12 @@ class Callback:
     def __init__(self, job: str) -> None:
         self._job = Job.read(job)
         self._clock = Clock()
-        self._curve: list[tuple[int, float]] = []
 
     def on_step(self, loop: Any) -> None:
         """Note the end of an epoch, before what is done there: saving belongs to the next one."""
         if loop.epoch_ended:
             self._clock.epoch_ended()
 
-    def on_log(self, loop: Any, metrics: dict[str, float]) -> None:
-        """Note a point of the loss curve."""
-        self._curve.append((loop.state.position.global_step, metrics["loss"]))
-
     def on_end(self, loop: Any) -> None:
         """Score the model."""
-        self._clock.write(work_of(self._job), loop.state.model, curve=self._curve)
+        self._clock.write(work_of(self._job), loop.state.model)

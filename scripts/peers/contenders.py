@@ -4,23 +4,15 @@ from __future__ import annotations
 
 CONTENDERS = {
     "runner": "`python -m runner train`, as it comes: logging, live progress, a checkpoint whenever one is due",
-    "runner-unsaved": "the same with `checkpoint.every_epochs=null`",
-    "runner-fast": "the same as `runner` with `performance=fast`",
     "bare": "the best plain loop: data in memory, one gather an epoch, fused optimizer, rate set by hand, loss summed in a "
     "tensor and read every 50 steps; crop and flip a batch at a time",
     "hand": "the loop people write: data in memory, `images[index]` for each batch, torch's scheduler, `loss.item()`; crop and "
     "flip image by image",
     "dataloader": "the loop of the tutorials: `DataLoader`, with 2 workers and transforms on PIL images where there are any",
-    "timm": "the same with timm's loader, schedule and meter",
     "accelerate": "the loop of `dataloader` prepared by Accelerate",
-    "ignite": "Ignite's supervised trainer on the data of `dataloader`; no metrics, display or checkpoints",
-    "lightning-bare": "Lightning on the data of `dataloader` with `barebones=True`; no logging, display or checkpoints",
     "lightning": "Lightning as it comes: logging, display, a checkpoint an epoch",
 }
 NEEDS = {
-    "timm": "timm",
     "accelerate": "accelerate",
-    "ignite": "pytorch-ignite",
-    "lightning-bare": "lightning",
     "lightning": "lightning",
 }

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: `lightning` as it comes, `lightning-bare` in its mode without logging, display and checkpoints."""
+"""Lightning's Trainer as it comes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from peers.work import Work
 
 
 def train(work: Work, clock: Clock) -> nn.Module:
-    """Train; `barebones` is the mode that Lightning has for measuring its own overhead."""
+    """Train."""
     module = Module(work, clock)
-    settings: dict[str, Any] = {"barebones": True} if work.job.contender == "lightning-bare" else {}
     trainer = lightning.Trainer(
         accelerator="cpu" if work.job.device == "cpu" else "gpu",
         devices=1,
         max_epochs=work.job.epochs,
         default_root_dir=work.job.folder,
-        **settings,
     )
     trainer.fit(module, loader_of(work))
     return module.model
@@ -40,8 +38,7 @@ class Module(lightning.LightningModule):
         """Loss of a batch."""
         images, targets = batch
         loss: Tensor = self.criterion(self.model(images), targets)
-        if self._work.job.contender == "lightning":
-            self.log("train_loss", loss)
+        self.log("train_loss", loss)
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "torchvision", "lightning", "accelerate", "pytorch-ignite", "timm")
+PACKAGES = ("torch", "torchvision", "lightning", "accelerate", "timm")
 
 
 def installed(package: str) -> str | None:

@@ -16,8 +16,7 @@ def main() -> None:
     """Train, and write what it took."""
     job = Job.read(sys.argv[1])
     torch.set_num_threads(job.threads)
-    # lightning-bare is in the same file as lightning
-    loop = importlib.import_module(f"peers.{job.contender.split('-')[0]}_loop")
+    loop = importlib.import_module(f"peers.{job.contender}_loop")
     work, clock = work_of(job), Clock()
     clock.write(work, loop.train(work, clock))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.cases import Job
-from peers.runner_words import FURTHER, words
+from peers.runner_words import words
 
 _SCRIPTS = Path(__file__).resolve().parents[1]
 
@@ -29,7 +29,7 @@ def measure(job: Job) -> dict[str, Any]:
     Returns:
         `step_s`: seconds an optimizer step, from the end of the first epoch to the end of the last; `quickest_s`: the
         same in the quickest of these epochs; `epochs_s`: seconds of each of them; `loss` and `accuracy` of the trained
-        model; of `runner` the `curve` of its training loss as well.
+        model.
 
     Raises:
         MeasurementFailed: if the contender did.
@@ -39,7 +39,7 @@ def measure(job: Job) -> dict[str, Any]:
         job = replace(job, folder=name, result=str(folder / "result.json"))
         file = folder / "job.json"
         job.write(file)
-        command = ["runner", *words(job, file)] if job.contender in FURTHER else ["peers.measure", str(file)]
+        command = ["runner", *words(job, file)] if job.contender == "runner" else ["peers.measure", str(file)]
         status, printed = run([sys.executable, "-m", *command], folder, job.threads)
         if status != 0 or not Path(job.result).exists():
             raise MeasurementFailed(f"{job.contender} ended with status {status}:\n{printed[-3000:]}")

@@ -6,13 +6,6 @@ from pathlib import Path
 
 from peers.cases import CASES, MOMENTUM, WEIGHT_DECAY, Job
 
-# What each row of `runner` adds to the command. Logging, progress display and checkpoints stay as they come.
-FURTHER = {
-    "runner": (),
-    "runner-unsaved": ("checkpoint.every_epochs=null",),
-    "runner-fast": ("performance=fast",),
-}
-
 
 def words(job: Job, job_file: Path) -> list[str]:
     """Words after `python -m runner`: no evaluation while training, the score is taken by the clock's callback."""
@@ -42,6 +35,5 @@ def words(job: Job, job_file: Path) -> list[str]:
         f"output_root={job.folder}",
         "callbacks.clock._target_=peers.clock.Callback",
         f"callbacks.clock.job={job_file}",
-        *FURTHER[job.contender],
         *job.further,
     ]

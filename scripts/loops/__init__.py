@@ -1,1 +1,0 @@
-"""Data and models of `scripts/equal_loops.py`."""
