@@ -301,7 +301,7 @@ plain train ckpt_path=mine.safetensors epochs=2 | mine.safetensors: does not fit
 EVAL ckpt_path=mine.safetensors | mine.safetensors: | tensors are not those of this model | another shape
 """,
     a_misspelt_part: """
-plain train --config-dir mine model=part | part.yaml:2:5: model has no option 'mpl'; did you mean 'mlp'?
+plain train --config-dir mine model=part | model/part: Could not load 'model/mpl'
 """,
     images_of_two_sizes: """
 IMAGES data.image_size=null data.num_workers=0 | different shapes | (3, 8, 8) | (3, 8, 9) | allowed: data.image_size

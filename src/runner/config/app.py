@@ -26,14 +26,13 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.base.errors import ConfigError, Problem, nearest
 from runner.config import overrides
 from runner.config.composition import Composition as Composition
-from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
 from runner.config.keys import flatten, is_of_hydra, key_of
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.sources import Sources, searchpath_folder, shipped
 from runner.config.space import with_space
-from runner.config.yaml_files import refusing
+from runner.config.yaml_files import mistakes_in, refusing
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -93,20 +92,20 @@ def application(verb: str, sources: Sources, schema: type) -> Iterator[Any]:
             path.append("command-line", f"file://{folder}")
         path.append(last.provider, last.path)
         loader.repository.initialize_sources(path)
-        with files_checked(sources):
+        with files_checked():
             yield GlobalHydra.instance().hydra
 
 
 @contextlib.contextmanager
-def files_checked(sources: Sources) -> Iterator[None]:
-    """Each config file is checked before Hydra reads it, as its messages name no line, or nothing is said at all."""
+def files_checked() -> Iterator[None]:
+    """Each config file is checked before Hydra reads it, and mistakes of YAML have a line."""
     Plugins.instance()  # registers the sources of configs
     source: Any = SourcesRegistry.instance().resolve("file")
     load_config = source.load_config
 
     def check_and_load(self: Any, config_path: str) -> Any:
         path = Path(self.path, self._normalize_file_name(config_path))
-        if problems := problems_in_file(path, Path(self.path), sources):
+        if problems := mistakes_in(path):
             raise ConfigError(problems)
         with refusing(path):
             return load_config(self, config_path)

@@ -123,7 +123,7 @@ def opened(
         if checked.problems or unknown:
             raise ConfigError([*checked.problems, *unknown])
         others = [word for word in argv if word not in flags.overrides]
-        with files_checked(sources):
+        with files_checked():
             yield main(verb, [*others, *checked.accepted])
         return
     primary = (flags.config_name or verb).removesuffix(".yaml")

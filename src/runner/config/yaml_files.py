@@ -62,6 +62,27 @@ def walk(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, yaml.N
             yield from walk(item, f"{prefix}.{number}")
 
 
+def mistakes_in(path: Path) -> list[Problem]:
+    """What a config file has and Hydra does not refuse in words: keys that are given twice, and defaults that are no list.
+
+    Raises:
+        ConfigError: if it is not YAML, see `refusing`.
+        UserError: if it cannot be read.
+    """
+    found, lines = [], dict[str, int]()
+    for name, key, value in walk(compose(path)):
+        if name in lines and key is not value:
+            message = f"'{name}' is given twice, first in line {lines[name]}"
+            found.append(Problem(place(path, key), message, "one of the two"))
+        lines.setdefault(name, key.start_mark.line + 1)
+        if name == "defaults":
+            items = value.value if isinstance(value, yaml.SequenceNode) else [None]
+            fits = all(isinstance(item, yaml.MappingNode) or getattr(item, "tag", "").endswith("str") for item in items)
+            example = "lines such as '- override /model: mlp'"
+            found += [] if fits else [Problem(place(path, value), "defaults is not a list of options", example)]
+    return found
+
+
 def line_of(path: Path, key: str) -> int | None:
     """The line, from 1, on which a file gives a dotted key; None if it does not."""
     try:

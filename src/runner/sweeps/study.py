@@ -40,9 +40,8 @@ class Study:
         self.where, self.name, self._storage = where, name, storage_of(where)
         self._distributions = {key: _distribution(each) for key, each in space.items()}
         self._direction: Any = f"{mode}imize"
-        self.optuna = optuna.create_study(
-            storage=self._storage, study_name=name, direction=self._direction, load_if_exists=True
-        )
+        named: dict[str, Any] = {"study_name": name, "direction": self._direction}
+        self.optuna = optuna.create_study(storage=self._storage, load_if_exists=True, **named)
         wrong = [trial for trial in self.optuna.get_trials(deepcopy=False) if trial.params.keys() != space.keys()]
         if wrong or [each.name.lower() for each in self.optuna.directions] != [self._direction]:
             raise ValueError(f"its study {name} has other keys or another direction")
