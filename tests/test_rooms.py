@@ -181,16 +181,16 @@ BUDGET = {
     ".": 870,
     "base": 980,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_585,
-    "config": 4_135,
-    "data": 8_655,  # boxes, outlines and names of all readers are checked alike
+    "config": 4_143,
+    "data": 8_660,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
     "engine": 3_225,
     "instrument": 745,  # attributes of a task, which a trial puts back
     "lab": 7_930,
     "launch": 1_030,
-    "models": 1_390,
+    "models": 1_391,
     "optim": 1_250,
-    "run": 4_300,
+    "run": 4_302,
     "runtime": 1_890,
     "sweeps": 2_280,
     "tasks": 780,
