@@ -190,6 +190,7 @@ train reproducibility=strict performance=max tf32=true cudnn_benchmark=true | 2 
     | tf32: rounds | from: the override tf32=true
 train callbacks=early_stopping evaluate.every_epochs=null | callbacks.early_stopping: waits for evaluations
     | evaluate.every_epochs=1 | early_stopping.yaml
+train data=own data.dataset._targt_=my_package.Net | data.dataset._target_: is missing, and '_targt_' is not a key
 train model._target_=no_such_package.Net | model._target_: there is no package 'no_such_package'
     | installed, or on PYTHONPATH
 train model.widht=3 | model.widht: is not an argument of runner.models.small_cnn.SmallCNN | did you mean 'width'? | dropout

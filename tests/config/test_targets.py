@@ -90,6 +90,8 @@ def test_a_path_resolves_to_the_object_that_it_names(path):
         ("a..b", "'a..b' is not a dotted path"),
         ("a.b()", r"'a.b\(\)' is not a dotted path"),
         ("no_such_package.Net", r"there is no package 'no_such_package' \(it must be installed"),
+        ("tocrh.nn.Linear", "there is no package 'tocrh' .did you mean 'torch'?"),
+        ("torch.nn.utlis.rnn", "torch.nn has no 'utlis'; did you mean 'utils'?"),
         ("torch.nn.Liner", "torch.nn has no 'Liner'; did you mean 'Linear'?"),
         ("torch.nm.Linear", "torch has no 'nm'; did you mean"),
         ("torch.nn.Linear.qqqqqqqq", "Linear has no 'qqqqqqqq'"),

@@ -165,6 +165,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "fractions of width and height",
     ),
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
+    "long": (lambda it: it["images"][1].update(file_name="x" * 5000), "letters) does not exist"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
     "names": (lambda it: it["categories"][0].update(name="small"), "other categories"),
     "crowd": (lambda it: it["annotations"][1].update(iscrowd="0"), "iscrowd is '0'"),
@@ -184,7 +185,7 @@ def test_a_mistake_in_a_coco_file_is_named_with_its_place(drawn: Path, name: str
     with pytest.raises(UserError, match=r"^data.dataset: ") as caught:
         read_coco(drawn)
     assert place in str(caught.value)
-    assert name in ("file", "names", "shares") or "train.json" in str(caught.value)
+    assert name in ("file", "long", "names", "shares") or "train.json" in str(caught.value)
 
 
 def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
@@ -286,6 +287,7 @@ def test_relative_and_absolute_file_names_have_one_fingerprint(drawn: Path, monk
         ("2 0.5 0.5 0.2 0.2", "class 2"),
         ("0 0.5 0.5 0.2", "pairs"),
         ("0 0.5 0.5 1.2 0.2", "outside"),
+        ("0 20 16 8 10", "these look like pixels: divide x and width"),
         ("0", "box"),
         ("0_1 0.5 0.5 0.2 0.2", "pairs"),
         ("0 0.5 0.5 -0.2 0.2", "is empty"),
@@ -355,6 +357,11 @@ def test_text_files_of_yolo_may_be_beside_the_images_and_must_be_somewhere(drawn
     (drawn / "images" / "train").rename(drawn / "pictures")
     with pytest.raises(UserError, match=r"no image of 'train' has an object.*pictures/004.txt"):
         yolo(str(drawn))
+    (drawn / "data.yaml").write_text("names: [tall, wide]\ntrain: images/val\n")
+    (drawn / "labels" / "val").rename(drawn / "labels" / "valid")
+    with pytest.raises(UserError, match=r"no image of 'train' has an object: there is no folder .*labels/val"):
+        yolo(str(drawn))
+    (drawn / "data.yaml").write_text("names: [tall, wide]\ntrain: pictures\nval: pictures\n")
     for file in (drawn / "labels" / "train").iterdir():
         file.rename(drawn / "pictures" / file.name)
     for (_, target), (_, other) in zip(yolo(str(drawn))["train"], expected, strict=True):

@@ -150,6 +150,8 @@ def test_lines_are_counted_as_an_editor_does(write: Write) -> None:
         ({"label": ANIMALS}, {"split_column": "label"}, "data.dataset", "in line 2 of .* is 'dog', which is not a split"),
         ({"label": ANIMALS, "image": ["pics/0.png", *["gone.png"] * 5]}, {}, "data.dataset",
          r"in line 3 of .* names a file that does not exist: .*gone\.png \(and 4 more\)\n.*data.on_error=skip"),
+        ({"label": ANIMALS, "image": ["x" * 5000, *["pics/0.png"] * 5]}, {}, "data.dataset",
+         r"line 2 of .* names a file that does not exist: .{100}\.\.\. \(\d,\d{3} letters\)"),
         ({"label": ANIMALS, "image": ["", *["gone.png"] * 5]}, {}, "data.dataset", "column 'image' in line 2 of .* is empty"),
     ],
     ids=lambda value: "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,26 @@ def test_weights_of_coco_are_used_where_they_fit(
     [
         ({"name": "fasterrcnn_resnet50"}, "model.name", "fasterrcnn_resnet50_fpn"),
         ({"name": "keypointrcnn_resnet50_fpn"}, "model.name", "no torchvision detection model"),
-        ({"name": "fcos_resnet50_fpn", "weights": "IMAGENET1K_V1"}, "model.weights", "none of this name"),
-        ({"name": "fcos_resnet50_fpn", "weights_backbone": "BEST"}, "model.weights_backbone", "none of this name"),
+        ({"name": "fcos_resnet50_fpn", "weights": "IMAGENET1K_V1"}, "model.weights", "no weights 'IMAGENET1K_V1'"),
+        (
+            {"name": "fcos_resnet50_fpn", "weights_backbone": "BEST"},
+            "model.weights_backbone",
+            "resnet50 has no weights 'BEST'",
+        ),
+        *(
+            ({"name": "fcos_resnet50_fpn", key: "DEFAULT"}, f"model.{key}", f"download https://.*{file}.* to /.*{file}")
+            for key, file in (
+                ("weights", "fcos_resnet50_fpn_coco-99b0c9b7.pth"),
+                ("weights_backbone", "resnet50-11ad3fa6.pth"),
+            )
+        ),
     ],
 )
-def test_what_there_is_not_is_a_sentence(arguments: dict[str, Any], key: str, reason: str) -> None:
+def test_what_there_is_not_is_a_sentence(
+    arguments: dict[str, Any], key: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(UserError) as caught:
         detector(num_classes=4, **arguments)
     assert caught.value.problems[0].key == key
-    assert reason in str(caught.value)
+    assert re.search(reason, str(caught.value))

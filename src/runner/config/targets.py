@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,12 +52,16 @@ def resolve(path: str) -> Any:
                     raise UserError(f"importing {name} failed: {error}") from error
                 if count == 1:
                     hint = "installed, or on PYTHONPATH, or in the folder that python -m runner starts in"
-                    raise UserError(f"there is no package '{part}' (it must be {hint})") from error
+                    close = nearest(part, (module.name for module in pkgutil.iter_modules()), 0.75)
+                    hint = f"did you mean '{close}'?" if close else f"it must be {hint}"
+                    raise UserError(f"there is no package '{part}' ({hint})") from error
             except Exception as error:
                 raise UserError(f"importing {name} failed: {type(error).__name__}: {error}") from error
         if not hasattr(found, part):
             owner = getattr(found, "__name__", repr(found))
-            close = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            modules = (module.name for module in pkgutil.iter_modules(getattr(found, "__path__", ())))
+            names = [*(name for name in dir(found) if not name.startswith("_")), *modules]
+            close = nearest(part, names)
             raise UserError(f"{owner} has no '{part}'" + (f"; did you mean '{close}'?" if close else ""))
         found = getattr(found, part)
     return found

@@ -33,7 +33,8 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
         components without `_target_`.
     """
     # What pydantic accepts and this program does not comes first, with better words
-    problems = [problem for key, value in keys.flatten(values).items() if (problem := _untyped(section, key, value))]
+    flat = keys.flatten(values)
+    problems = [problem for key, value in flat.items() if (problem := _untyped(section, key, value, flat))]
     for key, node in nodes(section, values):
         if isinstance(node, dict) and not isinstance(node.get("_target_"), str):
             problems.append(Problem(key, "names nothing to build", "a mapping with _target_: package.module.Name"))
@@ -54,12 +55,14 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
     return (None if problems else config), problems
 
 
-def _untyped(section: type, key: str, value: Any) -> Problem | None:
+def _untyped(section: type, key: str, value: Any, others: Iterable[str]) -> Problem | None:
     """A problem that pydantic does not find: a number that is not finite, and true or false for 1 and 0."""
     annotation = keys.find(section, key)
     if isinstance(value, str) and value == "???":  # what Hydra calls a mandatory value
         allowed = "a value" if annotation is None else keys.describe(annotation)
-        return Problem(key, "is missing", "package.module.Name" if key.endswith("._target_") else allowed)
+        beside = [other.removeprefix(key[:-8]) for other in others if other != key and key.endswith("._target_")]
+        wrong = f", and '{close}' is not a key" if (close := nearest("_target_", beside)) else ""
+        return Problem(key, f"is missing{wrong}", "package.module.Name" if key.endswith("._target_") else allowed)
     if (
         isinstance(value, bool)
         and annotation not in (None, Any)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 from torch import nn
 
 from runner.base.errors import UserError, nearest
+from runner.models.torchvision_zoo import fetched, weights_entry
 
 
 def detector(
@@ -43,15 +45,14 @@ def detector(
             "model.name", f"no torchvision detection model '{name}'", ", ".join(names), nearest(name, names)
         )
     size = {"num_classes": num_classes, **options}
-    try:
-        with contextlib.nullcontext() if fetch_weights else _nothing_loaded():
-            if weights is None:
-                return models.get_model(name, weights=None, weights_backbone=weights_backbone, **size)  # type: ignore[no-any-return]
-            trained: nn.Module = models.get_model(name, weights=weights, **options)
-    except (KeyError, OSError, EOFError) as error:
-        key, given = ("weights_backbone", weights_backbone) if weights is None else ("weights", weights)
-        reason = "there are none of this name" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"model.{key}", f"{given} cannot be loaded for {name}: {reason}", "DEFAULT or null") from error
+    backbone = max((each for each in models.list_models(module=models) if each in name), key=len)
+    entry = weights_entry(name, weights) or weights_entry(backbone, weights_backbone, "model.weights_backbone")
+    with contextlib.nullcontext() if fetch_weights else _nothing_loaded():
+        read = entry if fetch_weights else None
+        if weights is None:
+            build = functools.partial(models.get_model, name, weights=None, weights_backbone=entry, **size)
+            return fetched(build, read, "model.weights_backbone")
+        trained = fetched(lambda: models.get_model(name, weights=entry, **options), read, "model.weights")
     # Frozen layers and norms of the backbone depend on whether it is trained; the rest differs in its shapes alone
     with warnings.catch_warnings(action="ignore"):
         model: nn.Module = models.get_model(name, weights=None, weights_backbone=None, **size)

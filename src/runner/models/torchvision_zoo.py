@@ -55,7 +55,7 @@ def classifier(
     names = models.list_models(module=models)
     if name not in names:
         raise _unknown("model.name", f"no torchvision classification model '{name}'", name, names)
-    entry = _weights_entry(name, weights)
+    entry = weights_entry(name, weights)
     options = dict(_PLAIN_OUTPUT.get(name, {}))
     if entry is None:
         options["num_classes"] = num_classes
@@ -101,10 +101,10 @@ def segmenter(
     if name not in (names := models.list_models(module=models.segmentation)):
         raise _unknown("model.name", f"no torchvision segmentation model '{name}'", name, names)
     key, backbone = "model.weights_backbone", name.partition("_")[2]
-    entry = _weights_entry(backbone, weights_backbone, key) if fetch_weights else None
+    entry = weights_entry(backbone, weights_backbone, key) if fetch_weights else None
     options: dict[str, Any] = {"weights_backbone": entry, "num_classes": num_classes, "aux_loss": aux_loss}
     try:
-        model = _fetched(lambda: models.get_model(name, weights=None, **options), entry, key)
+        model = fetched(lambda: models.get_model(name, weights=None, **options), entry, key)
     except NotImplementedError as error:
         raise UserError("model.aux_loss", f"{name} has no auxiliary output", "false") from error
     if in_channels != 3:
@@ -129,7 +129,7 @@ def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict
     """
     from torchvision import models
 
-    entry = _weights_entry(name, weights) if name in models.list_models(module=models) else None
+    entry = weights_entry(name, weights) if name in models.list_models(module=models) else None
     if entry is None:
         return {}
     transforms = entry.transforms()
@@ -146,7 +146,7 @@ def _unknown(key: str, problem: str, word: str, choices: list[str]) -> UserError
     return UserError(key, problem, f"such as {close[0]}{others}" if close else ", ".join(choices), *close[:1])
 
 
-def _weights_entry(name: str, weights: str | None, key: str = "model.weights") -> Any:
+def weights_entry(name: str, weights: str | None, key: str = "model.weights") -> Any:
     """The selected member of the model's weights enum, or None."""
     if weights is None:
         return None
@@ -160,7 +160,7 @@ def _weights_entry(name: str, weights: str | None, key: str = "model.weights") -
     return members[wanted]
 
 
-def _fetched(build: Callable[[], nn.Module], entry: Any, key: str) -> nn.Module:
+def fetched(build: Callable[[], nn.Module], entry: Any, key: str) -> nn.Module:
     """The model that `build` gives, which loads the weights of `entry`, if any; `key` is theirs in the config."""
     if entry is None:
         return build()
@@ -177,7 +177,7 @@ def _fetched(build: Callable[[], nn.Module], entry: Any, key: str) -> nn.Module:
 def _with_weights(name: str, entry: Any) -> nn.Module:
     from torchvision import models
 
-    model = _fetched(lambda: models.get_model(name, weights=entry), entry, "model.weights")
+    model = fetched(lambda: models.get_model(name, weights=entry), entry, "model.weights")
     if name == "inception_v3":  # only the builder of googlenet removes the auxiliary head of the weights itself
         model.aux_logits, model.AuxLogits = False, None  # type: ignore[assignment]
     return model

@@ -18,7 +18,7 @@ from runner.base.errors import UserError, first_line
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
-from runner.config.targets import build, extras_of, names_argument
+from runner.config.targets import build, called, extras_of, names_argument
 from runner.data.bad_samples import path_of
 from runner.data.loaders import Batch
 from runner.data.module import DataModule
@@ -177,6 +177,12 @@ def build_model(
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None}, background)
 
+    # Classifiers of images take their channels from pairs of an image and a target
+    target, open_ = str(config.model["_target_"]), not data.channels and config.model.get("in_channels", 0) is None
+    if open_ and target.startswith("runner.models."):
+        problem = f"{called(target, config.model.get('name'))} is for pairs of an image and a target, and these samples differ"
+        others = "model=torchvision_segmentation for masks, model=torchvision_detection for boxes"
+        raise UserError("model", problem, f"{others}, or model.in_channels=3 where the task calls a classifier")
     # Hooks see every tensor as it is registered, so an absurd size is refused before its memory is filled
     with _of_bounded_size():
         model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)

@@ -52,6 +52,8 @@ def clipped(box: Sequence[float], size: tuple[int, int] | None) -> tuple[list[fl
         return inside, ""
     unit = f"in an image of {sides[0]}x{sides[1]} pixels" if size else "as fractions of width and height"
     shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} {unit}"
+    if not size and max(box) > 2:
+        shown += "; these look like pixels: divide x and width by the width of the image, y and height by its height"
     return inside, f"is empty, or outside of the image: {shown}"
 
 

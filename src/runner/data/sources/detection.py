@@ -22,7 +22,7 @@ from runner.config.schema.sections import Data
 from runner.data.sources.annotated import Annotated, refuse_shares
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import check_names, existing, images_below, is_inside, unread_warnings, written
+from runner.data.sources.listing import absent, check_names, existing, images_below, is_inside, unread_warnings, written
 
 OnError = Literal["raise", "skip"]
 
@@ -53,7 +53,7 @@ class DetectionImages(ImageFolder):
             problem = "is true, which needs faster-coco-eval, which is not installed"
             raise UserError("data.dataset.masks", problem, "pip install 'runner[detection]'")
         for image in images:
-            image.problem = image.problem or ("" if image.path.is_file() else f"{image.path} does not exist")
+            image.problem = image.problem or ((gone := absent(image.path)) and f"{gone} does not exist")
             if image.problem and on_error == "raise":
                 allowed = "corrected files, or data.on_error=skip, which reads other images instead"
                 raise UserError("data.dataset", image.problem, allowed)
@@ -197,7 +197,7 @@ def coco(
             allowed = f"{base} has {found}{one}"
             raise UserError(f"data.dataset.{split}_annotations", f"there is no file {base / file}", allowed)
         images, theirs, empty = _read_coco(base / file, base / (folder or ""), base, masks)
-        if images and not images[0].path.is_file() and not (base / (folder or "")).is_dir():
+        if images and absent(images[0].path) and not (base / (folder or "")).is_dir():
             problem = f"there is no folder {base / (folder or '')}, and {base / file} names {images[0].path.name} in it"
             raise UserError(f"data.dataset.{split}_images", problem, "the folder of the images, relative to data.root")
         names = names or theirs
@@ -317,8 +317,10 @@ def yolo(
                 if not os.path.lexists(text) and (other := below(text.parent).get(text.name.lower())):
                     image.problem = f"{other} must be named {text.name}, as its image is {image.path.name}"
             if images and not any(image.boxes or image.problem for image in images):
-                problem = f"no image of '{split}' has an object: that of the last one would be in {text}"
-                raise UserError("data.dataset", problem, "text files there, or another data.dataset.description")
+                where = f"that of the last one would be in {text}"
+                where = where if text.parent.is_dir() else f"there is no folder {text.parent}"
+                allowed = "text files there, or another data.dataset.description"
+                raise UserError("data.dataset", f"no image of '{split}' has an object: {where}", allowed)
             made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
             made[split].warnings = [*made[split].warnings, *unread_warnings(folder, len(unread))]
         elif split == "train" or said.get(split):

@@ -146,7 +146,9 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
         if opened.format in ("PPM", *_REDUCIBLE):  # Pillow stretches grey values to 255, and JPEG changes them
-            raise ValueError("JPEG and PPM files, such as PGM, are not read as masks, but PNG, BMP, GIF and TIFF are")
+            problem = f"the mask {path} is a {opened.format} file, which does not keep class numbers"
+            allowed = "PNG, BMP, GIF or TIFF; export the masks again, as a converted JPEG has wrong numbers"
+            raise UserError("data.root", problem, allowed)
         layout = opened.tile[0][3] if opened.tile else None
         stretch = _STRETCHED.get(layout if isinstance(layout, str) else "", 1)
         values = np.array(opened)

@@ -98,6 +98,12 @@ def written(path: Path) -> Path:
     return next((each for each in (path, *forms) if os.path.lexists(each)), path)
 
 
+def absent(path: Path) -> str:
+    """The path for a message if there is no such file, else nothing. Its name may be too long, as of a line without an end."""
+    text = str(path) if len(str(path)) <= 500 else f"{str(path)[:100]}... ({len(str(path)):,} letters)"
+    return "" if os.path.isfile(path) else text  # noqa: PTH113  Path.is_file raises for such a name
+
+
 def existing(root: str) -> Path:
     """The path of `data.root`; raises `UserError` if there is none."""
     base = Path(root).expanduser()

@@ -73,9 +73,10 @@ def renumbered(mask: Tensor, values: Sequence[int] | None) -> Tensor:
 
 
 def check_values(values: Sequence[int] | None, classes: Sequence[str]) -> None:
-    """Raise `ValueError` if `values` are not a different value of masks for each class."""
+    """Raise `UserError` if `values` are not a different value of masks for each class."""
     if values is not None and not len({*values} & {*range(2**16)}) == len(values) == len(classes) <= _IGNORED:
-        raise ValueError(f"values must be another number for each of {len(classes)} classes, got {list(values)}")
+        allowed = f"a different number from 0 to 65535 for each of {len(classes)} classes, in their order"
+        raise UserError("data.dataset.values", f"cannot be {list(values)}", allowed)
 
 
 def segmentation_folder(
@@ -97,8 +98,8 @@ def segmentation_folder(
         values: what masks have for each class, such as [0, 255]; other values become 255. None for class numbers.
 
     Raises:
-        UserError: if a folder, a mask or the names of the classes are missing, or masks have no values that count.
-        ValueError: if `values` do not fit the classes.
+        UserError: if a folder, a mask or the names of the classes are missing, `values` do not fit the classes, or masks
+            have no values that count.
     """
     base = existing(root)
     folders = {name: base / name for name in ("train", "val", "test") if (base / name / "images").is_dir()}

@@ -18,7 +18,7 @@ from runner.base.reading import bounded, digits
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
-from runner.data.sources.listing import is_inside
+from runner.data.sources.listing import absent, is_inside
 
 Kind = Literal["classification", "multilabel", "regression"]
 
@@ -209,15 +209,15 @@ def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list
     """The image files, all relative to the same folder, that of the table or `root`: where the first one is."""
     names = [table.text(column, row) for row in range(len(table.columns[column]))]
     folders = list(dict.fromkeys((table.path.parent, root)))
-    base = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
+    base = next((folder for folder in folders if not absent(folder / names[0])), folders[0])
     if (out := next((row for row, name in enumerate(names) if not is_inside(name, base, *folders)), None)) is not None:
         allowed = "data.root=FOLDER with a folder above all images, and data.dataset.table with its whole path"
         raise table.wrong(out, column, f"names a file outside of {root.absolute()}: {names[out]}", allowed)
     paths = [base / name for name in names]
-    missing = [] if missing_allowed else [row for row, path in enumerate(paths) if not path.is_file()]
+    missing = [] if missing_allowed else [row for row, path in enumerate(paths) if absent(path)]
     if missing:
         row, others = missing[0], f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        problem = f"names a file that does not exist: {paths[row].absolute()}{others}"
+        problem = f"names a file that does not exist: {absent(paths[row].absolute())}{others}"
         where = " or ".join(str(folder.absolute()) for folder in folders)
         raise table.wrong(row, column, problem, f"paths relative to {where}, or data.on_error=skip")
     return paths

@@ -141,8 +141,10 @@ def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
         data: Any = evaluated_batch(splits).data
     fields = [data[name if isinstance(data, Mapping) else int(name)] for name in names]
     if len(fields) != 1 or not isinstance(fields[0], Tensor):
-        problem = f"is {names}, of which a batch has {[type(field).__name__ for field in fields]}, not one tensor"
-        raise UserError("data.images", problem, "one field, whose images are stacked")
+        kinds = ", ".join(type(field).__name__ for field in fields)
+        problem = f"needs a model of one tensor (B, C, H, W), and data.images={names} gives this one a {kinds}"
+        allowed = "predict for what it predicts, or runner.load(RUN) in Python for the model, such as a detector"
+        raise UserError("export", problem, allowed)
     channels, height, width = fields[0].shape[1:]
     return DataFacts(resolved.classes, channels, (height, width))
 
