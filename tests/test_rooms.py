@@ -185,12 +185,12 @@ BUDGET = {
     "data": 8_620,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
     "engine": 3_225,
-    "instrument": 745,  # attributes of a task, which a trial puts back
-    "lab": 7_930,
+    "instrument": 637,  # attributes of a task, which a trial puts back
+    "lab": 7_914,
     "launch": 1_030,
     "models": 1_358,
     "optim": 1_250,
-    "run": 4_300,
+    "run": 4_286,
     "runtime": 1_651,
     "sweeps": 2_280,
     "tasks": 780,

@@ -197,7 +197,7 @@ def test_bench_and_profile_measure_steps_of_a_task(record: Callable[..., Any], w
     # The head that the task adds is counted in the whole, and not in the model
     added = 2 * 8 * 3 * (words is BOXES)
     assert profiled["compute"]["forward_flops_of_sample"] == model + added
-    assert profiled["memory"]["saved_bytes"] > 0
+    assert profiled["memory"]["weights_bytes"] > 0
 
 
 @pytest.mark.parametrize("words", [VECTORS, BOXES], ids=["vectors", "boxes"])

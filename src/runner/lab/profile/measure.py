@@ -22,7 +22,6 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT, step_in_ranges
-from runner.instrument.saved_tensors import SavedTensors
 from runner.run.metrics import build_callbacks
 from runner.run.run import Run
 from runner.runtime.memory import Peak, memory_history, peak_memory, reset_peak_memory
@@ -43,7 +42,6 @@ class Measured:
     # is compiled or tuned for; waiting for data makes no step unusual.
     unusual: list[float] = field(default_factory=list)
     peak: Peak = field(default_factory=lambda: Peak(0, ""))  # memory at most in that phase
-    saved: SavedTensors | None = None  # of one step; None for a compiled model, whose graph cannot be observed
     traced: int = 0  # steps in the trace
     profiler: Any = None  # holds the trace; None if none was wanted
     snapshot: Path | None = None  # file with the memory history of one step, on CUDA
@@ -104,12 +102,9 @@ class Phases:
                 if cuda:
                     torch.cuda.synchronize(training.device)
             found.traced = self._done
-        # Observing saved tensors slows a step down, so that memory has a step of its own.
         path = self._folder / "memory.pickle"
         history = memory_history(path) if cuda else contextlib.nullcontext()
-        # Compiled code has no hooks to observe
-        saved = contextlib.nullcontext() if config.compile else SavedTensors(training.model)
-        with history, saved as found.saved:
+        with history:
             yield "memory", 1, 1.0
         found.snapshot = path if cuda else None
 

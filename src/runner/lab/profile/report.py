@@ -95,14 +95,11 @@ def _compute(training: Run, rate: float) -> dict[str, Any]:
 
 
 def _memory(training: Run, measured: Measured) -> dict[str, Any]:
-    model, saved = training.model, measured.saved
+    model = training.model
     return {
         "weights_bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "gradients_bytes": sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad),
         "optimizer_bytes": sum(tensor.nbytes for tensor in tensors_in([*training.state.optimizer.state.values()])),
-        "saved_bytes": None if saved is None else saved.activations,
-        "saved_inputs_bytes": None if saved is None else saved.inputs,
-        "saved_by_module": None if saved is None else saved.by_module,
         "peak_bytes": measured.peak.bytes,
         "peak_is": measured.peak.what,
     }
@@ -149,10 +146,6 @@ def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Pa
 
 def _memory_rows(memory: dict[str, Any]) -> list[list[str]]:
     rows = [[name, mib(memory[f"{name}_bytes"]), ""] for name in ("weights", "gradients", "optimizer")]
-    if memory["saved_bytes"] is not None:
-        largest = sorted(memory["saved_by_module"].items(), key=lambda item: -item[1])[:3]
-        names = ", ".join(f"{name or 'the model itself'} {mib(count)}" for name, count in largest)
-        rows.append(["saved for backward", mib(memory["saved_bytes"]), names])
     return [*rows, ["peak", mib(memory["peak_bytes"]), memory["peak_is"]]]
 
 
