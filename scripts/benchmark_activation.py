@@ -19,7 +19,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from runner.instrument.saved_tensors import SavedTensors
+from runner.instrument.saved_tensors import bytes_for_backward
 from runner.runtime.activation import checkpoint_activations
 
 
@@ -45,14 +45,6 @@ def step(
     return time.perf_counter() - began
 
 
-def kept(model: nn.Module, images: Tensor) -> int:
-    """Bytes that autograd keeps of a batch."""
-    with SavedTensors(model) as saved:
-        outputs = model(images)
-    del outputs
-    return saved.activations
-
-
 def same(one: nn.Module, other: nn.Module) -> bool:
     """Whether gradients and buffers agree in every bit."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
@@ -75,7 +67,10 @@ def compare(name: str, setting: bool | str, options: argparse.Namespace) -> None
     done = checkpoint_activations(less, setting, lambda copies: less(images[:copies]), autocast)
     assert done is not None, "activation checkpointing is off"
     with autocast():
-        before, after = kept(copy.deepcopy(plain), images), kept(copy.deepcopy(less), images)
+        before, after = (
+            bytes_for_backward(model, lambda model=model: model(images))  # type: ignore[misc]
+            for model in (copy.deepcopy(plain), copy.deepcopy(less))
+        )
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(options.repeats + 1):
         pair = [step(model, images, targets, autocast()) for model in (plain, less)]

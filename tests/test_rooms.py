@@ -185,12 +185,12 @@ BUDGET = {
     "data": 8_290,  # boxes, outlines and names of all readers are checked alike
     "distributed": 885,
     "engine": 2_954,
-    "instrument": 745,  # attributes of a task, which a trial puts back
+    "instrument": 637,  # attributes of a task, which a trial puts back
     "lab": 7_260,
     "launch": 1_030,
     "models": 1_358,
     "optim": 1_214,
-    "run": 4_292,
+    "run": 4_286,
     "runtime": 1_651,
     "sweeps": 2_280,
     "tasks": 780,

@@ -17,7 +17,7 @@ from runner.config.schema.train import Train
 from runner.data.loaders import Batch
 from runner.engine.errors import is_out_of_memory
 from runner.instrument.nested import tensors_in
-from runner.instrument.saved_tensors import SavedTensors
+from runner.instrument.saved_tensors import bytes_for_backward
 from runner.run.model import example_batch
 from runner.run.run import Run
 from runner.runtime.memory import readable
@@ -108,9 +108,7 @@ def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None
 
 def _bytes_of_sample(run: Run) -> int:
     batch = example_batch(run.data, _MEASURED)
-    with SavedTensors(run.model) as saved:
-        _loss(run, batch)
-        kept = saved.activations
+    kept = bytes_for_backward(run.model, lambda: _loss(run, batch))
     return max(1, int(_FOR_BACKWARD * (kept + sum(tensor.nbytes for tensor in tensors_in(batch.data))) / _MEASURED))
 
 
