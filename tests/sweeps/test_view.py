@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import itertools
 import json
 import os
 import re
@@ -19,14 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from extended import some
 from lock_holder import held_elsewhere
-from stored_sweeps import LAUNCH, FakeTerminal, live_text, make_job
+from stored_sweeps import LAUNCH, live_text, make_job
 
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import result_of
 from runner.sweeps.view import (
-    Display,
     changes,
     follow,
     headline_of,
@@ -138,46 +135,6 @@ def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep):
     assert second.startswith("1 of 4 jobs finished, 1 running")
     assert third.startswith("job 2 failed: optimizer.lr=0.3: out of memory; log: ")
     assert "again: python -m runner train epochs=8 optimizer.lr=0.3 seed=0" in third
-
-
-@pytest.fixture
-def terminal(monkeypatch) -> FakeTerminal:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "80")
-    return FakeTerminal()
-
-
-def test_on_a_terminal_lines_stay_above_the_live_table_and_without_one_there_are_the_lines_alone(sweep, terminal):
-    display = Display(sweep, Console(None, stream=terminal))
-    assert display.live
-    display.refresh()
-    display.line("job 2 of 4: lr=0.2: failed: it broke", error=True)
-    display.refresh(now=True)
-    display.stop()
-    text = terminal.getvalue()
-    for part in ("error: job 2 of 4: lr=0.2: failed: it broke", "1 of 4 jobs finished", "━━────── 25%"):
-        assert part in text
-    display = Display(sweep, Console(None, stream=(stream := io.StringIO())))
-    display.line("job 1 of 4: lr=0.1: started: CPU 0")
-    display.refresh(now=True)
-    display.stop()
-    assert (display.live, stream.getvalue()) == (False, "job 1 of 4: lr=0.1: started: CPU 0\n")
-
-
-@pytest.mark.parametrize(("now", "pause"), some([(False, 1.0), (True, 0.0)], 1, several=True))
-def test_a_display_draws_at_most_once_a_second_and_for_a_twentieth_of_the_time(tmp_path, terminal, now, pause):
-    for number in range(50):
-        job(tmp_path / str(number), [f"seed={number}"], "finished", value=0.5)
-    display, drawn = Display(tmp_path, Console(None, stream=terminal)), list[tuple[float, float, float]]()
-    while len(drawn) < 3:
-        before, began, length = time.monotonic(), time.thread_time(), len(terminal.getvalue())
-        display.refresh(now)
-        if len(terminal.getvalue()) > length:
-            drawn.append((before, time.monotonic(), time.thread_time() - began))
-        time.sleep(0.001)
-    display.stop()
-    for (_, ended, cost), (begins, _, _) in itertools.pairwise(drawn):
-        assert begins - ended >= 0.9 * max(pause, 20 * cost)
 
 
 def test_settings_are_short_unless_that_is_ambiguous():

@@ -120,6 +120,7 @@ def test_below_the_bar_are_the_epoch_the_metric_with_its_best_step_memory_and_th
     assert metrics == "  val/accuracy 0.5, best 0.75 at step 20  memory 700 MiB"
     assert warnings == "  2 warnings: the second"
     monkeypatch.setenv("LINES", "9")
+    console = Console(None, stream=stream)
     console.start(100, 5, 0)
     assert "this epoch" not in stream.getvalue().rpartition("starting")[2]
     console.stop()

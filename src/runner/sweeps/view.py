@@ -1,4 +1,4 @@
-"""The state of a sweep, a run or a folder of runs, from its files, and its live display: the same for every launcher."""
+"""The state of a sweep, a run or a folder of runs, from its files, and the live table of `watch`: the same for every launcher."""
 
 from __future__ import annotations
 
@@ -71,63 +71,24 @@ def look(folder: Path) -> View:
     return View(folder, rows, [*scan.sweeps], seconds_left=left, done=done, notes=notes)
 
 
-class Display:
-    """The live table of a folder, and lines above it; without a terminal, there are the lines alone.
-
-    Args:
-        folder: a sweep, a run, or a folder of runs.
-        console: where to show them.
-    """
-
-    def __init__(self, folder: Path, console: Console) -> None:
-        self._folder, self._console = folder, console
-        self._drawn = self._cost = 0.0
-
-    @property
-    def live(self) -> bool:
-        """There is a terminal for the table."""
-        return self._console.size is not None
-
-    def line(self, text: str, error: bool = False) -> None:
-        """Show a line above the table."""
-        (self._console.error if error else self._console.line)(text)
-
-    def refresh(self, now: bool = False) -> None:
-        """Draw the table again, if a second has passed or `now`; drawing takes 5% of the time at most."""
-        pause = max(0.0 if now else _PERIOD_S, self._cost / _MOST_SHARE)
-        if self.live and (began := time.monotonic()) >= self._drawn + pause:
-            self.draw(look(self._folder))
-            self._drawn = time.monotonic()
-            self._cost = self._drawn - began
-
-    def draw(self, view: View) -> None:
-        """Draw the table of a state."""
-        if (size := self._console.size) is not None:
-            self._console.live(live_table(view, *size))
-
-    def stop(self) -> None:
-        """Remove the table."""
-        self._console.stop()
-
-
 def follow(folder: Path, console: Console) -> None:
     """Show the state of a folder until nothing runs there any more, or the user presses Ctrl-C.
 
     That is a live table on a terminal, otherwise lines on what changed, and one a minute.
     """
-    display, before, line_due = Display(folder, console), None, 0.0
+    before, line_due = None, 0.0
     try:
         while before is None or not before.done:
             began = time.monotonic()
             view = look(folder)
-            if display.live:
-                display.draw(view)
+            if (size := console.size) is not None:
+                console.live(live_table(view, *size))
             # A log file or a pipe gets lines about changes instead of a screen that is drawn again
             else:
                 for line in changes(before, view):
-                    display.line(line)
+                    console.line(line)
                 if began >= line_due:
-                    display.line(progress_line(view))
+                    console.line(progress_line(view))
                     line_due = began + _PLAIN_S
             before = view
             # Looking reads many files, so it takes only a small share of the time
@@ -135,7 +96,7 @@ def follow(folder: Path, console: Console) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        display.stop()
+        console.stop()
 
 
 def headline_of(records: Records) -> str:
