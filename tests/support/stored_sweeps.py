@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console
+
+from runner.sweeps.view import live_table, look
 
 LAUNCH: dict[str, Any] = {"swept": ["seed"], "base": {}, "flags": [], "retry": "failed"}
 
@@ -30,3 +33,10 @@ class FakeTerminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def live_text(folder: Path, columns: int, rows: int = 26) -> list[str]:
+    """The lines of the live table of a folder on a terminal of that size."""
+    stream = io.StringIO()
+    Console(file=stream, width=columns).print(live_table(look(folder), columns, rows))
+    return [line.rstrip() for line in stream.getvalue().splitlines()]

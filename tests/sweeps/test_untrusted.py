@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import stored_sweeps
 from extended import some
-from stored_sweeps import make_job
+from stored_sweeps import live_text, make_job
 
 from runner.sweeps.rows import Scan, rows_in
 from runner.sweeps.table import print_table, summarise
-from runner.sweeps.view import changes, live_lines, look, progress_line
+from runner.sweeps.view import changes, look, progress_line
 from runner.tracking.console import Console
 
 LAUNCH = stored_sweeps.LAUNCH | {"event": "launch", "time": 1.0, "jobs": {"a": ["seed=0"], "b": ["seed=1"]}}
@@ -128,7 +128,7 @@ def test_an_entry_with_other_types_breaks_no_table(tmp_path: Path, jobs: Any, mo
     assert " of " in stream.getvalue().partition("\n")[0]
     assert json.loads((sweep / "sweep.json").read_text())["jobs"]
     view = look(sweep)
-    assert live_lines(view, 80, 20)[0][0][0].startswith(stream.getvalue().partition(" jobs")[0])
+    assert live_text(sweep, 80)[0].startswith(stream.getvalue().partition(" jobs")[0])
     assert progress_line(view).startswith(stream.getvalue().partition(" jobs")[0])
 
 
@@ -145,7 +145,7 @@ def test_no_bidirectional_character_reaches_terminal_markdown_or_csv(tmp_path: P
     rows, stream = summarise(sweep), io.StringIO()
     print_table(rows, Console(None, stream=stream))
     view = look(sweep)
-    live = "\n".join(text for line in live_lines(view, 300, 20) for text, _ in line)
+    live = "\n".join(live_text(sweep, 300))
     stream.write(live + "\n")
     for line in [progress_line(view), *changes(look(sweep / "2"), view)]:
         Console(None, stream=stream).line(line)

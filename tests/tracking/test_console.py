@@ -103,6 +103,29 @@ def test_the_bar_has_room_for_waiting_that_costs_and_lines_have_all_gauges(tmp_p
     assert f"data wait {'40%' if shown else '2.0%'}  memory 700 MiB  mfu 31%" in (tmp_path / "run.log").read_text()
 
 
+def test_below_the_bar_are_the_epoch_the_metric_with_its_best_step_memory_and_the_last_warning(monkeypatch):
+    monkeypatch.setenv("LINES", "20")
+    stream = FakeTerminal()
+    console = Console(None, stream=stream)
+    console.warn("the first")
+    console.warn("the second")
+    console.start(100, 5, 0, monitor="val/accuracy", best=lambda: (0.75, 20))
+    console.metrics("train", {"loss": 0.4, "peak_memory_mib": 700.0}, 30, 2)
+    console.metrics("val", {"accuracy": 0.5}, 30, 2)
+    console.stop()
+    epoch, metrics, warnings = (
+        line.rstrip() for line in clean(stream.getvalue().rpartition("epoch 2/5")[2]).split("\n")[1:4]
+    )
+    assert re.fullmatch(r"  this epoch  ━{8}╺━{7}", epoch)
+    assert metrics == "  val/accuracy 0.5, best 0.75 at step 20  memory 700 MiB"
+    assert warnings == "  2 warnings: the second"
+    monkeypatch.setenv("LINES", "9")
+    console = Console(None, stream=stream)
+    console.start(100, 5, 0)
+    assert "this epoch" not in stream.getvalue().rpartition("starting")[2]
+    console.stop()
+
+
 def test_the_bar_is_not_behind_an_evaluation():
     stream = FakeTerminal()
     console = Console(None, stream=stream)
@@ -193,11 +216,11 @@ def test_a_terminal_breaks_lines_between_metrics_and_words_and_keeps_commands_wh
         "warning: a sentence with more words than",
         "a line of it has room for",
         command,
-        "varied                       value",
-        "---------------------------  -----",
-        "model=small_cnn                0.5",
+        "varied                             value",
+        "─" * 40,
+        "model=small_cnn                      0.5",
         "optimizer.weight_decay=0.01",
-        "seed=0                        0.25",
+        "seed=0                              0.25",
     ]
     assert "step 160  [test]  weights of step 80  loss 0.05588  accuracy 0.9833\n" in (tmp_path / "run.log").read_text()
 

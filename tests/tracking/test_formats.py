@@ -1,7 +1,7 @@
 import math
 
 from runner.tracking import formats
-from runner.tracking.formats import clean, compact, duration, encodable, in_order, metric, number
+from runner.tracking.formats import clean, compact, duration, in_order, metric, number
 
 
 def test_large_numbers_get_three_digits_and_a_suffix():
@@ -42,11 +42,6 @@ def test_gauges_of_the_machine_are_short_and_come_last():
 def test_colour_codes_and_control_characters_are_removed():
     assert clean("\x9b31mred\x85") == "31mred"
     assert clean("\x1b[1;31mred\x1b[0m\tx\r\x07\n\x1b]0;title\x07y") == "red    x\ny"
-
-
-def test_text_can_be_reduced_to_any_encoding():
-    assert encodable("Zürich", "ascii") == encodable("Zürich", None) == "Z?rich"
-    assert encodable("Zürich", "utf-8") == "Zürich"
 
 
 def test_a_table_is_aligned_with_numbers_to_the_right():

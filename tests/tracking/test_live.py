@@ -1,4 +1,4 @@
-"""What a run shows below its bar and writes for other processes, and how much many lines take in a file."""
+"""What a run shows without a bar and writes for other processes, and how much many lines take in a file."""
 
 from __future__ import annotations
 
@@ -11,48 +11,7 @@ from runner.checkpoint.file import read
 from runner.lab.report.report import runs
 from runner.tracking import console as console_module
 from runner.tracking.console import Console
-from runner.tracking.live import LiveLines, sparkline
 from runner.tracking.progress_file import NAME, Progress, read_progress
-
-
-def texts(lines):
-    return ["".join(text for text, _ in line) for line in lines]
-
-
-@pytest.mark.parametrize(
-    ("values", "width", "curve"),
-    [
-        ([0, 1, 2, 3, 4, 5, 6, 7], 8, "▁▂▃▄▅▆▇█"),
-        ([0, 0, 7, 7], 2, "▁█"),
-        ([3, 3], 8, "▁▁"),
-        ([float(value) for value in range(700)], 24, None),
-    ],
-)
-def test_a_curve_has_its_width_and_its_ends(values, width, curve):
-    found = sparkline(values, width)
-    assert found == curve or (curve is None and len(found) == width and found[0] == "▁" and found[-1] == "█")
-
-
-def test_the_lines_have_the_epoch_the_loss_the_metric_memory_and_the_last_warning():
-    live = LiveLines()
-    for loss in (100.0, float("nan"), 10.0, 1.0):  # logarithmic
-        live.add_loss(loss)
-    live.warnings += ["the first", "the second"]
-    progress = Progress(30, 100, 2, 5, None, "cpu", {"peak_memory_mib": 700.0}, "val/accuracy", 0.5, 0.75, 20)
-    first, second, third = texts(live.lines(progress, "utf-8"))
-    assert first == "  this epoch  ━━━━━━━━────────  loss █▅▁"
-    assert second == "  val/accuracy 0.5, best 0.75 at step 20  memory 700 MiB"
-    assert third == "  2 warnings: the second"
-    assert texts(live.lines(progress, "ascii"))[0] == "  this epoch  ########--------"
-    assert LiveLines().lines(Progress(), "utf-8") == []
-
-
-def test_many_losses_take_bounded_memory():
-    live = LiveLines()
-    for step in range(5000):
-        live.add_loss(float(step))
-    assert len(live._losses) <= 512
-    assert sparkline(live._losses, 8) == "▁▂▃▄▅▆▇█"
 
 
 @pytest.fixture

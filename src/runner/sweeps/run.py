@@ -24,7 +24,8 @@ from runner.sweeps.folder import base_changed
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, compared, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, identity
 from runner.sweeps.rows import command_alone
-from runner.sweeps.view import Display, headline_of
+from runner.sweeps.view import headline_of
+from runner.tracking.console import Console
 from runner.tracking.formats import number
 
 LOGS = "logs"
@@ -76,14 +77,14 @@ class Sweep:
         folder: of the sweep.
         plan: what to do in it.
         call: runs a job in a process that is forked for it; importable by name.
-        display: shows what happens.
+        console: shows what happens.
     """
 
-    def __init__(self, folder: Path, plan: Plan, call: Callable[[Composition], Any], display: Display) -> None:
+    def __init__(self, folder: Path, plan: Plan, call: Callable[[Composition], Any], console: Console) -> None:
         self.folder, self.plan, self.ledger = folder, plan, Ledger(folder)
         self.records = Records()
         self.status = OK
-        self._call, self._display = call, display
+        self._call, self._console = call, console
         self._retry = str(plan.command.composition.values["sweep"]["retry"])
         self._running: dict[int, Planned] = {}
         self._occupied: list[Planned] = []  # that another process still runs
@@ -279,17 +280,16 @@ class Sweep:
         self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found)))
 
     def _on_time(self) -> bool:
-        self._display.refresh()
         return bool(self._occupied)
 
     # What is shown
 
     def say(self, text: str) -> None:
         """Show a sentence."""
-        self._display.line(text)
+        self._console.line(text)
 
     def _tell(self, planned: Planned, event: str, text: str) -> None:
-        """Show what happened to a job; on a terminal the live table says most of it."""
+        """Show what happened to a job."""
         line = f"job {planned.number + 1} of {self._jobs.count}: {mask_text(planned.varied) or 'as all others'}: "
         line += event + mask_text(text)
         failed = event == "failed"
@@ -298,8 +298,7 @@ class Sweep:
             line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
             again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
             line += f"\n    again: {again}"
-        if not self._display.live or event in ("failed", "preempted"):
-            self._display.line(line, error=failed)
+        (self._console.error if failed else self._console.line)(line)
 
 
 def _settled(entry: Entry, retry: str) -> bool:

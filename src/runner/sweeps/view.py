@@ -1,4 +1,4 @@
-"""The state of a sweep, a run or a folder of runs, from its files, and its live display: the same for every launcher."""
+"""The state of a sweep, a run or a folder of runs, from its files, and the live table of `watch`: the same for every launcher."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runner.config.gone import warning
 from runner.config.keys import key_of
@@ -15,13 +16,16 @@ from runner.sweeps.ledger import ENDED, Records
 from runner.sweeps.rows import STATES, JobRow, Scan, rows_in
 from runner.sweeps.table import columns_of, finished_of, result_of
 from runner.tracking.console import Console
-from runner.tracking.formats import Line, clean, duration, metric, number, table_lines, wrapped
+from runner.tracking.formats import clean, duration, metric, number
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _PERIOD_S = 1.0
 _MOST_SHARE = 0.05  # of the time for looking at the files
 _PLAIN_S = 60.0
 _ROWS_BESIDE = 6  # of the terminal, for what is not a job
-_WIDE = 100  # columns; below, a job has the last two folders of its name
+_WIDE = 100  # columns; below, a job has the last two folders of its name, and no device, time and mark
 
 
 @dataclass(frozen=True)
@@ -67,66 +71,24 @@ def look(folder: Path) -> View:
     return View(folder, rows, [*scan.sweeps], seconds_left=left, done=done, notes=notes)
 
 
-class Display:
-    """The live table of a folder, and lines above it; without a terminal, there are the lines alone.
-
-    Args:
-        folder: a sweep, a run, or a folder of runs.
-        console: where to show them.
-    """
-
-    def __init__(self, folder: Path, console: Console) -> None:
-        self._folder, self._console = folder, console
-        self._drawn = self._cost = 0.0
-
-    @property
-    def live(self) -> bool:
-        """There is a terminal for the table."""
-        return self._console.size is not None
-
-    def line(self, text: str, error: bool = False) -> None:
-        """Show a line above the table."""
-        (self._console.error if error else self._console.line)(text)
-
-    def refresh(self, now: bool = False) -> None:
-        """Draw the table again, if a second has passed or `now`; drawing takes 5% of the time at most."""
-        pause = max(0.0 if now else _PERIOD_S, self._cost / _MOST_SHARE)
-        if self.live and (began := time.monotonic()) >= self._drawn + pause:
-            self.draw(look(self._folder))
-            self._drawn = time.monotonic()
-            self._cost = self._drawn - began
-
-    def draw(self, view: View) -> None:
-        """Draw the table of a state."""
-        from rich.text import Text
-
-        if (size := self._console.size) is not None:
-            lines = live_lines(view, size[0], max(3, size[1] - _ROWS_BESIDE))
-            self._console.live(Text("\n").join(Text.assemble(*line) for line in lines))
-
-    def stop(self) -> None:
-        """Remove the table."""
-        self._console.stop()
-
-
 def follow(folder: Path, console: Console) -> None:
     """Show the state of a folder until nothing runs there any more, or the user presses Ctrl-C.
 
     That is a live table on a terminal, otherwise lines on what changed, and one a minute.
     """
-    display, before, line_due = Display(folder, console), None, 0.0
+    before, line_due = None, 0.0
     try:
         while before is None or not before.done:
             began = time.monotonic()
             view = look(folder)
-            if display.live:
-                display.draw(view)
+            if (size := console.size) is not None:
+                console.live(live_table(view, *size))
             # A log file or a pipe gets lines about changes instead of a screen that is drawn again
             else:
                 for line in changes(before, view):
-                    display.line(line)
+                    console.line(line)
                 if began >= line_due:
-                    display.line(progress_line(view))
+                    console.line(progress_line(view))
                     line_due = began + _PLAIN_S
             before = view
             # Looking reads many files, so it takes only a small share of the time
@@ -134,7 +96,7 @@ def follow(folder: Path, console: Console) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        display.stop()
+        console.stop()
 
 
 def headline_of(records: Records) -> str:
@@ -161,33 +123,26 @@ def seconds_left(records: Records) -> float | None:
     return (time.time() - float(launch["time"])) / len(ended) * left if left else None
 
 
-def live_lines(view: View, width: int, height: int) -> list[Line]:
-    """The headline and a table of at most `width` columns and `height` lines: jobs that run, that failed, the newest, the next."""
-    rows = view.rows
+def live_table(view: View, width: int, height: int) -> RenderableType:
+    """The headline and a table for a terminal of this size: jobs that run, that failed, the newest, the next."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from runner.tracking.terminal import table_of
+
+    rows, most = view.rows, max(3, height - _ROWS_BESIDE)
     rank = {at: (STATES.index(row.status), at if row.status == "pending" else -at) for at, row in enumerate(rows)}
-    first, most = sorted(rank, key=rank.__getitem__), height - (len(rows) > height)
-    while len(table := _fitted([rows[at] for at in sorted(first[:most])], width)) > height + 2:  # of the head
-        most = most * height // len(table)
+    first = sorted(rank, key=rank.__getitem__)
+    folders = slice(None if width >= _WIDE else -2, None)
+    shown = [rows[at] for at in sorted(first[:most])]
+    brief = [replace(row, job="/".join(row.job.split("/")[folders]), varied=tuple(short(row.varied))) for row in shown]
     others = Counter(rows[at].status for at in first[most:])
     hidden = ", ".join(f"{others[status]} {status}" for status in STATES if others[status])
-    above = [[(line, "bold")] for line in wrapped(clean(view.headline), width)]
-    return [*above, *table, *([[(f"and {hidden}", "dim")]] if hidden else [])]
-
-
-def _fitted(rows: list[JobRow], width: int) -> list[Line]:
-    """A table of at most `width` columns, without those of its columns that have no room."""
-    folders = slice(None if width >= _WIDE else -2, None)
-    brief = [replace(row, job="/".join(row.job.split("/")[folders]), varied=tuple(short(row.varied))) for row in rows]
+    below = [Text(f"and {hidden}", "dim")] if hidden else []
     head, cells = columns_of(brief)
-    columns, lines = [*zip(head, *cells, strict=True)], list[Line]()
-    # First the columns that say least go, one after the other. Then the settings may take several lines before more go.
-    for step, dropped in enumerate((None, "", "device", "time", None, "varied", "left")):
-        columns = [column for column in columns if column[0] != dropped]
-        first, *others = zip(*columns, strict=True)
-        lines = table_lines("", first, others, width if step >= 4 else None)
-        if all(sum(len(text) for text, _ in line) <= width for line in lines):
-            break
-    return lines
+    kept = [at for at, name in enumerate(head) if width >= _WIDE or name not in ("", "device", "time")]
+    table = table_of([head[at] for at in kept], [[line[at] for at in kept] for line in cells])
+    return Group(Text(clean(view.headline), "bold"), table, *below)
 
 
 def short(words: Sequence[str]) -> list[str]:

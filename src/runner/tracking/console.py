@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -21,15 +20,15 @@ from runner.base.secrets import mask_text
 from runner.tracking.formats import (
     HARDWARE_METRICS,
     Line,
+    aligned,
+    amount,
     clean,
     duration,
-    encodable,
     in_order,
     metric,
-    table_lines,
+    number,
     wrapped,
 )
-from runner.tracking.live import LiveLines
 from runner.tracking.progress_file import Progress, ProgressFile
 
 if TYPE_CHECKING:
@@ -76,7 +75,10 @@ class Console:
         self._progress = Progress()
         self._progress_file: ProgressFile | None = None
         self._best: Callable[[], tuple[float, int] | None] = lambda: None
-        self._live = LiveLines()
+        self._warnings = list[str]()
+        # What the stream cannot express becomes a question mark
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            self._stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         # The log is a convenience: a run goes on without it
         if log_file is not None:
             try:
@@ -97,18 +99,17 @@ class Console:
         for label, value, reason in rows:
             why = f"  ({reason})" if reason else ""
             lines.append([(f"  {label.ljust(left)}  ", "cyan"), (value.ljust(middle), "bold"), (why, "dim")])
-        shown = lines
-        if self._room is not None:
-            shown = [lines[0], *(part for line in lines[1:] for part in _folded(line, left + 4, self._room - left - 4))]
-        self._emit(lines, shown)
+        room = (self._room or 0) - left - 4
+        shown = [lines[0], *(part for line in lines[1:] for part in _folded(line, left + 4, room))]
+        self._show(lines, shown)
 
     def line(self, text: str, style: str = "") -> None:
         """Show one or several lines."""
-        self._emit([[(line, style)] for line in mask_text(clean(text)).split("\n")])
+        self._show([[(line, style)] for line in mask_text(clean(text)).split("\n")])
 
     def warn(self, text: str) -> None:
         """Show `text` as a warning."""
-        self._live.warnings.append(clean(mask_text(text)).partition("\n")[0])
+        self._warnings.append(clean(mask_text(text)).partition("\n")[0])
         self._sentences(f"warning: {text}", "yellow")
 
     def error(self, text: str) -> None:
@@ -119,12 +120,13 @@ class Console:
         """Show lines that a terminal breaks between words, except those with a command, which are copied whole."""
         lines = mask_text(clean(text)).split("\n")
         parts = [part for line in lines for part in ([line] if _COMMAND in line else wrapped(line, self._room))]
-        self._emit([[(line, style)] for line in lines], [[(part, style)] for part in parts])
+        self._show([[(line, style)] for line in lines], [[(part, style)] for part in parts])
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table; each row has as many cells as there are columns."""
-        rows = [[mask_text(cell) for cell in row] for row in rows]
-        self._emit(table_lines(title, columns, rows), table_lines(title, columns, rows, self._room))
+        title, rows = mask_text(title), [[mask_text(cell) for cell in row] for row in rows]
+        plain = [*([clean(title)] if title else []), *aligned(columns, rows)]
+        self._emit(plain, lambda terminal: terminal.table(title, columns, rows))
 
     # Progress
 
@@ -163,7 +165,6 @@ class Console:
         self._write_progress(first_step, 0)
         # The speed before a pause or a resume says nothing about that of now
         self._marks.clear()
-        self._live = LiveLines(self._live.warnings)
         self._running = True
         self._period = _BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S
         # The clock starts with the first `advance`: the first step compiles and warms up, so it does not show the rate.
@@ -191,15 +192,14 @@ class Console:
             # A name and its value stay together when a line is wrapped
             bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)
             lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
-            self._emit([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
+            self._show([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
             return
         line = "  ".join([*shown, *self._eta(global_step)])
         self._progress.train = dict(values)
-        self._live.add_loss(values.get("loss", math.nan))
         if self._bar_on:
             self._write_log([line])
         else:
-            self._emit([[(line, "")]])
+            self._show([[(line, "")]])
 
     def stop(self) -> None:
         """Remove the bar and end progress; may be called twice, or without `start`."""
@@ -258,7 +258,7 @@ class Console:
         if self._bar_on:
             self._draw(global_step, self._position(global_step, epoch)[0])
         elif now - self._shown_at >= _QUIET_S:
-            self._emit([[("  ".join([*self._position(global_step, epoch), *self._eta(global_step)]), "")]])
+            self._show([[("  ".join([*self._position(global_step, epoch), *self._eta(global_step)]), "")]])
         self._due = perf_counter() + self._period
 
     def _write_progress(self, global_step: int, epoch: int) -> None:
@@ -278,8 +278,30 @@ class Console:
         texts[1:1] = self._eta(global_step)
         _, after = self._position(global_step, 0)
         share = global_step / self._progress.total_steps if self._progress.total_steps > 0 else 0.0
-        below = self._live.lines(self._progress, getattr(self._stream, "encoding", None))
-        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts, below=below))
+        epoch, below = self._of_epoch(), self._below()
+        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts, epoch=epoch, below=below))
+
+    def _of_epoch(self) -> float | None:
+        """The complete part of the epoch; None for a single epoch or an unknown number of steps."""
+        progress = self._progress
+        if progress.total_epochs <= 1 or progress.total_steps <= 0:
+            return None
+        steps = max(1, round(progress.total_steps / progress.total_epochs))
+        return (progress.global_step - (max(progress.epoch, 1) - 1) * steps) / steps
+
+    def _below(self) -> list[Line]:
+        """The lines below the bar: the monitored metric and memory, and the last warning."""
+        progress, texts, lines = self._progress, list[str](), list[Line]()
+        if progress.last is not None:
+            best = progress.best is not None and progress.best_step is not None
+            suffix = f", best {number(progress.best)} at step {progress.best_step}" if best else ""
+            texts.append(metric(progress.metric, progress.last) + suffix)
+        if (memory := progress.train.get("peak_memory_mib")) is not None:
+            texts.append(metric("peak_memory_mib", memory))
+        lines += [[(f"  {'  '.join(texts)}", "")]] if texts else []
+        if self._warnings:
+            lines.append([(f"  {amount(len(self._warnings), 'warning')}: {self._warnings[-1]}", "yellow")])
+        return lines
 
     def _position(self, global_step: int, epoch: int) -> list[str]:
         epochs = f"/{self._progress.total_epochs}" if self._progress.total_epochs > 0 else ""
@@ -299,19 +321,20 @@ class Console:
         seconds_per_step = (perf_counter() - time_then) / (global_step - step_then)
         return max(0, self._progress.total_steps - global_step) * seconds_per_step
 
-    def _emit(self, lines: list[Line], on_terminal: list[Line] | None = None) -> None:
+    def _show(self, lines: list[Line], on_terminal: list[Line] | None = None) -> None:
         plain = ["".join(text for text, _ in line).rstrip() for line in lines]
+        self._emit(plain, lambda terminal: terminal.lines(on_terminal or lines))
+
+    def _emit(self, plain: list[str], draw: Callable[[Terminal], None]) -> None:
+        """Write plain lines to the log and, if nothing can be drawn on a terminal, to the stream."""
         self._shown_at = perf_counter()
         self._write_log(plain)
-        if not self._on_terminal(lambda terminal: terminal.lines(on_terminal or lines)):
-            self._write_plain(plain)
-
-    def _write_plain(self, lines: list[str]) -> None:
-        try:
-            self._stream.write(encodable("\n".join(lines) + "\n", getattr(self._stream, "encoding", None)))
-            self._stream.flush()
-        except (AttributeError, OSError, ValueError):  # a closed standard output is None
-            self._give_up()
+        if not self._on_terminal(draw):
+            try:
+                self._stream.write("\n".join(plain) + "\n")
+                self._stream.flush()
+            except (AttributeError, OSError, ValueError):  # a closed standard output is None
+                self._give_up()
 
     def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:
         """Draw; returns False if plain lines have to be shown instead."""

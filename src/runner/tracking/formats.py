@@ -27,7 +27,6 @@ STATE_COLOURS = {
 }
 """Styles of the states of a run, for tables."""
 
-_STATES = re.compile(rf"(?<=  )({'|'.join(STATE_COLOURS)})(?=  |$)")  # as cells
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what makes spreadsheets take the text of a cell for a formula
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
@@ -124,18 +123,6 @@ def clean(text: str) -> str:
     return _ESCAPES.sub("", text).translate(_CONTROLS)
 
 
-def encodable(text: str, encoding: str | None) -> str:
-    """`text` with a question mark for each character that `encoding` (ASCII if None) lacks."""
-    return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
-
-
-def bar_texts(share: float, cells: int, encoding: str | None) -> tuple[str, str]:
-    """The filled and the empty part of a bar of so many characters, in ASCII where `encoding` has no lines."""
-    filled = round(min(max(share, 0.0), 1.0) * cells)
-    full, empty = ("━", "─") if encodable("━", encoding) == "━" else ("#", "-")
-    return full * filled, empty * (cells - filled)
-
-
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     """`text` in lines of at most `width` characters, broken between words; those after the first begin with `indent`.
 
@@ -146,24 +133,11 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """A plain table as lines: two spaces between columns, numbers aligned right, dashes below the headers.
-
-    If it is wider than `width` characters, the cells of its widest column are broken between words.
-    """
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A plain table as lines: two spaces between columns, numbers aligned right, dashes below the headers."""
     columns, *cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in (columns, *rows)]
     widths = column_widths(columns, cells)
     right = [{is_number(row[i]) for row in cells if row[i] != "-"} == {True} for i in range(len(columns))]
-    # On a narrow terminal the widest column is folded, and the others stay on one line
-    if width is not None and (much := sum(widths) + 2 * (len(widths) - 1) - width) > 0:
-        at = widths.index(max(widths))
-        room = max(widths[at] - much, len(columns[at]), *(len(word) for row in cells for word in row[at].split()))
-        cells = [
-            [*([""] * at if below else row[:at]), part, *([] if below else row[at + 1 :])]
-            for row in cells
-            for below, part in enumerate(wrapped(row[at], room) or [""])
-        ]
-        widths[at] = max(len(columns[at]), *(len(row[at]) for row in cells))
 
     def join(parts: Sequence[str]) -> str:
         padded = (p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, widths, right, strict=False))
@@ -199,16 +173,6 @@ def csv_text(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[clean(cell) if isinstance(cell, str) else cell for cell in row] for row in (head, *rows)]
     csv.writer(text, lineterminator="\n").writerows([harmless(cell) for cell in row] for row in cells)
     return text.getvalue()
-
-
-def table_lines(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
-) -> list[Line]:
-    """The lines of `aligned` below a title, as parts with their styles; states of runs have their colours."""
-    head, rule, *body = aligned(columns, rows, width)
-    above = [[(clean(title), "bold")]] if title else []
-    states = [[(part, STATE_COLOURS.get(part, "")) for part in _STATES.split(line)] for line in body]
-    return [*above, [(head, "bold")], [(rule, "dim")], *states]
 
 
 def is_number(text: str) -> bool:

@@ -6,16 +6,19 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from rich import box
 from rich.console import Console as RichConsole
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from runner.tracking.formats import Line, bar_texts, encodable
+from runner.tracking.formats import STATE_COLOURS, Line, clean, is_number
 
-_WIDEST_BAR = 30
-_NARROWEST_BAR = 6
+_WIDEST_BAR, _NARROWEST_BAR, _EPOCH_BAR = 30, 6, 16
 _HIGH_ENOUGH = 10  # rows
+_SHORT = 14  # characters of cells that stay on one line
 
 
 class _Rich(RichConsole):
@@ -31,7 +34,7 @@ class _Rich(RichConsole):
 
 
 class Terminal:
-    """Lines and one live bar on a terminal; printed text appears above the bar.
+    """Lines, tables and one live display on a terminal; printed text appears above it.
 
     Raises:
         OSError: the terminal or pipe is gone.
@@ -39,7 +42,6 @@ class Terminal:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._encoding = getattr(stream, "encoding", None)
         self._rich = _Rich(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
 
@@ -51,29 +53,42 @@ class Terminal:
     def lines(self, lines: Sequence[Line]) -> None:
         """Show lines of (text, style); the terminal wraps them, so that paths can be copied whole."""
         for line in lines:
-            text = self._text(line)
+            text = Text.assemble(*line, end="")
             text.rstrip()
             self._rich.print(text, soft_wrap=True)
 
-    def bar(self, before: str, share: float, after: str, texts: Sequence[str], *, below: Sequence[Line] = ()) -> None:
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show a table below its title, which may be empty."""
+        if title:
+            self.lines([[(clean(title), "bold")]])
+        self._rich.print(table_of(columns, rows))
+
+    def bar(
+        self,
+        before: str,
+        share: float,
+        after: str,
+        texts: Sequence[str],
+        *,
+        epoch: float | None = None,
+        below: Sequence[Line] = (),
+    ) -> None:
         """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge.
 
-        Lines `below` it follow if the terminal is high enough.
+        If the terminal is high enough, a bar of the epoch and lines `below` follow.
         """
-        # Not rich.progress: its columns wrap or shrink the text on a narrow terminal, where the bar has to give way.
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
-        room, tail = self._rich.width - 1, "  ".join([after, *texts])
+        room, tail = max(1, self._rich.width - 1), "  ".join([after, *texts])
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
-        full, empty = bar_texts(share, cells if cells >= _NARROWEST_BAR else 0, self._encoding)
-        line: Line = [(f"{before}  ", ""), (full, "green"), (empty, "dim"), ("  " * bool(full + empty) + tail, "")]
-        lines = [self._text(each) for each in (line, *(below if self._rich.height >= _HIGH_ENOUGH else ()))]
-        for text in lines:
-            text.truncate(max(1, room), overflow="crop" if text is lines[0] else "ellipsis")
-        self.draw(Text("\n").join(lines))
-
-    def _text(self, line: Line) -> Text:
-        parts = ((encodable(part, self._encoding), style) for part, style in line)
-        return Text.assemble(*parts, no_wrap=True, end="")
+        first = _row(before, share, cells, tail, "green") if cells >= _NARROWEST_BAR else Text(f"{before}  {tail}")
+        shown: list[RenderableType] = [first]
+        if self._rich.height >= _HIGH_ENOUGH:
+            shown += [_row("  this epoch", epoch, _EPOCH_BAR, "", "cyan")] if epoch is not None else []
+            shown += [Text.assemble(*line) for line in below]
+        for text in (each for each in shown if isinstance(each, Text)):
+            text.no_wrap = True
+            text.truncate(room, overflow="crop" if text is first else "ellipsis")
+        self.draw(Group(*shown))
 
     def draw(self, shown: RenderableType) -> None:
         """Draw something live at the bottom."""
@@ -91,7 +106,29 @@ class Terminal:
         self._live.update(shown, refresh=True)
 
     def stop(self) -> None:
-        """Remove the live line."""
+        """Remove the live display."""
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
+
+
+def _row(before: str, share: float, cells: int, after: str, style: str) -> Table:
+    """A bar between two texts."""
+    row = Table.grid(padding=(0, 2, 0, 0))
+    bar = ProgressBar(1.0, share, cells, complete_style=style, finished_style=style)
+    row.add_row(Text(before, no_wrap=True), bar, Text(after, no_wrap=True))
+    return row
+
+
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose cells are folded where the terminal is narrow, with numbers to the right and states in their colours."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
+    for name, cells in zip(columns, zip(*rows, strict=True) if rows else [()] * len(columns), strict=True):
+        numbers = {is_number(cell) for cell in cells if cell != "-"} == {True}
+        short = max(map(len, cells), default=0) <= _SHORT
+        table.add_column(Text(clean(name)), justify="right" if numbers else "left", overflow="fold", no_wrap=short)
+    for row in rows:
+        table.add_row(*(Text(" ".join(clean(cell).split()), STATE_COLOURS.get(cell, "")) for cell in row))
+    return table

@@ -24,7 +24,6 @@ from runner.sweeps.folder import opened_folder
 from runner.sweeps.plan import Plan, plan_of, problems_of_all
 from runner.sweeps.run import Listed, Sweep
 from runner.sweeps.table import print_best, print_table, summarise
-from runner.sweeps.view import Display
 from runner.tracking.console import Console
 from runner.verbs._errors import print_error
 from runner.verbs._job import run_job
@@ -59,7 +58,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
     plan: Plan = search.plan if search else plan_of(command, validate)
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
-        sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), Display(folder, console))
+        sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), console)
         # Whatever ends the jobs early, the table of those that ended is written and shown
         sweep.begin()
         try:
@@ -72,8 +71,6 @@ def run_sweep(verb: Verb, command: Command) -> int:
         except UserError as error:  # such as a full disk
             print_error(str(error))
             sweep.status = error.exit_code
-        finally:
-            console.stop()
         status = sweep.status
         # A full disk must not hide the table, which is shown without being stored
         try:

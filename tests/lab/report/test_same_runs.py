@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from stored_sweeps import live_text
 from tiny_runs import TINY
 
 import runner
@@ -20,7 +21,7 @@ from runner.lab.report.page import content_of
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.rows import JobRow
 from runner.sweeps.table import print_table, summarise
-from runner.sweeps.view import live_lines, look
+from runner.sweeps.view import look
 from runner.tracking.console import Console
 
 RATES = ("optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=0.3")
@@ -74,7 +75,7 @@ def states(folder: Path) -> dict[str, str]:
     found = {row.job: row.status for row in summarise(folder, write=False)}
     view = look(folder)
     assert {row.job: row.status for row in view.rows} == found
-    text = "\n".join(part for line in live_lines(view, 80, 20) for part, _ in line)
+    text = "\n".join(live_text(folder, 80))
     assert all(status in text for status in found.values())
     reported = {str(run.path.relative_to(folder)): run.status for run in runner.runs(folder)}
     assert reported == {job: status for job, status in found.items() if status != "pending"}
