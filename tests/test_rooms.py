@@ -186,7 +186,7 @@ BUDGET = {
     "distributed": 885,
     "engine": 2_954,
     "instrument": 637,  # attributes of a task, which a trial puts back
-    "lab": 7_260,
+    "lab": 7_013,
     "launch": 1_030,
     "models": 1_358,
     "optim": 1_214,

@@ -40,7 +40,7 @@ CASES = [
       for how in ("mirrored", "rescaled", "mirrored and brighter", "encoded")),
     _data("late copies", "near-duplicates", "warn", "of 256 of test"),
     _data("one image", "duplicates", "fail", "exact copies"),
-    _data("permuted", "learnable", "warn", "logistic regression"),
+    _data("permuted", "learnable", "warn", "linear model"),
     _data("permuted test", "split-targets", "fail", "on test"),
     _data("no such class in test", "missing-classes", "warn", "no sample of test is of class 1"),
     _data("normalised", "normalization", "fail", "already normalized",
@@ -73,11 +73,11 @@ CASES = [
         ("entropy", "are right for"))),
     *(Case(f"{fault} loss", (*NUMBERS[::2], f"loss={{_target_: check_photo_parts.Loss, fault: {fault}}}"),
            "loss-minimum", "fail", "correlation") for fault in ("difference", "squared mean", "means")),
-    _loss("first sample", "loss-coverage", "fail", "of 64 samples"),
-    _loss("half of the batch", "loss-coverage", "warn", "32 of 64 samples"),
-    _loss("ignores class 0", "loss-coverage", "fail", "class 0"),
-    _loss("zero weight", "loss-coverage", "fail", "class 2"),
-    _loss("extreme weight", "loss-coverage", "warn", "times as much as one of class 2"),
+    _loss("first sample", "loss-of-samples", "warn", "samples together"),
+    _loss("half of the batch", "loss-of-samples", "warn", "samples together"),
+    _loss("ignores class 0", "class-share", "fail", "class 0"),
+    _loss("zero weight", "class-share", "fail", "class 2"),
+    _loss("extreme weight", "class-share", "warn", "times as much as one of class 2"),
     *(Case(f"{words} for AdamW", (f"{ADAM}, {words}}}",), "optimizer-settings", status, evidence)
       for words, status, evidence in (
         ("weight_decay: 100", "fail", "takes 50"), ("betas: [0.999, 0.9]", "warn", "betas"), ("eps: 1.0", "warn", "eps=1"),
@@ -117,7 +117,18 @@ CASES = [
          "whose min is best"),
     Case("accumulates all", ("accumulate=100",), "epoch-length", "warn", "accumulate=100"),
     Case("drops most", ("data.batch_size=150", "data.drop_last=true"), "epoch-length", "warn", "drop_last"),
-    _loss("blind", "overfit", "fail", "the answers stay wrong"),
+    *(Case(f"{name} optimizer", (f"optimizer={{_target_: check_photo_parts.{name}, lr: 0.01}}",),
+           "step-direction", "fail", "errors")
+      for name in ("Ascent", "Shuffles")),
+    *(Case(fault, (f"callbacks={{own: {{_target_: check_photo_parts.Undoes, fault: {fault}}}}}",),
+           "callbacks-effect", status, "left")
+      for fault, status in (
+        ("first weights after steps", "fail"), ("first weights after evaluations", "fail"), ("no rate", "warn"))),
+    Case("other unit", (*NUMBERS[:2], "data.dataset={_target_: check_photos.dataset, kind: regression, fault: other unit}"),
+         "target-scale", "warn", "in test"),
+    Case("upside down", ("data.dataset={_target_: runner.data.sources.digits.digits}",
+         "transform.eval=[{_target_: check_photo_parts.Batchwise, fault: upside down}]"),
+         "orientation", "warn", "turned by 180 degrees"),
 ]  # fmt: skip
 
 HEALTHY = {

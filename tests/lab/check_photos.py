@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,10 +60,14 @@ def encoded(image: Tensor, quality: int = 60) -> Tensor:
     return torch.from_numpy(np.asarray(Image.open(kept)).copy()).permute(2, 0, 1)
 
 
-def resized(images: Tensor, side: int, mode: str = "bilinear") -> Tensor:
+def resized(images: Tensor, side: int) -> Tensor:
     """Images of another size, uint8."""
-    options: dict[str, Any] = {} if mode == "nearest" else {"antialias": True}
-    return F.interpolate(images.float(), (side, side), mode=mode, **options).round().clamp(0, 255).to(torch.uint8)
+    return (
+        F.interpolate(images.float(), (side, side), mode="bilinear", antialias=True)
+        .round()
+        .clamp(0, 255)
+        .to(torch.uint8)
+    )
 
 
 def again(images: Tensor, how: str) -> Tensor:
@@ -97,48 +100,6 @@ class Floats(Dataset[Any]):
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
-def wrapped(images: Tensor, amount: float) -> Tensor:
-    """Brighter than uint8 can hold."""
-    return (images.to(torch.int64) + round(255 * amount)).to(torch.uint8)
-
-
-def _marked(images: Tensor, targets: Tensor, fault: str) -> Tensor:
-    """Images that give their label away."""
-    images, value = images.clone(), (20 + 60 * targets).to(torch.uint8)
-    if fault == "corner pixel":
-        images[:, :, 0, 0] = value[:, None]
-    elif fault == "border":
-        for edge in (images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]):
-            edge.copy_(value[:, None, None].expand_as(edge))
-    elif fault == "stamp":
-        images[targets == 2, :, -5:-1, -5:-1] = 255
-    elif fault == "pixel in the middle":
-        images[:, 1, 14, 15] = value
-    elif fault == "alpha channel":
-        images = torch.cat([images, value.view(-1, 1, 1, 1).expand(-1, 1, SIDE, SIDE)], 1)
-    return images
-
-
-def of_split(images: Tensor, fault: str) -> Tensor:
-    """Held-out images that were made in another way than those of train."""
-    grey = images.float().mean(1, keepdim=True).expand(-1, 3, -1, -1)
-    made = {
-        "grey": lambda: grey,
-        "pale": lambda: 0.4 * images.float() + 0.6 * grey,
-        "blurred": lambda: resized(resized(images, 12), SIDE).float(),
-        "nearest": lambda: resized(resized(images, 14), SIDE, "nearest").float(),
-        "zoomed": lambda: resized(images[..., 8:-8, 8:-8], SIDE).float(),
-        "warm": lambda: images.float() * torch.tensor([1.15, 1.0, 0.8]).view(3, 1, 1),
-        "low contrast": lambda: 128 + 0.7 * (images.float() - 128),
-        "gamma": lambda: 255 * (images.float() / 255) ** 1.5,
-        "few bits": lambda: images.div(32, rounding_mode="floor").float() * 32 + 16,
-        "framed": lambda: F.pad(images[..., 3:-3, 3:-3].float(), (3, 3, 3, 3)),
-        "compressed": lambda: torch.stack([encoded(image, 8) for image in images]).float(),
-        "noisy": lambda: images.float() + 12 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1)),
-    }
-    return made[fault]().round().clamp(0, 255).to(torch.uint8)
-
-
 def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, samples: int = TRAIN) -> dict[str, Any]:
     """Photographs to train and to test on, with one fault."""
     images, targets = photos(samples + (3 if fault == "late copies" else 1) * TEST, side)
@@ -152,16 +113,12 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
         if fault == "other unit":
             right = right * 3 + 2
         return {"train": ImageArrays(images, targets), "test": ImageArrays(theirs, right)}
-    if fault in ("corner pixel", "border", "stamp", "pixel in the middle", "alpha channel"):
-        images, theirs = _marked(images, targets, fault), _marked(theirs, right, fault)
-    elif fault.startswith("again "):
+    if fault.startswith("again "):
         theirs, right = theirs.clone(), right.clone()
         theirs[:40], right[:40] = again(images[:40], fault.removeprefix("again ")), targets[:40]
     elif fault == "late copies":  # after those that a comparison in order would look at
         for place, how in enumerate(("mirrored", "rescaled", "noisy", "encoded")):
             theirs[300 + 15 * place : 315 + 15 * place] = again(images[15 * place : 15 * place + 15], how)
-    elif fault.startswith("test "):
-        theirs = of_split(theirs, fault.removeprefix("test "))
     elif fault == "one image":
         images = images[:8].repeat(samples // 8, 1, 1, 1)
         targets = targets[:8].repeat(samples // 8)
@@ -171,13 +128,6 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
         theirs = theirs.roll(1, 0)
     elif fault == "no such class in test":
         theirs, right = theirs[right != 1], right[right != 1]
-    elif fault == "sorted":
-        order = targets.argsort()
-        images, targets = images[order], targets[order]
-    elif fault == "overflow":
-        images, theirs = wrapped(images, 0.4), wrapped(theirs, 0.4)
-    elif fault == "overflow of contrast":
-        images, theirs = ((each.to(torch.int64) * 2 - 60).to(torch.uint8) for each in (images, theirs))
     elif fault in ("normalised", "divided twice", "floats"):
         floats = [each.float() / 255 for each in (images, theirs)]
         if fault == "normalised":
@@ -186,22 +136,3 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
             floats = [each / 255 for each in floats]
         return {"train": Floats(floats[0], targets), "test": Floats(floats[1], right)}
     return {"train": ImageArrays(images, targets, NAMES), "test": ImageArrays(theirs, right, NAMES)}
-
-
-def folder(root: Path, fault: str = "", samples: int = 160) -> Path:
-    """The same as files, in a folder for each class."""
-    images, targets = photos(TRAIN + TEST)
-    for number, (image, target) in enumerate(zip(images[:samples], targets[:samples].tolist(), strict=True)):
-        place = root / NAMES[target]
-        place.mkdir(parents=True, exist_ok=True)
-        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
-        if fault == "format" and target == 1:
-            picture.save(place / f"{number}.png")
-        elif fault == "mode" and target == 1:
-            picture.convert("L").save(place / f"{number}.jpg", quality=92)
-        elif fault == "size" and target == 1:
-            picture.resize((48, 32)).save(place / f"{number}.jpg", quality=92)
-        else:
-            quality = 40 if fault == "bytes" and target == 1 else 92
-            picture.save(place / f"{number}.jpg", quality=quality)
-    return root

@@ -79,16 +79,15 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         keep = (targets == 0) | ((targets > 0).cumsum(0) < 9)
         images, targets = images[keep], targets[keep]
         right.zero_()
-    elif fault == "classes in another order":
-        return {"train": train, "test": ImageArrays(theirs, right, classes[::-1])}
+    elif fault == "one class twice as large":
+        kept, held = ((each == 0) | (torch.arange(len(each)) % 2 == 0) for each in (targets, right))
+        images, targets, theirs, right = images[kept], targets[kept], theirs[held], right[held]
     elif fault == "other numbers in test":
         right = (right + 1) % CLASSES
     elif fault == "swapped channels":
         images, theirs = images.flip(1), theirs.flip(1)
     elif fault == "swapped channels in test":
         theirs = theirs.flip(1)
-    elif fault == "dark test":
-        theirs = theirs // 3
     elif fault == "brighter copies in test":
         theirs[:40], right[:40] = images[:40] // 2 + 60, targets[:40]
     elif fault == "cast to uint8":
@@ -119,7 +118,6 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.fault = fault
-        self.trained: list[bool] = []  # whether the first layer was, at each step
         self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=fault == "bias before norm")
         self.norm = nn.BatchNorm2d(width)
         self.hidden = nn.Linear(width, 32)
@@ -134,20 +132,19 @@ class Net(nn.Module):
             nn.init.constant_(self.hidden.bias, -100.0)
         elif fault == "unused branch":
             self.branch = nn.Linear(width, 32)
-        elif fault == "shared":
-            self.blocks = nn.ModuleList([nn.Linear(32, 32)] * 3)
         elif fault in ("vanishing", "exploding"):
             self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
             for block in self.blocks:
                 nn.init.normal_(block.weight, std=0.01 if fault == "vanishing" else 4.0)
-        elif fault in ("large head", "blind with a large head"):
+        elif fault == "large head":
             nn.init.normal_(self.head.weight, std=3.0)
-            nn.init.normal_(self.head.bias, std=8.0 if fault.startswith("blind") else 0.01)
         elif fault == "hook that adds up":
             kept = torch.zeros_like(self.conv.weight)
             self.conv.weight.register_hook(lambda gradient: kept.add_(gradient).clone())
         elif fault == "counts evaluations":
             self.register_buffer("calls", torch.zeros(()))
+        elif fault == "unscaled dropout":
+            self.norm = nn.GroupNorm(1, width)
         elif fault == "centred":
             self.norm = nn.BatchNorm2d(width, track_running_stats=False)
 
@@ -163,32 +160,29 @@ class Net(nn.Module):
         fault = self.fault
         if fault == "raises":
             return {}[fault]
-        if self.training and torch.is_grad_enabled():
-            self.trained.append(self.conv.weight.requires_grad)
-        if fault.startswith("blind"):
+        if fault == "blind":
             images = images * 0
         if fault == "norm in evaluation":
             self.norm.eval()
-        elif fault == "frozen in evaluation":
-            self.conv.weight.requires_grad_(self.training)
         features = self.conv(images)
         if fault == "view for permute":
             batch, channels, height, width = features.shape
             features = features.view(channels, batch, height, width).transpose(0, 1)
+        if fault == "norm twice":
+            features = self.norm(features)
         features = pooled = F.relu(self.norm(features)).mean((2, 3))
+        if fault == "unscaled dropout" and self.training:
+            features = features * (torch.rand_like(features) > 0.6)
         if fault == "detached":
             features = features.detach()
         features = F.relu(self.hidden(features))
         if fault == "unused branch":
             self.branch(pooled)
-        if fault in ("shared", "vanishing", "exploding"):
+        if fault in ("vanishing", "exploding"):
             for block in self.blocks:
                 features = F.relu(block(features))
         if fault == "dropout always on":
             features = F.dropout(features, 0.5)
-        elif fault == "stochastic depth":
-            kept = torch.rand(len(features), 1) > 0.97 if self.training else torch.ones(len(features), 1)
-            features = F.dropout(features, 0.9, self.training) * kept
         elif fault == "noise":
             features = features + 1e-3 * float(torch.rand((), generator=_UNSEEDED)) * features
         if fault == "counts evaluations":
@@ -200,8 +194,6 @@ class Net(nn.Module):
             return logits.softmax(1)
         if fault == "sigmoid":
             return logits.sigmoid()
-        if fault == "never negative":
-            return F.relu(logits - 1)
         return logits
 
 
@@ -230,10 +222,6 @@ class Loss(nn.Module):
             return F.cross_entropy(outputs, targets, reduction="sum")
         if self.fault == "broadcast":
             return (outputs.squeeze(1) - targets).square().mean()
-        if self.fault == "below zero":
-            return F.cross_entropy(outputs, targets) - 5
-        if self.fault == "small":
-            return F.cross_entropy(outputs, targets) / 1000
         return F.cross_entropy(outputs, targets)
 
 
@@ -262,13 +250,6 @@ class LeavesEvaluation:
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
         loop.state.model.eval()
-
-
-class Quarter:
-    """An augmentation that leaves a quarter of the image."""
-
-    def __call__(self, images: Tensor, rng: Any) -> Tensor:
-        return images[..., ::2, ::2]
 
 
 class Blank:
@@ -317,29 +298,22 @@ def _loss(fault: str, check: str, status: str, evidence: str, *more: str) -> Cas
 
 REGRESSION = ("task=regression", "loss=mse", "data.dataset={_target_: check_zoo.shapes, kind: regression}")
 CASES = [
-    Case("a quarter of the image", ("transform.train=[{_target_: check_zoo.Quarter}]",),
-         "input-size", "warn", "4x4 in training, 8x8 in evaluations"),
     Case("worst for best", ("checkpoint.mode=min",), "metric-direction", "fail", "checkpoint.mode=min for val/accuracy"),
-    Case("frozen at random", ("freeze=all-but-head", "model={_target_: runner.models.small_cnn.SmallCNN, in_channels: null, "
-         "num_classes: null}"), "frozen-start", "warn", "no weights are loaded"),
-    Case("the cosine comes back", ("scheduler=torch", "scheduler.name=CosineAnnealingLR", "scheduler.interval=step",
-         "scheduler.options={T_max: 40}", "epochs=20"), "schedule", "warn", "rises again after it has fallen"),
     Case("a fifth is dropped", ("data.drop_last=true", "data.batch_size=256"), "epoch-length", "warn", "drop_last=true leaves"),
-    _model("frozen in evaluation", "trainable-set", "fail", "conv.weight"),
-    _data("shuffled labels", "learnable", "warn", "logistic regression"),
+    _data("shuffled labels", "learnable", "warn", "linear model"),
     _data("labels from 1", "missing-classes", "fail", "labels run from 1 to 4"),
     _data("labels out of range", "target-range", "fail", "outside 0 to 3: from 1 to 4"),
     _data("white pages", "augmentation", "fail", "with augmentation",
           "transform.train=[{_target_: check_photo_parts.Batchwise, fault: normalised}]"),
     _data("leaked test", "leakage", "fail", "of 100 of test"),
     _data("duplicate rows", "duplicates", "warn", "exact copies"),
-    _data("two labels", "conflicting-labels", "fail", "another target than an exact copy"),
+    _data("two labels", "duplicates", "warn", "exact copies"),
     _data("all zero", "constant-images", "fail", "500 of 500 images have a single value"),
     _data("constant images", "constant-images", "fail", "40 of 500 images"),
     _data("one class", "class-balance", "fail", "every training sample is of class 0"),
     _data("common class", "class-balance", "warn", "training samples per class"),
-    _data("classes in another order", "class-order", "fail", "class 0 is '0' and '3' in train and test"),
-    _data("other numbers in test", "class-meaning", "fail", "if its classes are renamed", "data.split.val=0"),
+    _data("one class twice as large", "class-weights", "warn", "the correlation of weight", "loss.class_weights=[2,1,1,1]"),
+    _data("other numbers in test", "split-targets", "fail", "on test"),
     _data(
         "swapped channels", "channel-order", "fail", "data.normalize.mean",
         "data.normalize.mean=[0.16,0.5,0.5]", "data.normalize.std=[0.07,0.2,0.2]",
@@ -371,22 +345,19 @@ CASES = [
     _model("norm in evaluation", "modes", "warn", "stay in evaluation mode after train(): norm"),
     _model("dropout always on", "repeatable-evaluation", "fail", "differ by"),
     _model("counts evaluations", "evaluation-leaves-state", "fail", "calls"),
-    _model("detached", "detached-parameters", "fail", "conv.weight, norm.weight, norm.bias"),
-    _model("unused branch", "unused-parameters", "warn", "branch.weight, branch.bias"),
-    _model("dead", "dead-units", "fail", "32 of 32"),
-    _model("shared", "shared-weights", "warn", "blocks.0.weight = blocks.1.weight = blocks.2.weight"),
-    _model("vanishing", "activation-scale", "fail", "blocks.7"),
-    _model("exploding", "activation-scale", "fail", "after blocks"),
+    _model("detached", "missing-gradients", "fail", "conv.weight, norm.weight, norm.bias"),
+    _model("unused branch", "missing-gradients", "warn", "branch.weight, branch.bias"),
+    _model("vanishing", "gradient-scale", "warn", "root mean square"),
     _model("exploding", "gradient-scale", "fail", "root mean square"),
-    _model("blind", "overfit", "fail", "loss"),
-    _model("blind with a large head", "overfit", "fail", "a guess gives"),
+    _model("norm twice", "repeated-norms", "warn", "run several times in a forward pass: norm"),
+    _model("unscaled dropout", "output-scale", "warn", "times those in evaluation mode"),
     _model("dead", "gradient-scale", "fail", "is zero"),
+    _model("explodes", "initial-loss", "fail", "nan"),
     _model("large head", "initial-loss", "warn", "equal outputs give 1.386 = ln 4"),
-    _model("blind", "zero-input", "fail", "with zeros"),
-    _model("noise", "repeatability", "warn", "tensors differ"),
-    _loss("wrong axis", "loss-axis", "fail", "adding a number"),
+    _model("blind", "zero-input", "fail", "of zeros differ"),
+    _model("noise", "repeatable-evaluation", "fail", "differ by"),
+    _loss("wrong axis", "loss-of-samples", "warn", "samples together"),
     _loss("sum", "loss-of-samples", "fail", "it is their sum"),
-    _loss("sum", "accumulation", "fail", "2 times as long"),
     Case("silent broadcast", (*REGRESSION, "loss={_target_: check_zoo.Loss, fault: broadcast}"),
          "loss-broadcast", "fail", "all with all"),
     Case("large targets", (*REGRESSION[:2], "data.dataset={_target_: check_zoo.shapes, kind: regression, fault: large targets}"),
@@ -394,12 +365,12 @@ CASES = [
     Case("constant targets", (*REGRESSION[:2], "data.dataset={_target_: check_zoo.shapes, kind: regression, fault: no targets}"),
          "target-scale", "fail", "deviation 0"),
     Case("forgotten zero_grad", ("callbacks={keep: {_target_: check_zoo.KeepsGradients}}",),
-         "stale-gradients", "fail", "are not zero when a step begins"),
+         "stale-gradients", "fail", "are not zero when the second step begins"),
     _model("hook that adds up", "stale-gradients", "fail", "conv.weight"),
     Case("evaluation mode in training", ("callbacks={leave: {_target_: check_zoo.LeavesEvaluation}}",),
          "mode-in-training", "fail", "6 modules are in evaluation mode when a step begins"),
     Case("parameters omitted", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
          "optimizer-parameters", "fail", "conv.weight, hidden.weight, head.weight"),
     Case("parameters never zeroed", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
-         "stale-gradients", "fail", "conv.weight after step 1"),
+         "stale-gradients", "fail", "conv.weight"),
 ]  # fmt: skip

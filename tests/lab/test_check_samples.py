@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runner.lab.check.split_stats import stratified_order
+from runner.lab.check.sample import stratified_order
 
 CLASSES, EACH = 5, 80
 

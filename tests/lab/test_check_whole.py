@@ -186,10 +186,10 @@ def test_nothing_is_found_in_healthy_data(
     checks = composed_check(words, *transforms)
     assert bad(checks) == {}
     passed = {name for name, each in checks.items() if each["status"] == "pass"}
-    assert passed >= {"readable", "finite-images", "duplicates", "leakage", "overfit", "gradient-scale", "repeatability",
-                      "batch-repeats", "initial-loss", "unused-parameters", "class-ids",
+    assert passed >= {"readable", "finite-images", "duplicates", "leakage", "step-size", "gradient-scale",
+                      "batch-repeats", "initial-loss", "missing-gradients", "class-ids",
                       "evaluation-transform", "stale-gradients"}  # fmt: skip
-    assert passed >= ({"mask-values", "mask-size"} if words is MASKS else {"box-format"})
+    assert passed >= ({"mask-size"} if words is MASKS else {"box-format"})
     assert checks["initial-loss"]["evidence"]
     assert "pairs of image and target" in checks["normalization"]["evidence"]
 
@@ -198,7 +198,7 @@ def test_nothing_is_found_in_healthy_data(
     ("base", "words", "name", "reason"),
     some(
         [
-            (MASKS, ("data.dataset.fault=colors",), "mask-values", "200 belong to no class"),
+            (MASKS, ("data.dataset.fault=colors",), "class-ids", "200 belong to no class"),
             (MASKS, ("data.dataset.fault=from one",), "class-ids", "values 1, 2, 3"),
             (MASKS, ("data.dataset.fault=size", "only=[samples]"), "mask-size", "sample"),
             (BOXES, ("data.dataset.fault=xywh as xyxy",), "box-format", "no positive size"),
@@ -215,7 +215,7 @@ def test_nothing_is_found_in_healthy_data(
                 "the data set itself",
             ),
             (MASKS, (alone("Repeats"), "only=[batches]"), "batch-repeats", "100%"),
-            (MASKS, ("model.unused=true",), "unused-parameters", "unused.weight"),
+            (MASKS, ("model.unused=true",), "missing-gradients", "unused.weight"),
             (MASKS, ("task.fault=infinite", "only=[loss]"), "initial-loss", "nan"),
             (
                 MASKS,
@@ -223,7 +223,7 @@ def test_nothing_is_found_in_healthy_data(
                 "evaluation-leaves-state",
                 "first.bias",
             ),
-            (MASKS, ("task.fault=detached", "only=[overfit]"), "overfit", "loss 1.099 to 1.099"),
+            (MASKS, ("task.fault=detached", "only=[model]"), "gradient-scale", "0 of second.weight"),
         ],
         0,
         1,
@@ -246,7 +246,7 @@ def test_each_fault_is_found_by_its_check(
 
 
 def test_digests_are_of_contents() -> None:
-    from runner.lab.check.split_stats import digest_of
+    from runner.lab.check.sample import digest_of
 
     class Plain:
         def __init__(self, value: int) -> None:

@@ -242,10 +242,10 @@ def test_check_finds_nothing_in_healthy_tasks_and_skips_what_does_not_apply(reco
     of_pairs = (*contrast, "task._target_=own_steps.Contrast", "optimizer.lr=0.001")
     texts = (*VECTORS, "data.dataset._target_=own_steps.pieces", "task._target_=own_steps.Padded", "data.shuffle=false")
     for words, least, skipped in (
-        (VECTORS, {"readable", "duplicates", "overfit"}, ("normalization", "not pairs of image and target")),
-        (texts, {"readable", "evaluation-transform", "overfit"}, ("logits", "not pairs of image and target")),
+        (VECTORS, {"readable", "duplicates", "step-size"}, ("normalization", "not pairs of image and target")),
+        (texts, {"readable", "evaluation-transform", "step-size"}, ("logits", "not pairs of image and target")),
         (BOXES, {"readable", "gradient-scale", "step-size"}, ("logits", "not pairs of image and target")),
-        (of_pairs, {"normalization", "class-balance", "overfit"}, ("logits", "the task computes its steps itself")),
+        (of_pairs, {"normalization", "class-balance", "step-size"}, ("logits", "the task computes its steps itself")),
     ):
         checks = {each["name"]: each for each in record("check", *words)["checks"]}
         assert {name: each["evidence"] for name, each in checks.items() if each["status"] in ("fail", "warn")} == {}

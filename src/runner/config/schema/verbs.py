@@ -62,7 +62,7 @@ class Check(Train):
     only: list[str] = field(default_factory=list)
     skip: list[str] = field(default_factory=list)
     strict: bool = False
-    samples: Annotated[int, Ge(16)] = 2048
+    samples: Annotated[int, Ge(16)] = 1024
     json: bool = False
 
 

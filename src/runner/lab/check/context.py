@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -21,14 +20,16 @@ from runner.config.targets import build
 from runner.data.build import read_data
 from runner.data.loaders import Batch, Fields
 from runner.data.module import DataModule
-from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
+from runner.data.samples import SampleTransform, SeededDataset, collate
 from runner.data.sources.arrays import ImageArrays
 from runner.data.workers import WorkerLoader, as_numbers
 from runner.engine.step import Supervised
 from runner.instrument.nested import mapped_items, tensors_moved
 from runner.instrument.no_trace import SavedBuffers
+from runner.lab.check.limits import LIMITS
+from runner.lab.check.result import Check as Checked
 from runner.lab.check.result import NotApplicable, need
-from runner.lab.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets, scaled, whole_stats
+from runner.lab.check.sample import SplitStats, is_classes, known_targets, pair_stats, whole_stats
 from runner.run.batch_size import auto_batch_size
 from runner.run.evaluation import load_best
 from runner.run.run import Run
@@ -36,13 +37,16 @@ from runner.run.validate import validate_limits
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
 
-_SAMPLES, _VALUES = 64, 2**21  # images of the batch that goes through the model, and values of all its images
 _EVALUATED = 16  # images of a batch of an evaluation
-_SHOWN, _SHOWN_VALUES = 256, 2**24  # images of a split in full size, and their values
-_FEWEST = 16  # of either, however large the images are
+_POINTS = 2000  # of a schedule
+ADAM = ("adam", "adamw", "nadam", "radam", "adamax", "lion", "lamb", "adan", "adopt", "adabelief")
+"""Optimizers whose first steps have the size of the learning rate."""
 
 # The base classes are private, and torch has no public ones.
 DROPOUT, BATCH_NORM = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
+
+OF_DATA = ("data", "labels", "samples", "batches", "baselines")
+"""Groups that look at samples."""
 
 T = TypeVar("T")
 
@@ -54,7 +58,6 @@ class CheckContext:
         self.config, self.found = config, found
         prepare_repeating(config.deterministic)
         self.device, _ = choose_device(config.device)
-        self.deadline = math.inf  # of the check that runs, see `in_time`
         self._splits: DataModule | None = None
         self._training: Run | None = None
         self._cache: dict[Callable[[CheckContext], Any], Any] = {}
@@ -90,20 +93,25 @@ class CheckContext:
             self._splits.close()
 
     def cached(self, compute: Callable[[CheckContext], T]) -> T:
-        """`compute(self)`, computed for the first check that asks for it; what that raises, others raise at once."""
+        """`compute(self)`, computed for the first check that asks for it; what that raises, others raise at once.
+
+        It begins and ends with the state that the run starts with.
+        """
         if compute not in self._cache:
+            self.restore()
             try:
                 self._cache[compute] = compute(self)
             except Exception as error:
                 self._cache[compute] = error
+            self.restore()
         found = self._cache[compute]
         if isinstance(found, Exception):
             raise found
         return cast(T, found)
 
-    def in_time(self) -> None:
-        """Skip the check if its time is over; checks that train ask before each step."""
-        need(time.monotonic() < self.deadline, f"not run to its end within max_time={self.config.max_time}")
+    def can_run(self, check: Checked) -> bool:
+        """Whether what a check looks at was built: the whole run, or the data, which are built first."""
+        return self._training is not None or (self._splits is not None and check.group in OF_DATA)
 
     # Data
 
@@ -134,7 +142,7 @@ class CheckContext:
     def stats(self) -> dict[str, SplitStats]:
         """Statistics of each split."""
         parts, most, seed = self.splits.parts, self.config.samples, self.config.seed
-        compute = whole_stats if self.whole else compute_split_stats
+        compute = whole_stats if self.whole else pair_stats
         return {name: compute(name, part, self.sample_transforms, most, seed) for name, part in parts.items()}
 
     @property
@@ -194,42 +202,15 @@ class CheckContext:
             good = good.sort().values[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
         return list(map(int, good[:count]))
 
-    def _fitting(self, most: int, values: int) -> int:
-        return max(_FEWEST, min(most, values // math.prod(self.splits.image_shape)))
-
-    @property
-    def most_samples(self) -> int:
-        """Most images in full size to look at together."""
-        return self._fitting(_SHOWN, _SHOWN_VALUES)
-
-    @functools.cached_property
-    def sample_images(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Images of each split that has at least two of one shape, before augmentation and normalization, and their targets.
-
-        Images are float32 (N, C, H, W); uint8 values are divided by 255.
-        """
-        found = {}
-        for name, (dataset, _) in self.splits.parts.items():
-            seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms)
-            read = [seeded[0, index] for index in self.readable(name, self.most_samples)]
-            pairs = [(scaled(as_tensor(image)[None])[0], as_target(target)) for image, target in read]
-            pairs = [pair for pair in pairs if pair[0].shape == pairs[0][0].shape]
-            if len(pairs) >= 2:
-                images, targets = map(torch.stack, zip(*pairs, strict=True))
-                found[name] = images, targets
-        return found
-
-    def train_images(self, least: int) -> tuple[Tensor, Tensor]:
-        """Those of the training split; skips the check if there are fewer than `least`."""
-        images, targets = self.sample_images.get("train", (torch.empty(0), torch.empty(0)))
-        need(len(images) >= least, f"fewer than {least} training images of one shape were read")
-        return images, targets
+    def fitting(self, most: int, values: int) -> int:
+        """At most so many images, of so many values in all; but enough to say something."""
+        return max(LIMITS.fewest, min(most, values // math.prod(self.splits.image_shape)))
 
     @functools.cached_property
     def batch(self) -> Batch:
         """Training samples without augmentation, of as many classes as possible, to send through the model."""
         own = max(2, min(_EVALUATED, self.splits.train.loader.batch_size)) if self.whole else None
-        indices = self.readable("train", own or self._fitting(_SAMPLES, _VALUES))
+        indices = self.readable("train", own or self.fitting(LIMITS.batch, LIMITS.batch_values))
         need(len(indices) >= 2, "there are not two readable training images without NaN")
         return self.read("train", indices)
 
@@ -251,16 +232,32 @@ class CheckContext:
         """The model of the run."""
         return self.training.model
 
+    @property
+    def adam(self) -> bool:
+        """True if the first steps of the optimizer have the size of the learning rate."""
+        return type(self.training.state.optimizer).__name__.lower() in ADAM
+
+    @functools.cached_property
+    def factors(self) -> list[float]:
+        """The factors of the schedule at evenly spread steps of the run."""
+        total, schedule = self.training.total_steps, self.training.state.schedule
+        count = min(total, _POINTS)
+        return [float(schedule.factor(place * total // count)) for place in range(count)]
+
     def targets(self, batch: Batch) -> Tensor:
         """Targets of a batch as the loss takes them."""
         targets: Tensor = self.training.task.targets(batch.targets)
         return targets
 
+    @property
+    def evaluates(self) -> bool:
+        """False if the task has no evaluation step, and the run is never evaluated."""
+        own = isinstance(self.training.steps, Supervised) or hasattr(self.training.task, "evaluation_step")
+        return own or not never_evaluates(self.config) or self.config.evaluate.test
+
     def evaluated(self, data: Any) -> Any:
         """What the task evaluates of a batch; skips the check if it cannot, and the run is never evaluated."""
-        task, never = self.training.task, never_evaluates(self.config) and not self.config.evaluate.test
-        own = isinstance(self.training.steps, Supervised) or hasattr(task, "evaluation_step")
-        need(own or not never, "the task has no evaluation_step, and the run has no evaluations")
+        need(self.evaluates, "the task has no evaluation_step, and the run has no evaluations")
         return self.training.steps.evaluated(data)
 
     def loss(self) -> Tensor:

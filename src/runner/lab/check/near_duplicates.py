@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_SAME = 0.9995  # correlation at which two thumbnails always count as the same picture
-_CLOSE = 0.9  # least correlation of the detail of the same picture
-_RATIO = 0.25  # most that the distance to the same picture may be of the distance to another one
+from runner.lab.check.limits import LIMITS
+
 _OTHERS = 3  # rank of that other picture, so that two copies of one picture do not hide each other
 _SIDE = 9  # pixels of the smallest thumbnails that have detail
 
@@ -32,10 +31,10 @@ def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Ten
     does not decide. The same picture occurs once: other pictures are much less similar to it.
     """
     correlation, place = _correlations(unit_vectors, queries, known).max(1)
-    same = correlation > _SAME
+    same = correlation > LIMITS.same_thumbnail
     if min(known.shape[2:]) >= _SIDE and len(known) >= _OTHERS:
         best, order = _correlations(_detail, queries, known).topk(_OTHERS, 1)
-        found = (best[:, 0] > _CLOSE) & (1 - best[:, 0] < _RATIO * (1 - best[:, -1])) & ~same
+        found = (best[:, 0] > LIMITS.same_detail) & (1 - best[:, 0] < LIMITS.nearer * (1 - best[:, -1])) & ~same
         correlation, place = torch.where(found, best[:, 0], correlation), torch.where(found, order[:, 0], place)
         same |= found
     return correlation, place, same

@@ -15,9 +15,9 @@ from runner.base import durations
 from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.app import Composition
 from runner.config.schema.verbs import Check as Settings
-from runner.lab.check.context import CheckContext
+from runner.lab.check.context import OF_DATA, CheckContext
 from runner.lab.check.result import Check, NotApplicable, Result, failed, join_names, need
-from runner.lab.check.split_stats import is_classes
+from runner.lab.check.sample import is_classes
 from runner.lab.check.table import BUILD, CHECKS
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint
@@ -26,9 +26,7 @@ from runner.tracking.console import Console
 from runner.tracking.verb_report import Report
 
 _MOST_CLASSES = 12  # that the report lists
-_OF_DATA = ("data", "labels", "baselines", "batches", "splits")  # groups that look at pairs alone
-_LIMITED = ("outputs", "model", "loss", "loop")  # groups that `max_time` limits
-_COSTS = {"build": 5, "overfit": 15, "zero-input": 10}  # in those of others
+_COSTS = {"build": 5, "readable": 5, "logits": 3, "frozen-parameters": 3, "stale-gradients": 5}  # in those of others
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
 
 
@@ -60,8 +58,11 @@ def run(composition: Composition) -> float:
             for each, (result, taken) in results.items()
         ],
     }
-    if not report.json(record):
+    not_run = len(chosen) + 1 - len(results)
+    if not report.json(record | {"not_run": not_run}):
         show(report, results, seen, seconds)
+        if not_run:
+            report.line(f"{not_run} checks were not run, as what they look at could not be built")
     if composition.job_dir is None and bad:
         raise SystemExit(FAILED)
     return float(bad)
@@ -89,18 +90,19 @@ def select_checks(config: Settings) -> list[Check]:
 
 
 def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> Results:
-    """Build the run and run the checks. If the build fails, the data can still be checked."""
+    """Build the run and run the checks. If the build fails, only data that were built are checked."""
     results: Results = {}
     errors: dict[str, str] = {}
-    left = math.inf if context.config.max_time is None else durations.seconds(context.config.max_time)
+    limit = context.config.max_time
+    ends = math.inf if limit is None else time.monotonic() + durations.seconds(limit)
     with console.counting("check", 1 + len(chosen), [_COSTS.get(each.name, 1) for each in (BUILD, *chosen)]) as begin:
         for each in (BUILD, *chosen):
             begin(each.name)
             before = time.monotonic()
-            limited = each.group in _LIMITED
-            context.deadline = before + left if limited else math.inf
-            results[each] = run_check(each, context, errors), time.monotonic() - before
-            left -= results[each][1] if limited else 0.0
+            if before > ends and each is not BUILD and each.group not in OF_DATA:
+                results[each] = Result("skip", f"not begun within max_time={limit}"), 0.0
+            elif each is BUILD or context.can_run(each):
+                results[each] = run_check(each, context, errors), time.monotonic() - before
             if each is BUILD and results[each][0].status == "pass":
                 config = context.config
                 console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
@@ -113,10 +115,9 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
     One that raises has failed; later ones that raise the same are skipped: `errors` collects the first check of each.
     """
     try:
-        context.in_time()
         if not each.any_task:
             need(not context.whole, "samples are not pairs of image and target")
-            need(each.group in _OF_DATA or context.supervised, "the task computes its steps itself")
+            need(each.group in OF_DATA or context.supervised, "the task computes its steps itself")
         try:
             return each.run(context)
         # Each check begins with the same model, whatever the one before did to it
@@ -155,10 +156,12 @@ def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
 
 def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], seconds: float) -> None:
     """Print a table of all results, what was seen of the images, and how many results there are of each kind."""
-    rows = []
+    rows, built = [], results[BUILD][0].status == "pass"
     names: dict[str, list[str]] = {"fail": [], "warn": [], "pass": [], "skip": []}
     for check, (result, _) in results.items():
         names[result.status].append(check.name)
+        if not (built or result.fix):  # of what was built in part, only what is wrong is of interest
+            continue
         rows.append([check.group, check.name, result.status, result.evidence])
         # What a check looks for helps only where it found something
         if result.fix:

@@ -9,10 +9,7 @@ from runner.lab.check import checks
 from runner.lab.check.context import CheckContext
 from runner.lab.check.result import REGISTERED, Check, Result, passed
 
-GROUPS = (
-    *("data", "labels", "samples", "outputs", "model", "loss", "loop", "baselines", "batches", "splits"),
-    *("reach", "objective", "settings"),
-)
+GROUPS = ("data", "labels", "samples", "batches", "baselines", "outputs", "model", "loss", "step", "settings")
 
 
 def build(context: CheckContext) -> Result:

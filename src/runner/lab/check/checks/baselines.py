@@ -1,22 +1,35 @@
-"""Scores that need no network: of the most frequent class, and of linear models on pixels and on their features."""
+"""Scores that need no network: of the most frequent class, and of linear models of images and targets."""
 
 from __future__ import annotations
 
 import math
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runner.lab.check.checks.batches import first_batches
 from runner.lab.check.context import CheckContext
-from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed
+from runner.lab.check.limits import LIMITS
+from runner.lab.check.result import Result, check, failed, graded, join_names, need
+from runner.lab.check.sample import is_classes, thumbnails
 from runner.run.evaluation import Evaluator
 
-_FEWEST = 30  # held-out samples of a score
-_ERRORS = 3.0  # standard errors beyond chance
+_MOST = 1000  # samples of a split that a linear model is fitted to, and scored on
+_PENALTY = 100.0  # of weights of standardized features, against features that are nearly alike
+
+
+def fit_linear(features: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+    """Ridge regression of targets (N, K) on standardized features (N, D); the function takes other features."""
+    features, targets = features.double(), targets.double()
+    mean, std, middle = features.mean(0), features.std(0).clamp_min(1e-9), targets.mean(0)
+    known = (features - mean) / std
+    weights = torch.linalg.solve(
+        known.T @ known + _PENALTY * torch.eye(known.shape[1], dtype=torch.float64), known.T @ (targets - middle)
+    )
+    return lambda others: ((others.double() - mean) / std) @ weights + middle
 
 
 def image_features(images: Tensor) -> Tensor:
@@ -39,23 +52,6 @@ def image_features(images: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def linear_accuracy(features: Tensor, targets: Tensor, others: Tensor, other_targets: Tensor) -> float:
-    """Accuracy on other samples of a linear model that is fitted to features (N, D) and classes (N,)."""
-    from sklearn.linear_model import RidgeClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about singular matrices
-        model = make_pipeline(StandardScaler(), RidgeClassifier(alpha=100.0)).fit(features.numpy(), targets.numpy())
-        return float(model.score(others.numpy(), other_targets.numpy()))
-
-
-def chance_level(targets: Tensor) -> float:
-    """Accuracy of always predicting the most frequent class."""
-    return float(torch.bincount(targets.clamp_min(0)).max()) / len(targets)
-
-
 @dataclass
 class Baselines:
     """Scores on held-out samples: accuracies for classes, root mean squared errors for regression."""
@@ -64,60 +60,41 @@ class Baselines:
     samples: int
     constant: float  # of always predicting the most frequent class, or the mean
     linear: float  # of a linear model on the pixels of the thumbnails
-    linear_train: float  # the same on the samples that it was fitted to
     related: float  # standard errors by which its predictions have to do with the targets; about 0 by chance
-    confusion: np.ndarray | None  # how often class i was predicted as class j, (C, C); None for regression
+    of_classes: bool  # or of numbers
 
     def __str__(self) -> str:
         where = f"on {self.samples:,} of {self.split}"
-        if self.confusion is None:
-            return f"error of the mean {self.constant:.4g}, of ridge regression {self.linear:.4g}, {where}"
-        return f"most frequent class {self.constant:.1%}, logistic regression {self.linear:.1%}, {where}"
+        if self.of_classes:
+            return f"most frequent class {self.constant:.1%}, linear model {self.linear:.1%}, {where}"
+        return f"error of the mean {self.constant:.4g}, of a linear model {self.linear:.4g}, {where}"
 
 
 def score_baselines(context: CheckContext) -> Baselines:
-    """Fit and score both."""
-    from sklearn.dummy import DummyClassifier, DummyRegressor
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression, Ridge
-    from sklearn.metrics import accuracy_score, confusion_matrix, root_mean_squared_error
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    # Scored on data that were not fitted, as only that can be compared with the model
-    stats = next((stats for stats in context.held_out_stats if len(stats.thumbnails) >= _FEWEST), None)
-    if stats is None:
-        raise NotApplicable(f"there is no split of {_FEWEST} samples to score on")
-    samples = [each.pictures(context.config.samples)[:2] for each in (context.train_stats, stats)]
-    (pixels, targets), (theirs, right) = ((images.flatten(1).double().numpy(), y.numpy()) for images, y in samples)
-    enough = min(len(targets), len(right)) >= _FEWEST and theirs.shape[1:] == pixels.shape[1:] and right.ndim == 1
+    """Fit and score both, on samples that were not fitted, as only that can be compared with the model."""
+    stats = next((stats for stats in context.held_out_stats if len(stats.thumbnails) >= LIMITS.scored), None)
+    need(stats, f"there is no split of {LIMITS.scored} samples to score on")
+    assert stats is not None
+    (pixels, targets), (theirs, right) = (
+        each.pictures(context.config.samples) for each in (context.train_stats, stats)
+    )
+    enough = min(len(targets), len(right)) >= LIMITS.scored and theirs.shape[1:] == pixels.shape[1:] and right.ndim == 1
     need(enough, "there are too few samples for a linear model")
-    need(not context.classes or len(np.unique(targets)) > 1, "there is only one class")
-    constant, linear, score = (
-        (DummyClassifier(), LogisticRegression(max_iter=100, C=0.1), accuracy_score)
-        if context.classes
-        else (DummyRegressor(), Ridge(alpha=1.0), root_mean_squared_error)
-    )
-    # Standardised pixels, as the penalty of a linear model depends on their scale
-    model = make_pipeline(StandardScaler(), linear)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline need not be optimal
-        model.fit(pixels, targets)
-    guessed, trivial = model.predict(theirs), constant.fit(pixels, targets).predict(theirs)
+    need(not context.classes or len(targets.unique()) > 1, "there is only one class")
+    classes = max(context.classes, 1 + int(max(targets.max(), right.max()))) if context.classes else 0
+    wanted, truth = ((F.one_hot(y.long(), classes) if classes else y[:, None]).double() for y in (targets, right))
+    guessed = fit_linear(pixels.flatten(1), wanted)(theirs.flatten(1))
     # Whether predictions have anything to do with the targets, also where the score is no better than a guess
-    related = (guessed - guessed.mean()) * (right - right.mean())
-    if context.classes:  # how much more probable each class is for its samples than for all
-        probable = model.predict_proba(theirs) - model.predict_proba(theirs).mean(0)
-        related = (probable * (right[:, None] == model.classes_)).sum(1)
-    return Baselines(
-        stats.name,
-        samples=len(right),
-        constant=float(score(right, trivial)),
-        linear=float(score(right, guessed)),
-        linear_train=float(score(targets, model.predict(pixels))),
-        related=float(related.mean() / max(1e-12, related.std() / math.sqrt(len(related)))),
-        confusion=confusion_matrix(right, guessed, labels=range(context.classes)) if context.classes else None,
-    )
+    related = ((guessed - guessed.mean(0)) * (truth if classes else truth - truth.mean(0))).sum(1)
+    if classes:
+        constant, linear = (
+            float((right == targets.mode().values).double().mean()),
+            float((guessed.argmax(1) == right).double().mean()),
+        )
+    else:
+        constant, linear = (float((truth - each).square().mean().sqrt()) for each in (wanted.mean(0), guessed))
+    errors = float(related.mean() / (related.std() / math.sqrt(len(related))).clamp_min(1e-12))
+    return Baselines(stats.name, len(right), constant, linear, errors, bool(classes))
 
 
 @check("baselines")
@@ -126,25 +103,7 @@ def learnable(context: CheckContext) -> Result:
     found = context.cached(score_baselines)
     fix = "check how images and targets are paired; if the task is only hard, a larger `samples` shows it"
     evidence = f"{found}; predictions and targets are related by {found.related:.1f} standard errors"
-    return graded(evidence, fix, warn=found.related < _ERRORS)
-
-
-@check("baselines")
-def class_meaning(context: CheckContext) -> Result:
-    """Classes with other numbers in the held-out split: a linear model confuses them systematically."""
-    from scipy.optimize import linear_sum_assignment
-
-    found = context.cached(score_baselines)
-    if found.confusion is None:
-        raise NotApplicable("there are no classes")
-    ours, theirs = linear_sum_assignment(-found.confusion)
-    renamed = float(found.confusion[ours, theirs].sum() / max(1, found.confusion.sum()))
-    evidence = f"accuracy {found.linear:.1%} on {found.split}, {renamed:.1%} if its classes are renamed to fit best"
-    if renamed > found.linear + 0.2 and found.linear < 0.7 * found.linear_train:
-        moved = [(int(a), int(b)) for a, b in zip(ours, theirs, strict=True) if a != b and found.confusion[a, b]]
-        swaps = ", ".join(f"{a} is {b} in train" for a, b in moved[:3])
-        return failed(f"{evidence}: {swaps}", f"number the classes of {found.split} as in train")
-    return passed(evidence)
+    return graded(evidence, fix, warn=found.related < LIMITS.related)
 
 
 @check("baselines")
@@ -153,10 +112,81 @@ def beats_baselines(context: CheckContext) -> Result:
     need(context.found is not None, "ckpt_path names no run to compare")
     found = context.cached(score_baselines)
     scores = Evaluator(context.training, warn=lambda line: None, interrupted=lambda: False).weights(found.split)
-    name, sign = (f"{found.split}/accuracy", 1) if found.confusion is not None else (f"{found.split}/rmse", -1)
+    name, sign = (f"{found.split}/accuracy", 1) if found.of_classes else (f"{found.split}/rmse", -1)
     need(name in scores, f"the run has no metric {name}")
     score, evidence = sign * scores[name], f"{name} {scores[name]:.4g}; {found}"
     if score <= sign * found.constant:
         return failed(evidence, "this run has learned nothing: see which other checks fail")
     fix = "train for longer, or check optimizer and model: a linear model is better"
     return graded(evidence, fix, warn=score < sign * found.linear)
+
+
+@check("baselines")
+def split_targets(context: CheckContext) -> Result:
+    """A held-out split whose targets do not match its images, while those of train do."""
+    need(context.classes, "there are no classes")
+    pictures = {name: stats.pictures(_MOST) for name, stats in context.stats.items()}
+    usable = {
+        name: (image_features(x), y.long())
+        for name, (x, y) in pictures.items()
+        if len(x) >= LIMITS.fitted and is_classes(y)
+    }
+    need("train" in usable, f"fewer than {LIMITS.fitted} training images of one shape could be read")
+    features, targets = usable.pop("train")
+    need(len(targets.unique()) > 1 and usable, f"there is one class, or no other split of {LIMITS.fitted} images")
+    classes = 1 + max(int(y.max()) for y in (targets, *(y for _, y in usable.values())))
+    wanted = F.one_hot(targets, classes)
+
+    def accuracy(rows: slice, images: Tensor, right: Tensor) -> float:
+        return float((fit_linear(features[rows], wanted[rows])(images).argmax(1) == right).double().mean())
+
+    known = accuracy(slice(0, None, 2), features[1::2], targets[1::2])
+    scores, bad = [f"{known:.0%} on train"], []
+    for name, (theirs, right) in usable.items():
+        if theirs.shape[1] == features.shape[1]:
+            score, chance = accuracy(slice(None), theirs, right), float(torch.bincount(right).max()) / len(right)
+            scores.append(f"{score:.0%} on {name}")
+            noise = (chance / len(right)) ** 0.5
+            if known > chance + 0.25 and score < chance + max(LIMITS.gain * (known - chance), 2 * noise):
+                bad.append(name)
+    fix = f"check how images and targets of {join_names(bad)} are paired, and its order of classes"
+    return graded(f"the accuracy of a linear model is {', '.join(scores)}", fix, fail=bool(bad))
+
+
+def _turned(images: Tensor) -> dict[str, Tensor]:
+    """Images (N, C, H, W) as they are, and in all other orientations of the same shape."""
+    turns = (0, 90, 180, 270) if images.shape[2] == images.shape[3] else (0, 180)
+    turned = {turn: images.rot90(turn // 90, (2, 3)) for turn in turns}
+    plain = {f"turned by {turn} degrees": each for turn, each in turned.items()}
+    return plain | {f"mirrored and turned by {turn} degrees": each.flip(-1) for turn, each in turned.items()}
+
+
+@check("baselines")
+def orientation(context: CheckContext) -> Result:
+    """Held-out images, as they are evaluated, that are turned or mirrored against training images."""
+    train, found = thumbnails(context.cached(first_batches).images), []
+    need(len(train) >= LIMITS.fitted, f"fewer than {LIMITS.fitted} training images")
+    parts = [image_features(each[::2]) for each in _turned(train).values()]
+    upright = torch.cat([torch.full((len(part), 1), float(place == 0)) for place, part in enumerate(parts)])
+    score = fit_linear(torch.cat(parts), upright)
+
+    def better(images: Tensor) -> dict[str, float]:
+        """For each orientation the share of images that look more like training images in it than as they are."""
+        plain, *others = (score(image_features(each)) for each in _turned(images).values())
+        return {
+            name: float((each > plain).double().mean())
+            for name, each in zip([*_turned(images)][1:], others, strict=True)
+        }
+
+    known = better(train[1::2])
+    for stats in context.held_out_stats:
+        indices = context.readable(stats.name, LIMITS.together)
+        if len(indices) >= LIMITS.scored:
+            images = thumbnails(context.read(stats.name, indices).images.float().cpu())
+            if images.shape[1:] == train.shape[1:]:
+                found += [(share - known[name], share, name, stats.name) for name, share in better(images).items()]
+    need(found, f"there is no other split of {LIMITS.scored} images of the size of training images")
+    _, share, name, split = max(found)
+    evidence = f"{share:.0%} of {split} look more like training images when they are {name}, {known[name]:.0%} of train"
+    warn = share > LIMITS.turned and known[name] < 1 - LIMITS.turned
+    return graded(evidence, f"read and transform {split} as train; see transform.eval", warn=warn)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext
+from runner.lab.check.limits import LIMITS
 from runner.lab.check.near_duplicates import unit_vectors
 from runner.lab.check.result import Result, check, failed, graded, need
-from runner.lab.check.split_stats import digests_of, thumbnails
+from runner.lab.check.sample import digests_of, thumbnails
 
-_SAME, _CLOSE = 0.9999, 0.1  # correlation of two images of a batch that are the same, and most deviations apart
+_CLOSE = 0.1  # deviations between two images of a batch that are the same
 _EQUAL = 64  # samples of any kind that are compared
 
 
@@ -32,7 +33,7 @@ def first_batches(context: CheckContext) -> TrainingBatches:
     readable = not any(stats.unreadable for stats in context.stats.values())
     finite = context.train_stats.finite.all()
     need(readable and finite, "there are images that cannot be read or are not finite")
-    split, most = context.splits.train, context.most_samples
+    split, most = context.splits.train, context.fitting(LIMITS.together, LIMITS.together_values)
     need(split.mix is None, "the samples of a batch are blended (transform.mix)")
     count = max(1, min(most // split.loader.batch_size, math.ceil(split.samples / split.loader.batch_size)))
     batches = [batch.first(most) for batch in split.loader.batches(0, 0, count)]
@@ -53,18 +54,23 @@ def batch_repeats(context: CheckContext) -> Result:
         given, own = digests_of(batch), digests_of(context.read("train", batch.indices.tolist()))
         share = sum(given.count(a) > own.count(b) for a, b in zip(given, own, strict=True)) / len(own)
         fix = "check the transforms and data.collate: each row must be computed from its own sample"
-        return graded(f"{share:.0%} of {len(own)} samples equal another one", fix, fail=share > 0.2, warn=share > 0.02)
+        return graded(
+            f"{share:.0%} of {len(own)} samples equal another one",
+            fix,
+            fail=share > LIMITS.repeated_fail,
+            warn=share > LIMITS.repeated_warn,
+        )
     found = context.cached(first_batches)
     small, plain = thumbnails(found.images).flatten(1), unit_vectors(thumbnails(found.plain))
     augmented, small = unit_vectors(small), small - small.mean(1, keepdim=True)
     # Padding of one width makes pages similar, but not equal.
     apart = torch.cdist(small, small) / small.shape[1] ** 0.5 / thumbnails(found.plain).std().clamp_min(1e-6)
-    same = (augmented @ augmented.T > _SAME) & (plain @ plain.T < 0.99) & (apart < _CLOSE)
+    same = (augmented @ augmented.T > LIMITS.same_picture) & (plain @ plain.T < 0.99) & (apart < _CLOSE)
     same &= (found.images.flatten(1).std(1) > 1e-4)[:, None] & (found.batch[:, None] == found.batch[None, :])
     share = float(same.any(1).float().mean())
     evidence = f"{share:.0%} of {len(augmented)} samples look exactly like another sample of their batch"
     fix = "check the batch transforms: each image must be computed from its own sample"
-    return graded(evidence, fix, fail=share > 0.2, warn=share > 0.02)
+    return graded(evidence, fix, fail=share > LIMITS.repeated_fail, warn=share > LIMITS.repeated_warn)
 
 
 @check("batches")
@@ -86,4 +92,4 @@ def batch_pairing(context: CheckContext) -> Result:
     share = float(((best > 0.9) & (best > own + 0.2)).float().mean())
     evidence = f"{share:.0%} of {len(augmented)} training images show the picture of another sample"
     fix = "a batch transform must keep the order of the images: the targets keep theirs"
-    return graded(evidence, fix, fail=share > 0.1)
+    return graded(evidence, fix, fail=share > LIMITS.swapped)

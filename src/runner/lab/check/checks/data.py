@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from runner.config.targets import preferred_data
 from runner.lab.check.context import CheckContext
+from runner.lab.check.limits import LIMITS
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
-from runner.lab.check.split_stats import digests_of
+from runner.lab.check.sample import digests_of
 
-_FAR = 20.0  # median deviations from the median that make an outlier
 _AUGMENTED = 128  # images that are augmented
-_EMPTIED = 0.15  # share of its contrast below which an image shows nothing
-_MANY = 0.01  # share of images above which a fault is not an accident
-_FEWEST = 16  # images that statistics are compared for
+_CHANNELS = 5  # whose orders are tried
 
 
 @check("data", any_task=True)
@@ -71,7 +71,7 @@ def constant_images(context: CheckContext) -> Result:
     evidence = f"{len(found):,} of {count:,} images have a single value"
     evidence += f": samples {join_names(found)}" if found else ""
     fix = "check how the data set reads images, and remove empty ones"
-    return graded(evidence, fix, fail=len(found) > _MANY * count, warn=bool(found))
+    return graded(evidence, fix, fail=len(found) > LIMITS.accident * count, warn=bool(found))
 
 
 @check("data")
@@ -80,26 +80,21 @@ def outlier_images(context: CheckContext) -> Result:
     found: list[tuple[float, str]] = []
     for name, stats in context.stats.items():
         usable = stats.finite & ~stats.constant
-        if int(usable.sum()) < _FEWEST:
+        if int(usable.sum()) < LIMITS.fewest:
             continue
         peak = torch.maximum(stats.low.abs(), stats.high.abs())
         for what, values in (("mean", stats.means.mean(1)), ("largest value", peak)):
             median = values[usable].median()
             # If most images are equal, the median deviation is 0; then the size of the values is the scale.
             scale = max(float((values[usable] - median).abs().median()), 0.1 * float(median.abs()), 0.02)
-            for place in (usable & ((values - median).abs() > _FAR * scale)).nonzero().flatten().tolist():
+            for place in (usable & ((values - median).abs() > LIMITS.outlier * scale)).nonzero().flatten().tolist():
                 where = f"sample {int(stats.indices[place])} of {name} has a {what} of {float(values[place]):.4g}"
                 found.append((float((values[place] - median).abs()) / scale, where))
     if not found:
-        return passed(f"no mean and no peak is more than {_FAR:g} median deviations from the median")
+        return passed(f"no mean and no peak is more than {LIMITS.outlier:g} median deviations from the median")
     distance, where = max(found)
     evidence = f"{len(found):,} found; {where}, {distance:.0f} median deviations from the median"
     return warned(evidence, "look at these images for another unit, another format, or damage")
-
-
-def _whole_numbers(context: CheckContext) -> bool:
-    images, _ = context.train_images(1)
-    return bool((images == images.round()).all())
 
 
 @check("data")
@@ -120,7 +115,7 @@ def image_range(context: CheckContext) -> Result:
     evidence = f"{kind} values from {low:.4g} to {high:.4g}"
     if low >= 0 and 0 < high < 2 / 255:
         return failed(evidence, "the images were divided by 255 twice: use uint8, or divide once")
-    if high > 2 and low >= 0 and _whole_numbers(context):
+    if high > 2 and low >= 0 and not stats.fractions:
         return failed(evidence, "uint8 was cast to float without scaling: use uint8, or divide by 255")
     fix = "scale images to [0, 1] in the data set; data.normalize comes after that"
     return graded(evidence, fix, warn=high > 16 or low < -16)
@@ -161,17 +156,23 @@ def normalization(context: CheckContext) -> Result:
     if float(context.train_stats.low[context.train_stats.finite].min()) < -0.05 and (away > 0.4 or wide > 1.8):
         evidence += ": the images have values below 0, so they are already normalized"
         return failed(evidence, f"normalize once, in the data set or with {fix}")
-    return graded(evidence, fix, fail=not (away <= 2 and wide <= 4), warn=away > 0.75 or wide > 2)
+    return graded(
+        evidence,
+        fix,
+        fail=not (away <= LIMITS.mean_fail and wide <= LIMITS.std_fail),
+        warn=away > LIMITS.mean_warn or wide > LIMITS.std_warn,
+    )
 
 
 def _better_permutation(moments: Tensor, others: Tensor) -> tuple[int, ...] | None:
     """A channel order in which `others` (2, C) is much closer to `moments` (2, C) than as it is, or None."""
-    from scipy.optimize import linear_sum_assignment
-
-    distance = (moments[:, :, None] - others[:, None, :]).abs().sum(0).numpy()
-    rows, order = linear_sum_assignment(distance)
-    same, best = distance.trace(), distance[rows, order].sum()
-    return tuple(order.tolist()) if same > 0.05 * len(rows) and best < 0.25 * same else None
+    distance = (moments[:, :, None] - others[:, None, :]).abs().sum(0)
+    rows = range(len(distance))
+    if len(rows) > _CHANNELS:
+        return None
+    sums = {order: float(distance[rows, order].sum()) for order in itertools.permutations(rows)}
+    same, best = sums[tuple(rows)], min(sums, key=sums.__getitem__)
+    return best if same > 0.05 * len(rows) and sums[best] < 0.25 * same else None
 
 
 @check("data")
@@ -188,7 +189,7 @@ def channel_order(context: CheckContext) -> Result:
             return failed(evidence, "swap the channels where images are read (BGR to RGB), or in data.normalize")
     for stats in context.held_out_stats:
         other = stats.channel_statistics()
-        if int(stats.finite.sum()) >= _FEWEST and (order := _better_permutation(ours, other)) is not None:
+        if int(stats.finite.sum()) >= LIMITS.fewest and (order := _better_permutation(ours, other)) is not None:
             evidence += f" in train and {_numbers(other[0])} in {stats.name}"
             return failed(evidence, f"read the channels of {stats.name} in the order {order}, as in train")
     return passed(f"channel means {_numbers(ours[0])}")
@@ -231,26 +232,26 @@ def augmentation(context: CheckContext) -> Result:
     # The same images with and without augmentation are compared where that is possible
     if context.splits.train.mix is None and not any(stats.unreadable for stats in context.stats.values()):
         plain = context.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
-    ours, theirs = moments_without_padding(context, plain, augmented)
+    ours, theirs = _moments_without_padding(context, plain, augmented)
     wide = ours[1].clamp_min(1e-6)
     factor = float((theirs[1] / wide).clamp_min(1e-6).log().abs().max().exp())
     away = float(((theirs[0] - ours[0]).abs() / wide).max())
     evidence = f"standard deviation {float(augmented.std()):.3g} with augmentation, {float(plain.std()):.3g} without; "
     evidence += f"the mean of a channel moves by up to {away:.2g} deviations"
     fix = f"{where}: its range, order or strength"
-    if factor > 5 or away > 3:
+    if factor > LIMITS.scaled_fail or away > LIMITS.moved_fail:
         return failed(evidence, fix)
     if len(plain) == len(augmented):
-        empty = float((augmented.flatten(1).std(1) < _EMPTIED * plain.flatten(1).std(1)).float().mean())
-        if empty > 0.2:
+        empty = float((augmented.flatten(1).std(1) < LIMITS.empty * plain.flatten(1).std(1)).float().mean())
+        if empty > LIMITS.emptied:
             evidence = f"{empty:.0%} of the images have almost no contrast left after augmentation; {evidence}"
             return graded(evidence, fix, fail=empty > 0.5, warn=True)
     if (order := _better_permutation(ours, theirs)) is not None:
         return failed(f"{evidence}; the channels are in the order {order}", "keep the order of the channels (RGB)")
-    return graded(evidence, fix, warn=factor > 2 or away > 1)
+    return graded(evidence, fix, warn=factor > LIMITS.scaled_warn or away > LIMITS.moved_warn)
 
 
-def moments_without_padding(context: CheckContext, plain: Tensor, augmented: Tensor) -> tuple[Tensor, Tensor]:
+def _moments_without_padding(context: CheckContext, plain: Tensor, augmented: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each channel of images (N, C, H, W) as the model takes them: (2, C) each.
 
     Black pixels do not count: shifts and rotations fill with them, whatever the background of the images is.
@@ -262,13 +263,3 @@ def moments_without_padding(context: CheckContext, plain: Tensor, augmented: Ten
     pixels = [each.movedim(1, -1)[part] for each, part in zip((plain, augmented), shown, strict=True)]
     ours, theirs = (torch.stack([each.mean(0), each.std(0)]) for each in pixels)
     return ours, theirs
-
-
-@check("data")
-def input_size(context: CheckContext) -> Result:
-    """Training images of a very different size from evaluated images."""
-    batch = next(context.splits.train.loader.batches(0, 0, 1))
-    train, plain = (tuple(each.shape[2:]) for each in (batch.images, context.batch.images))
-    factor = (train[0] * train[1] / (plain[0] * plain[1])) ** 0.5
-    evidence = f"{train[0]}x{train[1]} in training, {plain[0]}x{plain[1]} in evaluations"
-    return graded(evidence, "the same size in transform.train and transform.eval", warn=not 0.75 <= factor <= 1.34)

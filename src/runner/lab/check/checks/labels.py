@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import torch
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext
+from runner.lab.check.limits import LIMITS
 from runner.lab.check.near_duplicates import nearest_matches
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
-from runner.lab.check.split_stats import SplitStats
-
-_LEAKED, _SOME = 0.005, 0.001  # shares of a held-out split that are also in train
-_FEW = 0.005  # share of a split above which repeated images are not an accident
-_NEARLY = 0.01  # share of a split above which similar pictures are not an accident
-_COMPARED = 256  # random images of a split that are compared with all training images
-_MOSTLY = 0.5  # share of copies that no collection of pictures has
-_EXPECTED = 10  # expected samples of a class above which their absence is not an accident
+from runner.lab.check.sample import SplitStats
 
 
 @check("labels")
@@ -75,7 +68,7 @@ def missing_classes(context: CheckContext) -> Result:
         return graded(evidence, fix, fail=bool(others), warn=True)
     for name, theirs in counts.items():
         expected = ours / ours.sum() * len(context.labels[name])
-        if gone := ((theirs == 0) & (expected >= _EXPECTED)).nonzero().flatten().tolist():
+        if gone := ((theirs == 0) & (expected >= LIMITS.expected)).nonzero().flatten().tolist():
             evidence = f"no sample of {name} is of class {join_names(gone)}"
             evidence += f"; with the class shares of train there would be {float(expected[gone[0]]):.0f}"
             return warned(evidence, f"data.split.stratified=true, or samples of every class in {name}")
@@ -95,7 +88,7 @@ def class_balance(context: CheckContext) -> Result:
     if shares := _label_shares(context):
         low, high = float(shares["train"].min()), float(shares["train"].max())
         evidence, fix = f"{low:.1%} to {high:.1%} of the training samples have each label", "loss.pos_weight=auto"
-        warn = low < 0.02 or high > 0.98
+        warn = not LIMITS.rare_label <= low <= high <= 1 - LIMITS.rare_label
     else:
         counts = _class_counts(context)
         ours = counts["train"]
@@ -107,29 +100,15 @@ def class_balance(context: CheckContext) -> Result:
             apart = float((theirs / theirs.sum() - ours / ours.sum()).abs().sum()) / 2
             # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
             samples = len(context.labels[name])
-            if samples > 50 and apart > 0.15 + (context.classes / samples) ** 0.5:
+            if samples > 50 and apart > LIMITS.shares_apart + (context.classes / samples) ** 0.5:
                 evidence = (
                     f"the class shares of {name} differ from train: {apart:.0%} of the samples would have to move"
                 )
                 return warned(evidence, "data.split.stratified=true, or splits from the same source")
         evidence = f"{least:,.0f} to {most:,.0f} training samples per class, the largest has {largest:.1%}"
         fix = "loss.class_weights=balanced, and other metrics than accuracy"
-        warn = largest > 0.9 or most > 50 * least
+        warn = largest > LIMITS.frequent or most > LIMITS.imbalance * least
     return passed(f"{evidence}; handled by {' and '.join(handled)}") if handled else graded(evidence, fix, warn=warn)
-
-
-@check("labels")
-def class_order(context: CheckContext) -> Result:
-    """Splits that list their classes in another order, so that class numbers have another meaning."""
-    named = {name: [*map(str, getattr(each.dataset, "classes", None) or ())] for name, each in context.stats.items()}
-    ours = named["train"]
-    need(ours, "the data set names no classes")
-    for name, theirs in named.items():
-        if theirs and theirs != ours:
-            pairs = enumerate(itertools.zip_longest(ours, theirs))
-            unlike = [f"class {place} is {a!r} and {b!r} in train and {name}" for place, (a, b) in pairs if a != b]
-            return failed(join_names(unlike), f"give {name} the classes of train, in their order")
-    return passed("the same in every split")
 
 
 def _digests(stats: SplitStats) -> list[tuple[int, bytes]]:
@@ -150,26 +129,7 @@ def duplicates(context: CheckContext) -> Result:
     evidence = f"{len(copies):,} of {len(stats.indices):,} images of {stats.name} are exact copies of others"
     evidence += f", such as samples {copies[0][0]} and {copies[0][1]}" if copies else ""
     fix = "remove copies, which count several times; check how the data set maps an index to an image"
-    return graded(evidence, fix, fail=share > _MOSTLY, warn=share > _FEW)
-
-
-@check("labels")
-def conflicting_labels(context: CheckContext) -> Result:
-    """The same image with different targets."""
-    known: dict[bytes, tuple[str, object]] = {}
-    conflicts = []
-    for name, stats in context.stats.items():
-        targets = stats.targets.tolist()
-        for place, digest in _digests(stats):
-            sample, target = known.setdefault(digest, (f"{int(stats.indices[place])} of {name}", targets[place]))
-            if target != targets[place]:
-                conflicts.append(f"{sample} is {target}, {int(stats.indices[place])} of {name} {targets[place]}")
-    if not conflicts:
-        return passed("no image has two targets")
-    total = sum(len(stats.digests) for stats in context.stats.values())
-    evidence = f"{len(conflicts):,} images have another target than an exact copy: {join_names(conflicts)}"
-    fix = "decide which target is right; if there are many, check how images and targets are paired"
-    return graded(evidence, fix, fail=len(conflicts) > _FEW * total, warn=True)
+    return graded(evidence, fix, fail=share > LIMITS.copies_fail, warn=share > LIMITS.copies_warn)
 
 
 @check("labels", any_task=True)
@@ -185,7 +145,7 @@ def leakage(context: CheckContext) -> Result:
             evidence[-1] += f" (sample {int(stats.indices[shared[0]])} is {ours[stats.digests[shared[0]]]} of train)"
         # Simple drawings, such as icons and digits, are alike now and then: a few of them are not leakage.
         share = len(shared) / max(1, len(stats.digests))
-        grade = len(shared) > 2 and share > _LEAKED, len(shared) > 1 and share > _SOME
+        grade = len(shared) > 2 and share > LIMITS.leaked_fail, len(shared) > 1 and share > LIMITS.leaked_warn
         most, worst = max((most, worst), (grade, stats.name))
     fix = f"remove them from train or from {worst}: a score on them says nothing about unseen images"
     return graded(f"{', '.join(evidence)} are also in train", fix, fail=most[0], warn=most[1])
@@ -202,14 +162,14 @@ def near_duplicates(context: CheckContext) -> Result:
     found, counts = [], []
     for stats in context.held_out_stats:
         fresh = [place for place, digest in _digests(stats) if digest not in known and bool(stats.finite[place])]
-        rows = torch.tensor(fresh[:_COMPARED], dtype=torch.int64)
+        rows = torch.tensor(fresh[: LIMITS.compared], dtype=torch.int64)
         if not len(rows) or not len(ours) or stats.thumbnails.shape[1:] != size:
             continue
         grey = [each.mean(1, keepdim=True) for each in (stats.thumbnails[rows], train.thumbnails[ours])]
         correlation, place, same = nearest_matches(grey[0], grey[1])
         near = same.nonzero().flatten()
         counts.append(f"{len(near):,} of {len(rows):,} of {stats.name}")
-        if len(near) > max(2, _NEARLY * len(rows)):
+        if len(near) > max(2, LIMITS.near * len(rows)):
             a, b = int(train.indices[ours[place[near[0]]]]), int(stats.indices[rows[near[0]]])
             found.append(f"sample {b} of {stats.name} and {a} of train, correlation {float(correlation[near[0]]):.4f}")
     evidence = f"{', '.join(counts) or 'none'} are nearly the same picture as one of train"
@@ -219,8 +179,10 @@ def near_duplicates(context: CheckContext) -> Result:
 
 @check("labels")
 def target_scale(context: CheckContext) -> Result:
-    """Regression targets that are all equal, or whose scale is far from 1."""
+    """Regression targets that are all equal, whose scale is far from 1, or that another split has in another unit."""
     need(not context.classes, "there are classes")
+    from scipy.stats import ks_2samp
+
     values = context.train_stats.targets.double()
     need(len(values) and values.isfinite().all(), "there are targets that are not finite")
     mean, std = float(values.mean()), float(values.std())
@@ -228,9 +190,19 @@ def target_scale(context: CheckContext) -> Result:
     evidence = f"mean {mean:.4g}, standard deviation {std:.4g}, from {low:.4g} to {high:.4g}"
     if std < 1e-6 * max(1.0, abs(mean)):
         return failed(evidence, "other targets: there is nothing to predict")
-    if std > 30 or std < 0.03 or abs(mean) > 30 * std:
+    scale = LIMITS.target_scale
+    if not 1 / scale <= std <= scale or abs(mean) > scale * std:
         return warned(evidence, "scale the targets to mean 0 and standard deviation 1")
     most_common = Counter(values.flatten().tolist()).most_common(1)[0][1] / values.numel()
-    if most_common > 0.9:
+    if most_common > LIMITS.frequent:
         return warned(f"{evidence}; {most_common:.0%} of them are equal", "check the targets")
+    for stats in context.held_out_stats:
+        theirs = stats.targets.double()
+        if min(len(values), len(theirs)) >= LIMITS.fewest and bool(theirs.isfinite().all()):
+            gap = float(ks_2samp(values.flatten().numpy(), theirs.flatten().numpy(), method="asymp").statistic)
+            if gap > LIMITS.shifted + 1.6 * (1 / len(values) + 1 / len(theirs)) ** 0.5:
+                evidence += (
+                    f"; mean {float(theirs.mean()):.4g}, standard deviation {float(theirs.std()):.4g} in {stats.name}"
+                )
+                return warned(evidence, "scale the targets of every split with the statistics of train")
     return passed(evidence)

@@ -8,16 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.lab.check.checks.model import observe_pass
+from runner.lab.check.checks.loss import takes_logits
 from runner.lab.check.context import BATCH_NORM, DROPOUT, CheckContext
-from runner.lab.check.guess import takes_logits
+from runner.lab.check.limits import LIMITS
+from runner.lab.check.measured import measure_signals
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, passed, warned
-from runner.lab.check.split_stats import is_classes
+from runner.lab.check.sample import is_classes
 
 _CERTAIN = 20.0  # a logit that stands for certainty
-_MIXED, _REPEATED = 1e-3, 1e-4  # shares of the change of the sample's own outputs, and of their size
 _PUSHED = (1e-2, 1e2, 1e4)  # sizes of random weights in the last layer
 _SAMPLES = 32  # of the batch, for these weights
+_PASSES = 8  # with other random numbers each, for the mean of outputs in training mode
 
 
 def _evaluated(context: CheckContext, images: Tensor, seed: int = 0) -> Tensor:
@@ -68,7 +69,7 @@ def sample_mixing(context: CheckContext) -> Result:
     need(max(own, others) > 1e-9, "the outputs do not depend on the images before training")
     evidence = f"changing one image changes the outputs of others by {others:.3g}, its own by {own:.3g}"
     fix = "keep the batch dimension first: permute or flatten(1) instead of view or reshape across samples"
-    return graded(evidence, fix, fail=others > _MIXED * own)
+    return graded(evidence, fix, fail=others > LIMITS.mixed * own)
 
 
 @check("outputs", any_task=True)
@@ -97,19 +98,72 @@ def repeatable_evaluation(context: CheckContext) -> Result:
     size = max(float(first.abs().max()), 1e-12)
     evidence = f"two evaluations of the same images differ by {apart:.3g}, of {size:.3g}"
     fix = "F.dropout(x, p, self.training) or nn.Dropout; no randomness in evaluation mode"
-    return graded(evidence, fix, fail=apart > _REPEATED * size)
+    return graded(evidence, fix, fail=apart > LIMITS.repeated * size)
+
+
+def _last_weight(context: CheckContext) -> Tensor:
+    """The weight of the last layer, once BatchNorm has the statistics of the batch."""
+    name = context.cached(measure_signals).last_layer
+    need(name, "the last layer cannot be found")
+    context.disable_dropout()
+    with torch.no_grad():
+        context.model(context.batch.images)
+    weight: Tensor = context.model.get_submodule(name).weight  # type: ignore[assignment]
+    return weight
+
+
+@check("outputs")
+def zero_input(context: CheckContext) -> Result:
+    """Images that make no difference: outputs that are the same for zero images."""
+    images = context.batch.images
+    need(bool((images != images[:1]).any()), "all images are equal")
+    weight = _last_weight(context)
+    with torch.no_grad():  # weights may start at zero
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    with_images, without = _evaluated(context, images), _evaluated(context, torch.zeros_like(images))
+    apart, size = float((with_images - without).abs().max()), max(float(with_images.abs().max()), 1e-12)
+    evidence = (
+        f"with random weights in the last layer, outputs of images and of zeros differ by {apart:.3g}, of {size:.3g}"
+    )
+    fix = "check what reaches the model: empty images, dead units, unused inputs"
+    return graded(evidence, fix, fail=not apart > LIMITS.used * size)
+
+
+@check("outputs")
+def output_scale(context: CheckContext) -> Result:
+    """Outputs of another scale in training mode than in evaluation mode, for example with dropout that is not rescaled."""
+    model, images = context.model, context.batch.images
+    norms = [each for each in model.modules() if isinstance(each, BATCH_NORM) and each.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    context.training.state.train()
+    # Evaluations use the statistics that training has seen
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    try:
+        with torch.no_grad():
+            mean = torch.stack([model(images).double() for _ in range(_PASSES)]).mean(0)
+            model.eval()
+            plain = model(images).double()
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    need(plain.ndim == 2, "the outputs are not one vector for each image")
+    size, plain, mean = float(plain.abs().max()), plain - plain.mean(0), mean - mean.mean(0)
+    need(float(plain.abs().max()) > LIMITS.varied * size, "the outputs hardly depend on the images")
+    factor = float((plain * mean).sum() / plain.square().sum())
+    evidence = f"outputs in training mode are {factor:.2f} times those in evaluation mode on average"
+    fix = "nn.Dropout or F.dropout, which divide by 1 - p in training"
+    return graded(evidence, fix, warn=not 1 / LIMITS.mode_scale <= factor <= LIMITS.mode_scale)
 
 
 def _output_bounds(context: CheckContext) -> tuple[float, float]:
     """Lowest and highest output for any weights of the last layer, infinite without a bound."""
-    scales = observe_pass(context).scales  # not cached: the pass also gives BatchNorm the statistics of the batch
-    unknown = "the last layer cannot be found, or does not change the outputs"
-    need(scales, unknown)
-    weight: Tensor = context.model.get_submodule(scales[-1][0]).weight  # type: ignore[assignment]
+    weight, unknown = _last_weight(context), "the last layer cannot be found, or does not change the outputs"
     reached: list[tuple[float, float]] = []
     for size in _PUSHED:
         generator, outputs = torch.Generator().manual_seed(0), []
-        for _ in range(4):
+        for _ in range(2):
             with torch.no_grad():
                 weight.copy_(size * torch.randn(weight.shape, generator=generator))
             outputs.append(_evaluated(context, context.batch.images[:_SAMPLES]))
@@ -131,7 +185,7 @@ def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float
         return min(float(loss(right * top + (1 - right) * bottom, targets)) for top in tops for bottom in bottoms)
 
 
-@check("reach")
+@check("outputs")
 def reachable_targets(context: CheckContext) -> Result:
     """Outputs that cannot reach the targets with any weights: a ReLU, sigmoid, tanh or log-softmax at the end."""
     low, high = bounds = _output_bounds(context)

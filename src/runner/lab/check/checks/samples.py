@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from runner.lab.check.context import CheckContext
+from runner.lab.check.limits import LIMITS
 from runner.lab.check.result import NotApplicable, Result, check, failed, graded, join_names, need, none_of
-from runner.lab.check.split_stats import Annotated
+from runner.lab.check.sample import Annotated
 from runner.run.model import num_classes_of
-
-_BAD, _MANY_BAD = 0.01, 0.2  # shares of boxes
 
 
 def _annotated(context: CheckContext) -> list[tuple[str, Annotated]]:
@@ -19,38 +18,28 @@ def _annotated(context: CheckContext) -> list[tuple[str, Annotated]]:
     return found
 
 
-def _values(context: CheckContext) -> tuple[list[int], str, int]:
-    """The values in masks of classes that are not ignored, a sentence about them, and the number of classes."""
-    masks = [about.values for _, about in _annotated(context) if about.values]
-    ignored, count = getattr(context.training.task, "ignore_index", None), num_classes_of(context.training.task)
-    values = sorted(set[int]().union(*masks) - {ignored})
-    need(masks, "there are no masks of classes")
-    if count is None or not values:
-        raise NotApplicable("all pixels are ignored, or the task has no num_classes")
-    said = f"values {join_names(values, 12)} in {len(masks):,} masks; task.num_classes={count}"
-    return values, f"{said} and task.ignore_index={ignored}", count
-
-
 @check("samples", any_task=True)
 def class_ids(context: CheckContext) -> Result:
-    """Class numbers that are counted from 1 in masks, or from 0 for boxes, whose background is 0."""
-    labels = [about.labels for _, about in _annotated(context) if about.labels is not None]
+    """Class numbers that belong to no class: counted from 1 in masks, from 0 for boxes, whose background is 0, or colors."""
+    some, count = _annotated(context), num_classes_of(context.training.task)
+    labels = [about.labels for _, about in some if about.labels is not None]
     if any(len(each) for each in labels):
-        count = num_classes_of(context.training.task)
         low, high = int(torch.cat(labels).min()), int(torch.cat(labels).max())
         evidence = f"the labels of boxes are from {low} to {high}; task.num_classes={count}"
         fix = "number the classes of boxes from 1: 0 is the background" if low < 1 else "another task.num_classes"
         return graded(evidence, fix, fail=low < 1 or (count is not None and high > count))
-    values, evidence, count = _values(context)
-    from_one = values[0] >= 1 and values[-1] == count
-    return graded(evidence, "subtract 1: classes of pixels are counted from 0", fail=from_one)
-
-
-@check("samples", any_task=True)
-def mask_values(context: CheckContext) -> Result:
-    """Values of masks that belong to no class of the task, and are not ignored."""
-    values, evidence, count = _values(context)
-    need(values[0] < 1 or values[-1] != count, "class-ids says more")
+    masks, ignored = (
+        [about.values for _, about in some if about.values],
+        getattr(context.training.task, "ignore_index", None),
+    )
+    values = sorted(set[int]().union(*masks) - {ignored})
+    if count is None or not values:
+        raise NotApplicable("there are no masks of classes, all pixels are ignored, or the task has no num_classes")
+    evidence = (
+        f"values {join_names(values, 12)} in {len(masks):,} masks; task.num_classes={count} and ignore_index={ignored}"
+    )
+    if values[0] >= 1 and values[-1] == count:
+        return failed(evidence, "subtract 1: classes of pixels are counted from 0")
     wrong = [value for value in values if not 0 <= value < count]
     fix = "classes as numbers from 0 on, not as colors or 0 and 255; task.ignore_index for pixels without a class"
     return graded(f"{evidence}: {join_names(wrong) or 'none'} belong to no class", fix, fail=bool(wrong))
@@ -80,4 +69,9 @@ def box_format(context: CheckContext) -> Result:
     fix = "tv_tensors.BoundingBoxes with the right format, such as XYWH for COCO, and the size of its own image"
     if bool((boxes.abs() <= 1).all()) and float(size.min()) > 2:
         return failed(f"all {len(boxes):,} boxes are from 0 to 1", f"pixels instead of shares of the image; {fix}")
-    return graded(evidence, fix, fail=max(share, outside) > _MANY_BAD, warn=share > 0 or outside > _BAD)
+    return graded(
+        evidence,
+        fix,
+        fail=max(share, outside) > LIMITS.bad_boxes_fail,
+        warn=share > 0 or outside > LIMITS.bad_boxes_warn,
+    )

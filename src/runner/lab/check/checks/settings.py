@@ -1,36 +1,18 @@
-"""Checks of settings that cannot work: of the optimizer, its schedule, clipping, averaging, norms and dropout."""
+"""Checks of settings that cannot work: of the optimizer, its schedule, averaging, norms and dropout."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
-
 from runner.base.errors import UserError
-from runner.config.keys import within
-from runner.lab.check.context import BATCH_NORM, DROPOUT, CheckContext
+from runner.lab.check.context import ADAM, BATCH_NORM, DROPOUT, CheckContext
+from runner.lab.check.limits import LIMITS
 from runner.lab.check.result import NotApplicable, Result, check, failed, graded, join_names, need, passed, warned
 from runner.run.metrics import better
 
-_POINTS = 2000  # of a schedule
-_STEPS = 3
-_STUCK, _SLOW = 0.003, 0.02  # shares of their size that weights can move by in the whole run
-_FAST, _FAST_SGD = 0.7, 3.0  # share of their size that weights move by in one step; first gradients of SGD are large
-_ADAM = ("adam", "adamw", "nadam", "radam", "adamax", "lion", "lamb", "adan", "adopt", "adabelief")
 _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight decay to the gradient
-_EXTREME, _USELESS = 0.8, 0.95  # dropout
-
-
-def _factors(context: CheckContext) -> list[float]:
-    """The factors of the schedule at evenly spread steps of the run."""
-    total, schedule = context.training.total_steps, context.training.state.schedule
-    count = min(total, _POINTS)
-    return [float(schedule.factor(place * total // count)) for place in range(count)]
 
 
 @check("settings", any_task=True)
@@ -52,7 +34,7 @@ def _group_faults(group: dict[str, Any], kind: str, steps: int) -> Iterator[tupl
     momentum, eps = float(group.get("momentum") or 0.0), float(group.get("eps") or 0.0)
     dampening, taken = float(group.get("dampening") or 0.0), rate * decay
     first, second = map(float, (group.get("betas") or (0.0, 1.0))[:2])
-    adam, sgd = kind.lower() in _ADAM, kind == "SGD"
+    adam, sgd = kind.lower() in ADAM, kind == "SGD"
     largest = 100 * max(1e-3, 1 - momentum) if sgd else 0.05 if adam or kind == "RMSprop" else math.inf
     usual = "0.001 to 1 is usual" if sgd else "0.0001 to 0.01 is usual for it"
     large = f"lr={rate:g} with momentum {momentum:g}" if sgd else f"lr={rate:g} for {kind}"
@@ -81,15 +63,12 @@ def schedule(context: CheckContext) -> Result:
     """A schedule that never reaches the learning rate, leaves it at once, or far exceeds it; a warm-up longer than the run."""
     total = context.training.total_steps
     need(total >= 10, f"the run has {total} steps")
-    factors = _factors(context)
+    factors = context.factors
     top, first, last = max(factors), factors[0], factors[-1]
     active = sum(each > 0.01 * top for each in factors) / len(factors)
     peak = factors.index(top) / len(factors)
     idle = f"the rate is practically 0 in {1 - active:.0%} of the run"
     rising = last > 2 * max(factors[: max(1, len(factors) // 2)])
-    after = np.array(factors[factors.index(top) :])
-    again = (after - np.minimum.accumulate(after)).max() > 0.3 * top
-    meant = context.config.swa or any(word in str(context.config.scheduler).lower() for word in ("cyclic", "restarts"))
     evidence = f"at most {top:.3g} times the rate, first {first:.3g} and last {last:.3g}, in {total:,} steps"
     for result, wrong, problem in (
         (failed, not all(map(math.isfinite, factors)) or min(factors) < 0, "factors that are negative or not finite"),
@@ -100,64 +79,11 @@ def schedule(context: CheckContext) -> Result:
         (warned, top > 3, "the rate is exceeded"),
         (warned, active < 0.35, idle),
         (warned, rising, "the rate rises to the end of the run"),
-        (warned, again and not meant, "the rate rises again after it has fallen"),
     ):
         if wrong:
             fix = "scheduler.warmup and scheduler.total_steps that fit the run, or scheduler=constant"
             return result(f"{evidence}: {problem}", fix)
     return passed(evidence)
-
-
-def _moves(context: CheckContext) -> tuple[dict[str, float], float]:
-    """Share of its size that each weight moves by in a step at the full rate, and the norm of the gradients before clipping."""
-    training, batch, state = context.training, context.batch, context.training.state
-    state.train()
-    loss = context.loss()
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
-    gradients = [each.grad for each in training.model.parameters() if each.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients))
-    context.restore()
-    weights = {name: p.detach() for name, p in training.model.named_parameters() if p.requires_grad and p.ndim >= 2}
-    before = {name: each.clone() for name, each in weights.items() if bool(each.any())}
-    for group in state.optimizer.param_groups:
-        group["lr"] = group["initial_lr"]
-    for _ in range(_STEPS):
-        training.step(state, training.parts, batch, 1.0, len(batch.indices), update=True)
-    after = dict(training.model.named_parameters())
-    moved = {name: float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items()}
-    return {name: each / _STEPS for name, each in moved.items()}, norm
-
-
-@check("settings", any_task=True)
-def step_size(context: CheckContext) -> Result:
-    """Steps so small that no weight changes in the whole run, or larger than the weights themselves."""
-    moves, norm = _moves(context)
-    need(moves, "the model has no weights of two dimensions")
-    if not all(map(math.isfinite, moves.values())):
-        return failed("weights are not finite after three steps", "a smaller optimizer.lr, or grad_clip.norm=1.0")
-    clip, total = context.config.grad_clip, context.training.total_steps
-    adam = type(context.training.state.optimizer).__name__.lower() in _ADAM
-    run = statistics.fmean(_factors(context)) * total  # in steps at the full rate
-    high, middle = max(moves.values()), statistics.median_high(moves.values())
-    reach = high * run
-    evidence = f"weights move by up to {high:.2g} of their size in a step at the full rate, by {reach:.2g} in all {total:,} steps"
-    fix = "a larger optimizer.lr, or a longer run"
-    if clip.norm is not None and clip.norm < 0.01 * norm:
-        evidence += f"; gradients with a norm of {norm:.3g} are clipped to grad_clip.norm={clip.norm:g}"
-        fix = f"grad_clip.norm of about {norm:.1g}, or null"
-        if clip.norm < 1e-4 * norm and not adam:
-            return failed(evidence, fix)
-    elif clip.value is not None or clip.agc is not None:
-        fix = "larger grad_clip.value and grad_clip.agc, or null"
-    still = sum(each * run < _STUCK for each in moves.values())
-    if (clip.norm, clip.value, clip.agc) != (None, None, None) and 2 * still > len(moves):
-        return failed(f"{evidence}; {still} of {len(moves)} weights hardly move", fix)
-    if reach < _SLOW:
-        return graded(evidence, fix, fail=reach < _STUCK, warn=True)
-    fix = "a smaller optimizer.lr: weights should move by about 0.001 of their size in a step"
-    fast = middle > (_FAST if adam else _FAST_SGD)
-    return graded(evidence, fix, fail=fast and middle > 10, warn=fast)
 
 
 @check("settings", any_task=True)
@@ -169,12 +95,17 @@ def averaging(context: CheckContext) -> Result:
     share = math.prod(min(ema, (1 + step) / (10 + step)) if warmup else ema for step in range(min(total, 200_000)))
     horizon = 1 / (1 - ema)
     evidence = f"ema={ema:g} averages {horizon:,.0f} of {total:,} steps; {share:.1%} of it are initial weights"
-    if share <= 0.01 and horizon > total:
+    if share <= LIMITS.initial_warn and horizon > total:
         evidence += "; the decay is never reached, because averaging warms up for the whole run"
     if ema < 0.5:
         evidence += "; it hardly differs from the weights"
     fix = f"ema={1 - 10 / max(20, total):.4g} averages a tenth of the run, and averaging.warmup=true"
-    return graded(evidence, fix, fail=share > 0.1, warn=share > 0.01 or (horizon > total >= 10) or ema < 0.5)
+    return graded(
+        evidence,
+        fix,
+        fail=share > LIMITS.initial_fail,
+        warn=share > LIMITS.initial_warn or (horizon > total >= 10) or ema < 0.5,
+    )
 
 
 @check("settings", any_task=True)
@@ -212,7 +143,7 @@ def dropout_rate(context: CheckContext) -> Result:
     name = max(rates, key=rates.__getitem__)
     evidence = f"up to {rates[name]:.0%} of the values are dropped ({name})"
     fix = "a dropout of 0.1 to 0.5; p is the share that is dropped, not the share that is kept"
-    return graded(evidence, fix, fail=rates[name] >= _USELESS, warn=rates[name] >= _EXTREME)
+    return graded(evidence, fix, fail=rates[name] >= LIMITS.dropout_fail, warn=rates[name] >= LIMITS.dropout_warn)
 
 
 @check("settings", any_task=True)
@@ -248,21 +179,3 @@ def metric_direction(context: CheckContext) -> Result:
     wrong = [f"{key}={mode}" for key, mode in given.items() if mode != right]
     evidence = f"{join_names(wrong) or right} for {name}, whose {right} is best"
     return graded(evidence, f"{right}, or null", fail=bool(wrong))
-
-
-@check("settings", any_task=True)
-def frozen_start(context: CheckContext) -> Result:
-    """Most parameters frozen at random initial values, without pretrained weights."""
-    config, node = context.config, context.config.model
-    need(config.freeze is not None, "freeze is not set")
-    need(within(str(node["_target_"]), ["runner.models"]), "a custom model may load weights itself")
-    given = config.init_from
-    loaded = given.get("model") if isinstance(given, dict) else given  # not those of modules that the task adds
-    if loaded or config.ckpt_path or node.get("weights") or node.get("pretrained"):
-        return passed("the weights are pretrained")
-    sizes = Counter(dict.fromkeys((True, False), 0))
-    for parameter in context.model.parameters():
-        sizes[parameter.requires_grad] += parameter.numel()
-    share = sizes[False] / max(1, sizes.total())
-    evidence = f"{share:.0%} of the parameters are frozen, and no weights are loaded"
-    return graded(evidence, "init_from=, pretrained weights of the model, or freeze=null", warn=share > 0.5)

@@ -23,9 +23,9 @@ from runner.data.samples import SampleTransform, SeededDataset, as_target, as_te
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of
 from runner.instrument.nested import leaves_of, named_tensors, parts_of_rows
+from runner.lab.check.limits import LIMITS
 
 _SIDE = 16  # pixels of a thumbnail
-_WHOLE_BYTES = 2**28  # of images in memory that are all measured
 _CHUNK = 2048
 T = TypeVar("T")
 XYXY = tv_tensors.BoundingBoxFormat.XYXY
@@ -51,6 +51,7 @@ class SplitStats:
     high: Tensor = field(default_factory=lambda: torch.zeros(0))  # largest value, (N,)
     means: Tensor = field(default_factory=lambda: torch.zeros(0, 1))  # of each channel, float32 (N, C)
     stds: Tensor = field(default_factory=lambda: torch.zeros(0, 1))  # (N, C)
+    fractions: bool = False  # whether float images have values between whole numbers
     annotated: list[Any] = field(default_factory=list)  # see `Annotated`
 
     @property
@@ -74,10 +75,10 @@ class SplitStats:
         mean = means.mean(0)
         return torch.stack([mean, ((stds**2 + means**2).mean(0) - mean**2).clamp_min(0).sqrt()])
 
-    def pictures(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Thumbnails of at most `most` finite images (M, C, h, w), their targets and their indices."""
+    def pictures(self, most: int) -> tuple[Tensor, Tensor]:
+        """Thumbnails of at most `most` finite images (M, C, h, w), and their targets."""
         rows = self.finite[: len(self.thumbnails)].nonzero().flatten()[:most]
-        return self.thumbnails[rows], self.targets[rows], self.indices[rows]
+        return self.thumbnails[rows], self.targets[rows]
 
 
 def is_classes(targets: Tensor) -> bool:
@@ -109,7 +110,7 @@ def stratified_order(targets: Tensor | None, samples: int, seed: int) -> Tensor:
     return order[torch.where(rank == 0, share - 1, share).argsort()]
 
 
-def compute_split_stats(
+def pair_stats(
     name: str, part: tuple[Dataset[Any], Indices], transforms: Sequence[SampleTransform], most: int, seed: int
 ) -> SplitStats:
     """Measure a split: all of it if it is small and in memory, otherwise a random sample of `most` images.
@@ -124,7 +125,7 @@ def compute_split_stats(
     source: Iterator[tuple[Tensor, Tensor, Tensor]]
     # Images in memory are measured in large pieces, files one after the other
     if isinstance(dataset, ImageArrays) and not transforms:
-        whole = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())]
+        whole = order[: max(most, LIMITS.whole_bytes // dataset.images[0].numel())]
         source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(indices[whole], _CHUNK))
     else:
         seeded = SeededDataset(dataset, 0, transforms)
@@ -140,6 +141,7 @@ def compute_split_stats(
         found.shapes[tuple(images.shape[1:])] += len(rows)
         found.dtypes[str(images.dtype).removeprefix("torch.")] += len(rows)
         pixels = scaled(images).flatten(2)
+        found.fractions |= images.is_floating_point() and not torch.equal(images, images.round())
         measured = rows, targets, pixels.amin((1, 2)), pixels.amax((1, 2)), pixels.mean(2), pixels.std(2, correction=0)
         if columns and any(a.shape[1:] != b.shape[1:] for a, b in zip(measured, columns[0][1:], strict=True)):
             continue  # other channels or another target shape than the first: counted only

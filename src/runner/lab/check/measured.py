@@ -1,0 +1,265 @@
+"""One step of the run, measured: signals, gradients, modes, weights and rates. The checks of the model and the step read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.data.loaders import Loader
+from runner.engine.callbacks import UnfreezeCallback
+from runner.engine.evaluation import evaluate
+from runner.engine.loop import Loop
+from runner.engine.plan import Limits as Ends
+from runner.instrument.observer import Observer
+from runner.lab.check.context import BATCH_NORM, CheckContext
+from runner.run.evaluation import evaluate_both
+from runner.run.metrics import build_callbacks, fresh_metrics
+
+_DEPTH = 4  # of nested containers that are searched for tensors
+_NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass
+class Signals:
+    """A forward and a backward pass over a batch, in training mode but without dropout."""
+
+    last_layer: str = ""  # the last module with a weight of two dimensions that ran
+    biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
+    norm_calls: Counter[str] = field(default_factory=Counter)  # of BatchNorm that updates running statistics
+    missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
+    gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
+    equal: list[str] = field(default_factory=list)  # weights whose units are equal and get equal gradients
+    similar: list[str] = field(default_factory=list)  # weights whose units are equal, and get other gradients
+    loose: list[str] = field(default_factory=list)  # tensors that require gradients, and that nobody trains
+
+
+def measure_signals(context: CheckContext) -> Signals:
+    """Send a batch through model, loss and back; or through the step of a task."""
+    found, model = Signals(), context.model
+    last: tuple[str, Any, int] = ("", None, 0)  # a module without submodules, its output, and the version of that
+
+    def before(name: str, module: nn.Module, inputs: list[Any]) -> None:
+        source, output, version = last
+        # Between them nothing may have changed the output in place, such as a ReLU.
+        if isinstance(module, _NORMS) and inputs and inputs[0] is output and inputs[0]._version == version:
+            bias = getattr(model.get_submodule(source), "bias", None)
+            if isinstance(bias, nn.Parameter) and bias.requires_grad:
+                found.biased.append(f"{source} before {name} ({type(module).__name__})")
+        if isinstance(module, BATCH_NORM) and module.training and module.track_running_stats:
+            found.norm_calls[name] += 1
+
+    def after(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        nonlocal last
+        if isinstance(output, Tensor) and next(module.children(), None) is None:
+            last, weight = (name, output, output._version), getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
+                found.last_layer = name
+
+    context.disable_dropout()
+    with Observer(model, before, after):
+        loss = context.loss()
+    found.loose = _loose_tensors(context, loss)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    _look_at_gradients(model, found)
+    return found
+
+
+def _look_at_gradients(model: nn.Module, found: Signals) -> None:
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if parameter.requires_grad and gradient is None:
+            found.missing.append(name)
+        if gradient is None or parameter.ndim < 2:
+            continue
+        found.gradients.append((name, float(gradient.float().square().mean().sqrt())))
+        rows, slopes = parameter.detach().flatten(1), gradient.flatten(1)
+        largest = float(slopes.abs().max())
+        # Units that start equal and get the same gradients stay equal
+        if len(rows) < 2 or largest == 0 or bool((rows != rows[0]).any()):
+            continue
+        if float((slopes - slopes[0]).abs().max()) < 1e-4 * largest:
+            found.equal.append(name)
+        elif min(rows.shape) >= 4 and bool(rows.any()):
+            found.similar.append(name)
+
+
+def _loose_tensors(context: CheckContext, root: Tensor) -> list[str]:
+    """Tensors that the loss depends on, that require gradients, and that are neither parameters nor known to the optimizer."""
+    model, loss, groups = context.model, context.training.loss, context.training.state.optimizer.param_groups
+    known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
+    nodes: list[Any] = [root.grad_fn]
+    seen: set[Any] = {None}
+    found: list[Tensor] = []
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") and id(node.variable) not in known else []
+            nodes += [each for each, _ in node.next_functions]
+    names: dict[int, str] = {}
+    modules = [*model.named_modules(), *(loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ())]
+    for place, module in modules if found else ():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                for name, tensor in _nested_tensors(value, f"{place}.{key}".lstrip(".")):
+                    names.setdefault(id(tensor), name)
+    return sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found)
+
+
+def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in containers, objects and modules in them, by the Python expression that reaches them."""
+    items: dict[str, Any] = {}
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        items = {f".{key}": each for key, each in value.named_parameters()}
+    elif isinstance(value, dict):
+        items = {f"[{key!r}]": each for key, each in value.items()}
+    elif isinstance(value, list | tuple | set):
+        items = {f"[{place}]": each for place, each in enumerate(value)}
+    elif not isinstance(value, type | ModuleType):
+        items = {f".{key}": each for key, each in getattr(value, "__dict__", {}).items()}
+    for key, each in items.items() if depth else ():
+        yield from _nested_tensors(each, f"{name}{key}", depth - 1)
+
+
+@dataclass
+class Step:
+    """An optimizer step of the run at its full learning rate, with callbacks and an evaluation after it."""
+
+    moved: dict[str, float] = field(default_factory=dict)  # share of its size that each weight moves by
+    downhill: dict[str, float] = field(default_factory=dict)  # standard errors by which it moves against its gradient
+    norm: float = 0.0  # of all gradients, before clipping
+    stale: list[str] = field(default_factory=list)  # gradients that are not zero when the next step begins
+    in_evaluation: set[str] = field(default_factory=set)  # modules in evaluation mode when a step begins
+    left: float = 1.0  # share of the step that is left after callbacks and evaluation
+    pushed: float = 0.0  # change of the weights by callbacks, in steps
+    slowed: float = 1.0  # learning rate after the callbacks, as a share of that before
+    own_callbacks: bool = False  # whether the user wrote one
+
+
+def measure_step(context: CheckContext) -> Step:
+    """Run one step in the loop of the run with its callbacks and an evaluation, and look at what the next one begins with."""
+    training, state, found = context.training, context.training.state, Step()
+    modules = [(name or "the model", module) for name, module in context.model.named_modules()]
+    weights = {name: each for name, each in state.named_parameters() if each.requires_grad and each.ndim >= 2}
+    kept: dict[str, dict[str, Tensor]] = {}
+
+    def copied() -> dict[str, Tensor]:
+        return {name: each.detach().clone() for name, each in weights.items()}
+
+    def in_evaluation() -> set[str]:
+        return {name for name, module in modules if not module.training}
+
+    def step(state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
+        batch = context.shortened(batch)
+        if "stepped" in kept:  # the next step begins: nothing more is trained
+            if "next" not in kept:
+                kept["next"] = copied()
+                found.stale = _nonzero_gradients(context.model)
+                found.in_evaluation = in_evaluation() - usual
+            return
+        if "start" not in kept:
+            kept["start"] = copied()
+            for group in state.optimizer.param_groups:
+                group["lr"] = group["initial_lr"]
+        training.step(state, parts, batch, weight, samples, update=update)
+        if update:
+            kept["stepped"] = copied()
+
+    state.train()
+    usual = in_evaluation()
+    kept_gradients = _gradients(context, weights)
+    found.norm = float(torch.nn.utils.get_total_norm(list(kept_gradients.values())))
+    context.restore()
+    rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
+    own = build_callbacks(context.config, training.task, training.monitor)
+    found.own_callbacks = any(not type(each).__module__.startswith("runner.") for each in own.values())
+    _loop(context, step, [UnfreezeCallback(lambda line: None), *own.values()]).run()
+    start, stepped, after = kept["start"], kept["stepped"], kept["next"]
+    for name, old in start.items():
+        change, gradient = stepped[name] - old, kept_gradients.get(name)
+        if bool(old.any()):
+            found.moved[name] = float(change.norm() / old.norm())
+        if gradient is not None and bool(gradient.any()) and bool(change.any()):
+            cosine = -float((change * gradient).sum() / (change.norm() * gradient.norm()))
+            found.downhill[name] = cosine * math.sqrt(change.numel())
+    size = math.hypot(*(float((stepped[name] - start[name]).norm()) for name in start))
+    if size > 0:
+        found.left = math.hypot(*(float((after[name] - start[name]).norm()) for name in start)) / size
+        found.pushed = math.hypot(*(float((after[name] - stepped[name]).norm()) for name in start)) / size
+    now = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
+    found.slowed = max((new / old for new, old in zip(now, rates, strict=False) if old), default=1.0)
+    return found
+
+
+def _gradients(context: CheckContext, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Those of the batches of the first step, with the noise that the step has."""
+    plan, parts = context.training.plan, context.training.parts
+    batches = context.training.data.train.loader.batches(0, 0, min(plan.batches, plan.accumulate))
+    for batch, (_, weight, _) in zip(batches, plan.parts(0), strict=False):
+        loss = parts.objective(context.shortened(batch).data) * weight
+        if loss.requires_grad:
+            loss.backward()
+    return {name: each.grad.detach().clone() for name, each in weights.items() if each.grad is not None}
+
+
+def _nonzero_gradients(model: nn.Module) -> list[str]:
+    gradients = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+    return [name for name, gradient in gradients if gradient is not None and bool(gradient.count_nonzero())]
+
+
+def hooked_gradients(context: CheckContext) -> list[str]:
+    """Parameters to whose gradients a hook adds: those of a loss times zero are not zero."""
+    context.disable_dropout()
+    loss = context.loss()
+    if not (loss.requires_grad and bool(loss.isfinite())):
+        return []
+    (loss * 0).backward()  # type: ignore[no-untyped-call]
+    return _nonzero_gradients(context.model)
+
+
+def held_out_loader(context: CheckContext) -> Loader:
+    """The validation split, or the training split as it is evaluated."""
+    loader: Loader = (context.splits.val or context.splits.train_for_eval).loader
+    return loader
+
+
+def _loop(context: CheckContext, step: Callable[..., None], callbacks: Sequence[Any]) -> Loop:
+    """The loop of the run for two steps, with an evaluation of one batch after each."""
+    training, plan = context.training, context.training.plan
+    metrics = fresh_metrics(context.config, training.task, training.device)
+
+    def evaluate_once() -> dict[str, float]:
+        values = evaluate(
+            training.model,
+            held_out_loader(context),
+            context.evaluated,
+            loss=training.loss,
+            metrics=metrics(),
+            autocast=training.precision.autocast,
+            limit=1,
+        )
+        return {f"val/{name}": value for name, value in values.items()}
+
+    return Loop(
+        training.state,
+        training.data.train.loader,
+        dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
+        # Without a guard, gradients that are not finite reach the weights, where they are found
+        parts=dataclasses.replace(training.parts, guard=None),
+        limits=Ends(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
+        evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
+        callbacks=callbacks,
+        monitor=training.monitor,
+        step=step,
+    )
