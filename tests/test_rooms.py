@@ -190,7 +190,7 @@ BUDGET = {
     "launch": 1_030,
     "models": 1_390,
     "optim": 1_250,
-    "run": 4_280,
+    "run": 4_285,
     "runtime": 1_890,
     "sweeps": 2_125,
     "tasks": 780,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.data.module import DataModule
+from runner.data.sample_rng import preserved_rng
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.run.finetune import explaining
 from runner.run.model import (
@@ -50,7 +51,8 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
     """Evaluate the first image that an evaluation reads, which may have another size than those of training."""
     name = next(name for name in ("val", "test", "train") if name in data.examples)
     split, outputs = data.eval_split(name) or data.train_for_eval, task.outputs(data.classes)
-    images = prepared(split.prepare, data.examples[name][0][None].to(data.example[0].device))
+    with preserved_rng():
+        images = prepared(split.prepare, data.examples[name][0][None].to(data.example[0].device))
     size = f"cannot take images of shape {tuple(images.shape)} of '{name}': "
     with evaluating(model), explaining("model", size, "a model for images of this size, or another data.image_size"):
         logits = model(images)
