@@ -21,7 +21,7 @@ from runner.config.changes import declared
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS
-from runner.verbs.show import Commented, _read, files_of, option_named, page_of, page_of_verb
+from runner.verbs.show import Commented, _read, files_of, option_named
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -37,6 +37,37 @@ _MARK = re.compile(
     rf"^(<!-- generated: (\w+)((?: \S+)*) -->)$(?:(?:(?!^<!-- generated: ).)*?^{_END}$)?", re.MULTILINE | re.DOTALL
 )
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+# The keys of each page below docs/, or docs/reference/ if there is no folder.
+_KEYS_OF_PAGES = {
+    "data": "data",
+    "models": "model",
+    "transforms": "transform",
+    "optimization": "optimizer scheduler loss grad_clip accumulate metrics on_oom",
+    "reference/verbs/find-lr": "lr",
+    "tasks": "task",
+    "callbacks": "callbacks",
+    "logging": "logger log",
+    "checkpoints": "checkpoint resume ckpt_path",
+    "averaging": "averaging ema swa",
+    "howto/fine-tuning": "init init_from init_mismatch freeze unfreeze_at",
+    "scale": "devices strategy dist fsdp dry_run max_restarts dtype sync_batchnorm",
+    "toggles": "amp channels_last compile compiler activation_checkpointing cudnn_benchmark tf32 matmul_precision",
+    "howto/debug": "on_nonfinite watch detect_anomaly post_mortem limit",
+    "explanation/reproducibility": "deterministic",
+    "project/security": "trust",
+}
+_PAGES = {key: page for page, keys in _KEYS_OF_PAGES.items() for key in keys.split()}
+
+
+def page_of(key: str) -> str:
+    """The page of the documentation for a key."""
+    page = _PAGES.get(key.partition(".")[0], "run")
+    return f"docs/{page}.md" if "/" in page else f"docs/reference/{page}.md"
+
+
+def page_of_verb(verb: str) -> str:
+    """The page of the documentation for the keys of a verb."""
+    return f"docs/reference/verbs/{verb}.md"
 
 
 def cell(text: str) -> str:

@@ -172,13 +172,18 @@ def test_a_failed_job_is_a_failed_trial(search):
     assert "width must be at least 1" in out
 
 
-def test_trials_that_an_earlier_version_took_from_another_sweep_are_no_trials_of_the_search(search):
+def test_a_search_of_an_earlier_version_continues_without_trials_that_it_took_from_another_sweep(search):
     words = (*SEARCH, "search.optimizer.lr={log: [1e-3, 0.05]}")
     _, folder = search(*words, "search.trials=1")
     [own] = trials(folder)
     taken = {"params": own.params, "distributions": own.distributions, "user_attrs": {"warm_start": "outputs/0"}}
     study_of(folder).add_trial(optuna.trial.create_trial(values=own.values, **taken))
-    out, _ = search(*words, "search.trials=2")
+    ledger = folder / "sweep.jsonl"
+    text = ledger.read_text().replace('"search.space": ', '"search.objectives": {}, "search.space": ')
+    ledger.write_text(text.replace('"retry": ', '"retries": 2, "fail_fast": true, "retry": '))
+    assert ledger.read_text().count('"search.objectives": {}') == ledger.read_text().count('"fail_fast"') == 1
+    out, same = search(*words, "search.trials=2")
+    assert same == folder
     assert "1 of 2 trials have ended already; 1 are left" in out
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "logs"]
     assert "trial" in (folder / "best.yaml").read_text().splitlines()[1]

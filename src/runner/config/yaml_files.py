@@ -63,7 +63,7 @@ def walk(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, yaml.N
 
 
 def mistakes_in(path: Path) -> list[Problem]:
-    """What a config file has and Hydra does not refuse in words: keys that are given twice, and defaults that are no list.
+    """What a config file has and Hydra does not refuse in words: keys that are given twice, and defaults without a list.
 
     Raises:
         ConfigError: if it is not YAML, see `refusing`.

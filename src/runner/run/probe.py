@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.data.module import DataModule
+from runner.data.sample_rng import preserved_rng
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.run.finetune import explaining
 from runner.run.model import (
@@ -40,7 +41,8 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evalu
         _evaluate_own(task, steps, model, loss, data)
     with _training(model, loss):
         # A loss is dropped before the next one is computed, as in training
-        trained = [_backward(value, own) for value in _losses(task, steps, model, loss, data, own)]
+        losses = _own_losses(task, steps, data) if own else _losses(task, model, loss, data)
+        trained = [_backward(value, own) for value in losses]
         if trained and not any(trained):
             _without_gradient("task" if own else "loss", model)
 
@@ -49,7 +51,8 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
     """Evaluate the first image that an evaluation reads, which may have another size than those of training."""
     name = next(name for name in ("val", "test", "train") if name in data.examples)
     split, outputs = data.eval_split(name) or data.train_for_eval, task.outputs(data.classes)
-    images = prepared(split.prepare, data.examples[name][0][None].to(data.example[0].device))
+    with preserved_rng():
+        images = prepared(split.prepare, data.examples[name][0][None].to(data.example[0].device))
     size = f"cannot take images of shape {tuple(images.shape)} of '{name}': "
     with evaluating(model), explaining("model", size, "a model for images of this size, or another data.image_size"):
         logits = model(images)
@@ -75,16 +78,18 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
         raise UserError("task", f"its evaluation_step gives no {lacks[0]}, which {of} needs", f"{lacks[0]} in the dict")
 
 
-def _losses(task: Task, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule, own: bool) -> Iterator[Tensor]:
-    """The losses of two samples as in training, one for each step of an optimizer; fewer samples if batches are smaller."""
-    if own:
-        batch = (data.trial or example_batch(data, 2)).data
-        with explaining("task", "cannot train on a batch: "):
-            if hasattr(task, "optimizer_steps"):
-                yield from (value for _, _, value, _ in steps.alternate([batch]))
-            else:
-                yield steps(batch)
-        return
+def _own_losses(task: Task, steps: Any, data: DataModule) -> Iterator[Tensor]:
+    """The losses that a task computes of two samples, one for each step of an optimizer."""
+    batch = (data.trial or example_batch(data, 2)).data
+    with explaining("task", "cannot train on a batch: "):
+        if hasattr(task, "optimizer_steps"):
+            yield from (value for _, _, value, _ in steps.alternate([batch]))
+        else:
+            yield steps(batch)
+
+
+def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> Iterator[Tensor]:
+    """The loss of two samples as in training, or of one if batches have one."""
     copies = min(2, data.train.loader.batch_size, data.train.samples)
     images, targets = (each.expand(copies, *each.shape[1:]) for each in data.example)
     indices, fits = indices_for(images), explaining("loss", "", _FITTING)

@@ -1,38 +1,17 @@
-"""`show`: the files of options with their comments, or what a key means."""
+"""`show`: the files of options, or the lines of a key in them, with their comments."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
+from runner.config.keys import within
 from runner.config.sources import Option, Sources, text_of
 from runner.config.yaml_files import compose, walk
 from runner.verbs._folders import sources_and_words
 from runner.verbs._table import VERBS
-
-# The keys of each page below docs/, or docs/reference/ if there is no folder.
-_KEYS_OF_PAGES = {
-    "data": "data",
-    "models": "model",
-    "transforms": "transform",
-    "optimization": "optimizer scheduler loss grad_clip accumulate metrics",
-    "reference/verbs/find-lr": "lr",
-    "tasks": "task",
-    "callbacks": "callbacks",
-    "logging": "logger log",
-    "checkpoints": "checkpoint resume ckpt_path",
-    "averaging": "averaging ema swa",
-    "howto/fine-tuning": "init init_from init_mismatch freeze unfreeze_at",
-    "scale": "devices strategy dist fsdp dry_run max_restarts dtype sync_batchnorm",
-    "toggles": "amp channels_last compile compiler activation_checkpointing cudnn_benchmark tf32 matmul_precision",
-    "howto/debug": "on_nonfinite watch detect_anomaly post_mortem limit",
-    "explanation/reproducibility": "deterministic",
-    "project/security": "trust",
-}
-_PAGES = {key: page for page, keys in _KEYS_OF_PAGES.items() for key in keys.split()}
 
 
 class Commented(NamedTuple):
@@ -45,7 +24,7 @@ class Commented(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the files of options (`group=option` or `group/option`), what a key means (`optimizer.lr`), or all top-level keys."""
+    """Print the files of options (`group=option` or `group/option`), the lines of a key (`optimizer.lr`), or all top-level keys."""
     sources, words = sources_and_words("show", argv)
     for word in words or ["train"]:
         if files := _files(word, sources):
@@ -87,61 +66,25 @@ def files_of(option: Option) -> list[Path]:
 
 
 def _explained(key: str, sources: Sources) -> list[str]:
-    """Type, default, meaning and page of a key.
+    """The lines of the files that give a key, or the keys inside it, with their comments; then the values that it may have.
 
     Raises:
         UserError: if there is no such key.
     """
     # Nothing but the standard library is imported for files.
     from runner.config import keys
-    from runner.config.changes import CHANGES, declared
     from runner.config.schema import VERBS as SCHEMAS
 
     known = list(_commented(sources))
-    # A key may occur in several options, each with its own default
-    places = [place for place in known if place.key == key]
-    schemas = [schema for schema in SCHEMAS.values() if keys.find(schema, key) is not None]
-    if not places and (key in CHANGES or "." not in key) and schemas:
-        places = [Commented(key, "", "", "")]
+    places = [place for place in known if place.value and within(place.key, [key])]
+    kinds = [keys.describe(kind) for schema in SCHEMAS.values() if (kind := keys.find(schema, key)) is not None]
     if not places:
-        names = [*dict.fromkeys(place.key for place in known), *sources.groups()]
-        close = keys.closest(key, names)
+        close = keys.closest(key, [*dict.fromkeys(place.key for place in known), *sources.groups()])
         allowed = "group=option, a group, or a key (python -m runner show prints the top-level keys)"
         raise UserError("show", f"there is no group and no key '{key}'", allowed, close)
-    annotation = keys.find(schemas[0], key) if schemas else None
-    lines = [key]
-    if comment := next((place.comment for place in places if place.comment), ""):
-        lines.append(f"  meaning   {comment}")
-    if annotation is not None and (kind := keys.describe(annotation)) != "any value":
-        lines.append(f"  values    {kind}")
-    given = [place for place in places if place.value]
-    if len({place.value for place in given}) > 1:
-        width = max(len(place.option) for place in given)
-        defaults = [f"{place.option:<{width}}  {place.value}" for place in given]
-        lines += [f"  {'default' if not at else '':<10}{text}" for at, text in enumerate(defaults)]
-    elif given:
-        lines.append(f"  default   {given[0].value}")
-    below = [place.key.removeprefix(f"{key}.") for place in known if place.key.startswith(f"{key}.")]
-    # Items of lists have their number in the name
-    inside = [name for name in below if re.fullmatch(r"(\d+\.)?\w+", name)]
-    of_training = keys.find(SCHEMAS["train"], key) is not None
-    if of_training and not inside:
-        lines.append(f"  resuming  a change is {declared(key).value}")
-    lines.append(f"  docs      {page_of(key) if of_training else page_of_verb(places[0].option)}")
-    if inside:
-        lines.append(f"  keys      {', '.join(dict.fromkeys(inside))}")
-    return lines
-
-
-def page_of(key: str) -> str:
-    """The page of the documentation for a key."""
-    page = _PAGES.get(key.partition(".")[0], "run")
-    return f"docs/{page}.md" if "/" in page else f"docs/reference/{page}.md"
-
-
-def page_of_verb(verb: str) -> str:
-    """The page of the documentation for the keys of a verb."""
-    return f"docs/reference/verbs/{verb}.md"
+    width = max(len(place.option) for place in places)
+    lines = [f"{place.option:<{width}}  {place.key}: {place.value}  # {place.comment}" for place in places]
+    return [key, *lines, *(f"values: {kind}" for kind in kinds[:1] if kind != "any value")]
 
 
 def _commented(sources: Sources) -> Iterator[Commented]:
@@ -150,10 +93,14 @@ def _commented(sources: Sources) -> Iterator[Commented]:
         if path := sources.primary(verb):
             yield from _read(path, "", verb)
     for group in sources.groups():
+        shared = dict[Path, str]()  # files that several options share, once
         for option in sources.options(group):
-            for path in files_of(option):
-                section = "" if option.is_global else f"{group.replace('/', '.')}."
-                yield from _read(path, section, f"{group}={option.name}")
+            own, *base = files_of(option)
+            section = "" if option.is_global else f"{group.replace('/', '.')}."
+            yield from _read(own, section, f"{group}={option.name}")
+            shared |= dict.fromkeys(base, section)
+        for path, section in shared.items():
+            yield from _read(path, section, group)
 
 
 def _read(path: Path, section: str, option: str) -> Iterator[Commented]:
