@@ -182,10 +182,8 @@ def test_a_report_shows_older_runs_without_what_is_gone(accepted: Callable[..., 
 
 
 def test_values_that_are_gone_are_read_as_the_default() -> None:
-    assert words_without(["lr=auto", "lr=0.1", "search.warm_start=a", "search.trials=3"]) == [
-        "lr=0.1",
-        "search.trials=3",
-    ]
+    words = ["lr=auto", "lr=0.1", "search.warm_start=a", "search.trials=3", "on_nonfinite=rollback", "on_oom=split"]
+    assert words_without(words) == ["lr=0.1", "search.trials=3", "on_nonfinite=skip"]
     values = {"lr": "auto", "search": {"warm_start": None, "trials": 3}}
     assert warning("a", drop(values)) == [
         "a: settings of an earlier version have no effect: lr=auto (instead: run find-lr, and set the number that it prints)"
