@@ -19,15 +19,20 @@ from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.placement import plan_placement
 
 
-def chosen(wanted: Any = "auto", batch: int = 32, sample_bytes: int = 64, **named: Any) -> WorkerChoice:
-    return choose_num_workers(wanted, bytes_ahead=2 * batch * sample_bytes, **named)
+def chosen(
+    wanted: Any = "auto", batch: int = 32, sample_bytes: int = 64, samples: int = 64, **named: Any
+) -> WorkerChoice:
+    return choose_num_workers(wanted, samples, bytes_ahead=2 * batch * sample_bytes, **named)
 
 
-def test_there_are_as_many_as_cores_at_most_eight_and_none_for_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_as_many_as_cores_at_most_eight_and_none_for_arrays_and_few_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(num_workers, "cores", lambda: 3)
     assert chosen() == WorkerChoice(3, "auto: 3 cores")
     assert chosen(arrays=True) == WorkerChoice(0, "auto: the images are arrays in memory")
-    assert chosen(2, arrays=True) == chosen(2) == WorkerChoice(2)
+    assert chosen(samples=63) == WorkerChoice(0, "auto: fewer than 64 samples")
+    assert chosen(2, arrays=True) == chosen(2, samples=1) == WorkerChoice(2)
     assert [num_workers.workers_for_files("auto", files) for files in (63, 64)] == [0, 3]
     monkeypatch.setattr(num_workers, "cores", lambda: 64)
     assert chosen() == WorkerChoice(8, "auto: at most 8")

@@ -1,4 +1,4 @@
-"""The number of worker processes: as many as there are cores, at most 8."""
+"""The number of worker processes: as many as there are cores, at most 8, and none for what is read sooner than they start."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class WorkerChoice:
     warnings: list[str] = field(default_factory=list)
 
 
-def choose_num_workers(wanted: int | Literal["auto"], *, arrays: bool = False, bytes_ahead: int) -> WorkerChoice:
-    """Choose how many workers read; none for `arrays`, samples of tensors in memory, if `wanted` is 'auto'.
+def choose_num_workers(
+    wanted: int | Literal["auto"], samples: int, *, arrays: bool = False, bytes_ahead: int
+) -> WorkerChoice:
+    """Choose how many workers read `samples`; if `wanted` is 'auto', none read `arrays` in memory or fewer than 64 samples.
 
     `bytes_ahead` are the bytes of all batches that one worker of every loader may hold at the same time.
     """
@@ -39,6 +41,9 @@ def choose_num_workers(wanted: int | Literal["auto"], *, arrays: bool = False, b
         return WorkerChoice(wanted, warnings=warnings)
     if arrays:
         return WorkerChoice(0, "auto: the images are arrays in memory")
+    # Starting a process takes seconds, in which few samples are read often enough
+    if samples < _FEW:
+        return WorkerChoice(0, f"auto: fewer than {_FEW} samples")
     reasons = {
         _MOST: f"at most {_MOST}",
         cores(): f"{cores()} cores",
@@ -48,8 +53,8 @@ def choose_num_workers(wanted: int | Literal["auto"], *, arrays: bool = False, b
 
 
 def workers_for_files(wanted: int | Literal["auto"], files: int, ahead: int = 0) -> int:
-    """The workers that read image files once; fewer than 64 are read sooner than workers start. `ahead` is as below."""
-    return choose_num_workers(0 if wanted == "auto" and files < _FEW else wanted, bytes_ahead=ahead).workers
+    """The workers that read image files once. `ahead` is as below."""
+    return choose_num_workers(wanted, files, bytes_ahead=ahead).workers
 
 
 def workers_with_room(ahead: int) -> int:

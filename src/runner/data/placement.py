@@ -86,7 +86,7 @@ def plan_placement(
     ahead = max(data.samples_a_batch + config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
     arrays, bytes_ahead = isinstance(train, ImageArrays), data.prefetch * ahead * example.nbytes
-    choice = choose_num_workers(data.num_workers, arrays=arrays, bytes_ahead=bytes_ahead)
+    choice = choose_num_workers(data.num_workers, len(parts["train"][1]), arrays=arrays, bytes_ahead=bytes_ahead)
     # The cache comes first, as images may be placed from it
     if data.cache is not None:
         for key, some, splits in (("train", transforms[0], ["train"]), ("eval", transforms[1], [*parts])):

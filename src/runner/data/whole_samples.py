@@ -115,7 +115,7 @@ def read_whole_samples(config: Train, device: torch.device, *, make_cache: bool,
 
     sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
     ahead = data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes
-    choice = choose_num_workers(data.num_workers, bytes_ahead=ahead)
+    choice = choose_num_workers(data.num_workers, len(parts["train"][1]), bytes_ahead=ahead)
     loaders.placement.workers = choice.workers
 
     def split(name: str, training: bool) -> SplitData:
