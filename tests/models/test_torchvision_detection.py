@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +98,26 @@ def test_weights_of_coco_are_used_where_they_fit(
             "model.weights_backbone",
             "resnet50 has no weights 'BEST'",
         ),
-        *(
-            ({"name": "fcos_resnet50_fpn", key: "DEFAULT"}, f"model.{key}", f"download https://.*{file}.* to /.*{file}")
-            for key, file in (
-                ("weights", "fcos_resnet50_fpn_coco-99b0c9b7.pth"),
-                ("weights_backbone", "resnet50-11ad3fa6.pth"),
-            )
+        (
+            {"name": "fcos_resnet50_fpn", "weights": "DEFAULT"},
+            "model.weights",
+            "https://.*/(fcos_resnet50_fpn_coco.*) to /.*/checkpoints/\\1 yourself",
+        ),
+        (
+            {"name": "fcos_resnet50_fpn", "weights_backbone": "DEFAULT"},
+            "model.weights_backbone",
+            "https://.*/(resnet50-.*) to /.*/checkpoints/\\1 yourself",
         ),
     ],
 )
 def test_what_there_is_not_is_a_sentence(
     arguments: dict[str, Any], key: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("the network is off in this test")
+
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises(UserError) as caught:
         detector(num_classes=4, **arguments)
     assert caught.value.problems[0].key == key
