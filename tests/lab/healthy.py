@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from photo_folder import photo
+from photographs import photo
 from torch import Tensor, nn
 
 from runner.data.sources.arrays import ImageArrays

@@ -28,10 +28,6 @@ BASE = (
 )
 
 
-# The two largest models of torchvision are left to scripts/check_healthy.py, which makes all checks of every training.
-OTHERS = [name for name in healthy.TRAININGS if name not in ("efficientnet_b0", "mnasnet0_5")]
-
-
 @pytest.fixture
 def check(composed_check: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
     """The checks by name, of a healthy training and further words."""
@@ -78,7 +74,7 @@ def test_healthy_trainings_raise_nothing(check: Callable[..., Any], names: tuple
     assert sum(each["status"] == "pass" for each in checks.values()) > 45
 
 
-@pytest.mark.parametrize("name", some(OTHERS, OTHERS.index("mlp, adam")))
+@pytest.mark.parametrize("name", some(list(healthy.TRAININGS), [*healthy.TRAININGS].index("mlp, adam")))
 def test_a_healthy_training_of_another_kind_raises_nothing(run: Callable[..., Any], name: str) -> None:
     skipped = () if name in healthy.WHOLE else ("skip=[data,labels,baselines]",)
     result = run("check", "json=true", *healthy.WORDS, *healthy.TRAININGS[name], *skipped)

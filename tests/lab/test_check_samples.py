@@ -83,7 +83,7 @@ def test_a_sample_of_a_folder_has_every_class(run: Callable[..., Any], known: bo
 
 def test_settings_are_checked_without_reading_images(run: Callable[..., Any]) -> None:
     names = ("optimizer-settings", "schedule", "averaging", "norm-statistics", "dropout-rate", "epoch-length")
-    result = run(*WORDS, "json=true", data(), "ema=0.9999", f"only=[{','.join(names)}]")
+    result = run(*WORDS, "json=true", data(), "ema=0.9999", "averaging.warmup=false", f"only=[{','.join(names)}]")
     found = json.loads(result.out)
-    assert (result.status, found["seen"]) == (0, {})
-    assert {each["name"]: each["status"] for each in found["checks"]}["averaging"] == "warn"
+    assert (result.status, found["seen"]) == (1, {})
+    assert {each["name"]: each["status"] for each in found["checks"]}["averaging"] == "fail"

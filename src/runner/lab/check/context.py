@@ -272,6 +272,15 @@ class CheckContext:
             if isinstance(module, DROPOUT):
                 module.eval()
 
+    def disable_noise(self) -> None:
+        """Evaluation mode, which turns off custom dropout too, but for modules that need training mode."""
+        self.training.state.train()
+        # BatchNorm takes its statistics from the batch; cuDNN runs recurrent layers backward only in training mode.
+        kept = [each for each in self.model.modules() if isinstance(each, BATCH_NORM | nn.RNNBase) and each.training]
+        self.model.eval()
+        for module in kept:
+            module.train()
+
     def restore(self) -> None:
         """Put weights, buffers, gradients, modes, optimizer and random generators back to the start."""
         if self._training is None:

@@ -74,6 +74,7 @@ class Limits:
     used: float = 1e-6  # of the outputs, by which an image changes them at least
     varied: float = 1e-2  # of the outputs, by which they differ between images where their scale is compared
     mode_scale: float = 1.6  # factor between outputs in training and evaluation mode: dropout of 0.5 has up to 1.2
+    mode_scale_norms: float = 2.5  # of models with BatchNorm: EfficientNet with stochastic depth has 2.0
 
     # Loss
     high_warn: float = 2.0  # times the loss of a guess; below half of it warns too

@@ -209,7 +209,7 @@ def _gradients(context: CheckContext, weights: dict[str, nn.Parameter]) -> dict[
     for batch, (_, weight, _) in zip(batches, plan.parts(0), strict=False):
         loss = parts.objective(context.shortened(batch).data) * weight
         if loss.requires_grad:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
     return {name: each.grad.detach().clone() for name, each in weights.items() if each.grad is not None}
 
 

@@ -80,7 +80,7 @@ def score_baselines(context: CheckContext) -> Baselines:
     )
     enough = min(len(targets), len(right)) >= LIMITS.scored and theirs.shape[1:] == pixels.shape[1:] and right.ndim == 1
     need(enough, "there are too few samples for a linear model")
-    need(not context.classes or len(targets.unique()) > 1, "there is only one class")
+    need(not context.classes or len(torch.unique(targets)) > 1, "there is only one class")
     classes = max(context.classes, 1 + int(max(targets.max(), right.max()))) if context.classes else 0
     wanted, truth = ((F.one_hot(y.long(), classes) if classes else y[:, None]).double() for y in (targets, right))
     guessed = fit_linear(pixels.flatten(1), wanted)(theirs.flatten(1))
@@ -133,7 +133,7 @@ def split_targets(context: CheckContext) -> Result:
     }
     need("train" in usable, f"fewer than {LIMITS.fitted} training images of one shape could be read")
     features, targets = usable.pop("train")
-    need(len(targets.unique()) > 1 and usable, f"there is one class, or no other split of {LIMITS.fitted} images")
+    need(len(torch.unique(targets)) > 1 and usable, f"there is one class, or no other split of {LIMITS.fitted} images")
     classes = 1 + max(int(y.max()) for y in (targets, *(y for _, y in usable.values())))
     wanted = F.one_hot(targets, classes)
 

@@ -58,7 +58,7 @@ def _left_after_steps(context: CheckContext, guess: float) -> float:
     """What is left of the difference between the first loss and that of a guess after a few steps."""
     images, targets = context.batch.images[:_TRAINED], context.targets(context.batch)[:_TRAINED]
     context.restore()
-    context.disable_dropout()
+    context.disable_noise()
     trained = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=_RATE, weight_decay=0.0), list[float]()
     for _ in range(1 + _STEPS):

@@ -118,9 +118,10 @@ def zero_input(context: CheckContext) -> Result:
     images = context.batch.images
     need(bool((images != images[:1]).any()), "all images are equal")
     weight = _last_weight(context)
+    context.disable_noise()
     with torch.no_grad():  # weights may start at zero
         weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
-    with_images, without = _evaluated(context, images), _evaluated(context, torch.zeros_like(images))
+        with_images, without = (context.model(each).float() for each in (images, torch.zeros_like(images)))
     apart, size = float((with_images - without).abs().max()), max(float(with_images.abs().max()), 1e-12)
     evidence = (
         f"with random weights in the last layer, outputs of images and of zeros differ by {apart:.3g}, of {size:.3g}"
@@ -154,7 +155,8 @@ def output_scale(context: CheckContext) -> Result:
     factor = float((plain * mean).sum() / plain.square().sum())
     evidence = f"outputs in training mode are {factor:.2f} times those in evaluation mode on average"
     fix = "nn.Dropout or F.dropout, which divide by 1 - p in training"
-    return graded(evidence, fix, warn=not 1 / LIMITS.mode_scale <= factor <= LIMITS.mode_scale)
+    limit = LIMITS.mode_scale_norms if norms else LIMITS.mode_scale
+    return graded(evidence, fix, warn=not 1 / limit <= factor <= limit)
 
 
 def _output_bounds(context: CheckContext) -> tuple[float, float]:

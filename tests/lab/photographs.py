@@ -1,9 +1,8 @@
-"""Folders of images that resemble photographs: gradients, textures of every scale and shapes, as JPEGs."""
+"""Images that resemble photographs: gradients, textures of every scale and shapes."""
 
 from __future__ import annotations
 
 import colorsys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,14 +32,3 @@ def photo(kind: int, kinds: int, side: int, generator: np.random.Generator) -> I
         else:
             draw.ellipse((x - radius, y - radius * (1 - 0.1 * kind), x + radius, y + radius), fill=colour)
     return image
-
-
-def make_folder(root: Path, samples: int, side: int, kinds: int = 5, seed: int = 0) -> Path:
-    """Write `samples` JPEGs of `side` pixels into a subfolder for each class."""
-    generator = np.random.default_rng(seed)
-    for kind in range(kinds):
-        folder = root / f"kind{kind}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in range(kind, samples, kinds):
-            photo(kind, kinds, side, generator).save(folder / f"{number:05}.jpg", quality=80)
-    return root
