@@ -24,10 +24,8 @@ class Flops:
 
     samples: int  # samples of the batch
     forward: int  # of model and loss
-    backward: int  # of the gradients, not counting `recomputed`
-    # Of forward passes that activation checkpointing makes again in backward. They bring training no further, so
-    # utilisation leaves them out.
-    recomputed: int
+    # Of the gradients. Forward passes that activation checkpointing makes again are left out, as they bring training no further.
+    backward: int
     by_module: dict[str, int]  # forward, by dotted name of the module ("" is the model), its children included
 
     @property
@@ -55,7 +53,6 @@ def count_flops(
     with no_trace(trained), uncompiled(), torch.enable_grad():
         with FlopCounterMode(display=False) as forward, autocast():
             value = loss()
-        # Operations that checkpointed blocks compute again are counted apart, as they are not work of the model
         trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         with FlopCounterMode(display=False) as backward, _recomputing(model, backward) as again:
             if trainable and value.requires_grad:
@@ -70,7 +67,6 @@ def count_flops(
         samples=samples,
         forward=forward.get_total_flops(),
         backward=backward.get_total_flops() - sum(again),
-        recomputed=sum(again),
         by_module=by_module,
     )
 
