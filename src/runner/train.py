@@ -94,6 +94,7 @@ def build_run(
     image, samples = example_input(data), FirstSamples(task, model, loss, data)
     initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
+    samples.try_one(freezing, length.plan, 1 if config.sync_batchnorm else world().size)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds

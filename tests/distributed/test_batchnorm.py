@@ -60,3 +60,20 @@ def test_a_layer_that_computes_more_than_batchnorm_is_refused() -> None:
 
     with pytest.raises(UserError, match="layer '0', as Rectified is not torch's BatchNorm"):
         synchronize(nn.Sequential(Rectified(3)))
+
+
+@pytest.mark.slow
+def test_batches_that_leave_a_rank_one_value_are_refused_without_it(
+    run: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.launch.ranks.run_ranks", pool)
+    words = (
+        "data=synthetic",
+        "data.dataset.samples=40",
+        "data.batch_size=3",
+        "model=torchvision",
+        "model.name=resnet18",
+    )
+    found = run("train", "threads=1", "logger=none", "max_steps=1", "data.image_size=32", "devices=2", *words)
+    assert "leaves 1 sample or none to one of 2 processes" in found.err + found.out
+    assert "sync_batchnorm=true" in found.err + found.out

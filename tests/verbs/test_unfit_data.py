@@ -355,6 +355,48 @@ def test_what_follows_evaluations_needs_a_validation_split(words: tuple[str, ...
     assert "data.split.val" in result.err
 
 
+NORMS = """
+from torch import nn
+
+class Normed(nn.Sequential):
+    def __init__(self, in_channels, image_size, num_classes, spatial=False):
+        norm = nn.BatchNorm2d(4) if spatial else nn.BatchNorm1d(4)
+        first = [nn.Conv2d(in_channels, 4, 1), norm, nn.Flatten(), nn.LazyLinear(num_classes)]
+        flat = [nn.Flatten(), nn.Linear(in_channels * image_size[0] * image_size[1], 4), norm, nn.Linear(4, num_classes)]
+        super().__init__(*(first[:-1] + [nn.Linear(4 * image_size[0] * image_size[1], num_classes)] if spatial else flat))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "fine"),
+    [
+        (("data.batch_size=41",), False),
+        (("data.batch_size=41", "data.drop_last=true"), True),
+        (("data.batch_size=41", "+model.spatial=true"), True),
+        (("data.batch_size=41", "freeze=['2']"), True),
+    ],
+)
+def test_a_batch_of_one_sample_is_refused_where_batchnorm_cannot_take_it(
+    words: tuple[str, ...], fine: bool, workdir: Path, run: Any
+) -> None:
+    (workdir / "normed.py").write_text(NORMS)
+    found = run(
+        "train",
+        *on("val_images"),
+        "model=mlp",
+        "model._target_=normed.Normed",
+        "~model.hidden",
+        "~model.dropout",
+        "trust=[unfit_sets,normed]",
+        *words,
+    )
+    assert found.status == (0 if fine else 2), found.err
+    assert "Traceback" not in found.err
+    assert fine or "data.batch_size: " in found.err
+    assert fine or "has 1 sample" in found.err
+    assert fine or "data.drop_last=true" in found.err
+
+
 def test_eval_names_a_sample_that_is_not_finite_too(train: Any, accepted: Any) -> None:
     directory = train(*on("nan_pixels", place=3)).directory
     result = accepted("eval", f"ckpt_path={directory}", "split=val", "trust=[unfit_sets]")

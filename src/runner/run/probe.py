@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
+from runner.engine.freezing import Freezing
+from runner.engine.plan import EpochPlan
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.run.finetune import explaining
 from runner.run.model import (
@@ -102,7 +104,7 @@ def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> 
     try:
         logits = model(images)
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return  # some models take only larger batches in training
+        return  # some models take only larger batches in training, see `try_one`
     # Some models return other shapes in training, such as auxiliary outputs or a mean over the batch
     if isinstance(logits, Tensor) and (logits.ndim == 0 or len(logits) != copies):
         problem = f"gives {tuple(logits.shape)} in training for a batch of {copies}"
@@ -183,3 +185,15 @@ class FirstSamples(NamedTuple):
         if self.data.trial is None:
             return model_of(self.model)(example_input(self.data, samples))
         return steps_of(self.task, self.model, self.loss)(example_batch(self.data, samples).data)
+
+    def try_one(self, freezing: Freezing, plan: EpochPlan, ranks: int = 1) -> None:
+        """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
+        # The last batch is the smallest, so it decides
+        if plan.size(plan.batches - 1) // ranks > 1:
+            return
+        which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
+        which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
+        allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
+        failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
+        with failed, _training(self.model, self.loss), freezing.as_at(None):  # training everything asks for the most
+            steps_of(self.task, self.model, self.loss)(example_batch(self.data, 1).data)
