@@ -314,7 +314,7 @@ def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:
 def maps_of(outputs: Tensor) -> Tensor | None:
     """Outputs (B, C, H, W), or of tokens (B, N, C) on a square, perhaps after a class token, as such; 0 where not finite."""
     if outputs.ndim == 3 and outputs.shape[1] - (side := math.isqrt(outputs.shape[1])) ** 2 < 2:
-        outputs = outputs[:, -side * side :].transpose(1, 2).unflatten(2, (side, side))
+        outputs = outputs[:, -side * side :].transpose(1, 2).reshape(len(outputs), -1, side, side)
     if outputs.ndim != 4 or outputs.shape[2:].numel() == 1:
         return None
     return outputs.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)

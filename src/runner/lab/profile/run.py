@@ -67,7 +67,8 @@ def run(composition: Composition) -> float:
 def _record(config: Profile, training: Run, measured: Measurement) -> dict[str, Any]:
     """The content of `profile.json`, as plain containers."""
     device, seconds = training.device, [step.total() for step in measured.steps]
-    times = {"mean": statistics.fmean, "median": statistics.median, "min": min, "max": max}
+    times = {"mean": statistics.fmean(seconds), "median": statistics.median(seconds)}
+    times |= {"min": min(seconds), "max": max(seconds)}
     return {
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -77,7 +78,7 @@ def _record(config: Profile, training: Run, measured: Measurement) -> dict[str, 
         "steps": measured.counts,
         "cut_short": measured.cut,
         "unusual_steps_ms": [taken * 1000 for taken in measured.unusual],
-        "step_ms": {name: function(seconds) * 1000 for name, function in times.items()},
+        "step_ms": {name: taken * 1000 for name, taken in times.items()},
         "samples_per_s": measured.samples / sum(seconds),
         "shares": measured.shares(),
         "peak_bytes": measured.peak.bytes,
