@@ -88,6 +88,8 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         images, theirs = images.flip(1), theirs.flip(1)
     elif fault == "swapped channels in test":
         theirs = theirs.flip(1)
+    elif fault == "dark test":
+        theirs = theirs // 3
     elif fault == "brighter copies in test":
         theirs[:40], right[:40] = images[:40] // 2 + 60, targets[:40]
     elif fault == "cast to uint8":
@@ -319,6 +321,7 @@ CASES = [
         "data.normalize.mean=[0.16,0.5,0.5]", "data.normalize.std=[0.07,0.2,0.2]",
     ),
     _data("swapped channels in test", "channel-order", "fail", "channel means are"),
+    _data("dark test", "normalization", "warn", "in test"),
     _data("brighter copies in test", "near-duplicates", "warn", "of 100 of test"),
     _data("cast to uint8", "image-range", "fail", "uint8 values from 0 to 1"),
     _data("not scaled", "image-range", "fail", "float32 values from 0 to 2"),

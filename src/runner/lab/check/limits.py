@@ -22,7 +22,7 @@ class Limits:
 
     # Images
     outlier: float = 20.0  # median deviations from the median: images of one source stay below 8
-    accident: float = 0.01  # share of images: a few damaged files are no mistake of the code
+    accident: float = 0.01  # share of images: a few damaged files are not a fault of the code
     empty: float = 0.15  # share of its contrast that is left of an image that shows nothing
     emptied: float = 0.2  # share of augmented images that show nothing; half of them fail
     moved_warn: float = 1.0  # deviations by which augmentation moves a mean: strong color jitter has 0.6

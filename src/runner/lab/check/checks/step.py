@@ -84,7 +84,7 @@ def step_direction(context: CheckContext) -> Result:
 def callbacks_effect(context: CheckContext) -> Result:
     """Callbacks that undo a step, change the weights by far more than it, or lower the learning rate."""
     step, fix = _step(context), "check what the callbacks do to weights and learning rates"
-    need(step.own_callbacks, "there is no callback of your own")
+    need(step.own_callbacks, "there is no custom callback")
     evidence = f"{step.left:.2g} of a step is left after callbacks and evaluation, which move the weights by {step.pushed:.2g} "
     evidence += f"steps; the learning rate is {step.slowed:.2g} times that before"
     if step.left < LIMITS.undone:
