@@ -92,7 +92,7 @@ class Background:
         self._ended = True
         self._wake.set()
         self._thread.join(self.wait_s)
-        if self._complete:
+        if self._complete and not self._thread.is_alive():
             return
         reason = f"{self.address}: not everything was sent within {self.wait_s:g} s"
         reason = reason if self._thread.is_alive() else self._trouble
