@@ -42,7 +42,7 @@ _KEYS_OF_PAGES = {
     "data": "data",
     "models": "model",
     "transforms": "transform",
-    "optimization": "optimizer scheduler loss grad_clip accumulate metrics on_oom",
+    "optimization": "optimizer scheduler loss grad_clip accumulate metrics",
     "reference/verbs/find-lr": "lr",
     "tasks": "task",
     "callbacks": "callbacks",
