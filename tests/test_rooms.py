@@ -186,7 +186,7 @@ BUDGET = {
     "distributed": 885,
     "engine": 3_225,
     "instrument": 745,  # attributes of a task, which a trial puts back
-    "lab": 7_015,
+    "lab": 7_024,
     "launch": 1_030,
     "models": 1_390,
     "optim": 1_250,
