@@ -20,6 +20,7 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Limits as Ends
 from runner.instrument.observer import Observer
 from runner.lab.check.context import BATCH_NORM, CheckContext
+from runner.lab.check.limits import LIMITS
 from runner.run.evaluation import evaluate_both
 from runner.run.metrics import build_callbacks, fresh_metrics
 
@@ -63,10 +64,13 @@ def measure_signals(context: CheckContext) -> Signals:
             if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
                 found.last_layer = name
 
+    groups = context.training.state.optimizer.param_groups
+    # Before the pass, which may register more
+    known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
     context.disable_dropout()
     with Observer(model, before, after):
         loss = context.loss()
-    found.loose = _loose_tensors(context, loss)
+    found.loose = _loose_tensors(context, loss, known)
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     _look_at_gradients(model, found)
@@ -92,10 +96,9 @@ def _look_at_gradients(model: nn.Module, found: Signals) -> None:
             found.similar.append(name)
 
 
-def _loose_tensors(context: CheckContext, root: Tensor) -> list[str]:
-    """Tensors that the loss depends on, that require gradients, and that are neither parameters nor known to the optimizer."""
-    model, loss, groups = context.model, context.training.loss, context.training.state.optimizer.param_groups
-    known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
+def _loose_tensors(context: CheckContext, root: Tensor, known: set[int]) -> list[str]:
+    """Tensors that the loss depends on, that require gradients, and that are not among the known ones."""
+    model, loss = context.model, context.training.loss
     nodes: list[Any] = [root.grad_fn]
     seen: set[Any] = {None}
     found: list[Tensor] = []
@@ -185,14 +188,18 @@ def measure_step(context: CheckContext) -> Step:
     own = build_callbacks(context.config, training.task, training.monitor)
     found.own_callbacks = any(not type(each).__module__.startswith("runner.") for each in own.values())
     _loop(context, step, [UnfreezeCallback(lambda line: None), *own.values()]).run()
-    start, stepped, after = kept["start"], kept["stepped"], kept["next"]
+    # A callback may end the run after the first step
+    start, stepped, after = kept["start"], kept["stepped"], kept.get("next") or copied()
     for name, old in start.items():
         change, gradient = stepped[name] - old, kept_gradients.get(name)
         if bool(old.any()):
             found.moved[name] = float(change.norm() / old.norm())
-        if gradient is not None and bool(gradient.any()) and bool(change.any()):
-            cosine = -float((change * gradient).sum() / (change.norm() * gradient.norm()))
-            found.downhill[name] = cosine * math.sqrt(change.numel())
+        if gradient is not None and gradient.numel() >= LIMITS.direction:
+            # Weight decay moves along the weights, and may exceed a small gradient
+            change, gradient = (_orthogonal(each, old) for each in (change, gradient))
+            if bool(gradient.any()) and bool(change.any()):
+                cosine = -float((change * gradient).sum() / (change.norm() * gradient.norm()))
+                found.downhill[name] = cosine * math.sqrt(change.numel())
     size = math.hypot(*(float((stepped[name] - start[name]).norm()) for name in start))
     if size > 0:
         found.left = math.hypot(*(float((after[name] - start[name]).norm()) for name in start)) / size
@@ -200,6 +207,11 @@ def measure_step(context: CheckContext) -> Step:
     now = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     found.slowed = max((new / old for new, old in zip(now, rates, strict=False) if old), default=1.0)
     return found
+
+
+def _orthogonal(values: Tensor, weight: Tensor) -> Tensor:
+    """What is left of a tensor without its part along a weight."""
+    return values - (values * weight).sum() / weight.square().sum().clamp_min(1e-12) * weight
 
 
 def _gradients(context: CheckContext, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def evaluation_leaves_state(context: CheckContext) -> Result:
 def step_direction(context: CheckContext) -> Result:
     """An optimizer whose step does not follow the gradients: uphill, at random, or put back."""
     downhill = _step(context).downhill
-    need(downhill, "no weight of two dimensions moves along a gradient")
+    need(downhill, "no large weight moves and has a gradient")
     together = math.fsum(downhill.values()) / math.sqrt(len(downhill))
     uphill = [name for name, errors in downhill.items() if errors < -LIMITS.downhill]
     evidence = (
@@ -118,4 +118,4 @@ def step_size(context: CheckContext) -> Result:
         return graded(evidence, fix, fail=reach < LIMITS.stuck, warn=True)
     fix = "a smaller optimizer.lr: weights should move by about 0.001 of their size in a step"
     fast = middle > (LIMITS.fast if context.adam else LIMITS.fast_sgd)
-    return graded(evidence, fix, fail=fast and middle > LIMITS.fast_fail, warn=fast)
+    return graded(evidence, fix, fail=fast and high > LIMITS.fast_fail, warn=fast)
