@@ -138,7 +138,9 @@ class Server(http.server.ThreadingHTTPServer):
     """Serves the files of a folder, or what `faults` has for their names, after a pause in seconds."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.requests, self.faults, self.pause = folder, [], {}, 0.0
+        self.folder, self.pause = folder, 0.0
+        self.requests: list[str] = []
+        self.faults: dict[str, object] = {}
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}/"
 
@@ -209,7 +211,8 @@ def test_a_server_that_sends_nothing_is_given_up(tmp_path, server, monkeypatch):
 
 
 def test_a_signal_of_the_run_ends_a_download(tmp_path, server):
-    before, received = signal.signal(signal.SIGTERM, lambda *_: received.append(1)), []
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
     server.pause = 30.0
     try:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()

@@ -232,10 +232,14 @@ def test_tensorboard_gets_the_first_sample_of_each_split_and_the_weights_keep_th
     assert _images(full.directory) == {f"first sample/{split}": [0] for split in ("train", "val", "test")}
 
 
+def _divides_by_zero() -> list[object]:
+    return [1 / 0]
+
+
 def test_predictions_that_cannot_be_drawn_cost_one_warning(tmp_path):
     said: list[str] = []
     lines = [("val", {"loss": 1.0}, 1), ("val", {"loss": 2.0}, 2)]
-    _log([TensorBoard(images=True, watched=Watched({}, lambda: 1 / 0), warn=said.append)], tmp_path, None, lines)
+    _log([TensorBoard(images=True, watched=Watched({}, _divides_by_zero), warn=said.append)], tmp_path, None, lines)
     assert said == ["TensorBoard gets no pictures of predictions: division by zero"]
     assert _scalars(tmp_path, "loss/val") == [(1, 1.0), (2, 2.0)]
 

@@ -24,7 +24,7 @@ class Flops:
 
     samples: int  # samples of the batch
     forward: int  # of model and loss
-    # Of the gradients. Forward passes that activation checkpointing makes again are left out, as they bring training no further.
+    # Of the gradients, without forward passes that activation checkpointing makes again: they bring training no further
     backward: int
     by_module: dict[str, int]  # forward, by dotted name of the module ("" is the model), its children included
 
