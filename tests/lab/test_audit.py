@@ -114,7 +114,7 @@ def test_the_report_for_people_of_two_processes(run: Callable[..., Any]) -> None
         (("vary=data.batch_size:0",), ("vary: data.batch_size=0 cannot be run", "a whole number of at least 1")),
         (("a=one.pt",), ("b: is missing, and a is given", "b=PATH")),
         (("a=one.pt", "b=two.pt", "vary=seed:1"), ("vary: has no effect on checkpoints",)),
-        (("a=one.pt", "b=two.pt"), ("there is no one.pt",)),
+        (("a=one.pt", "b=two.pt"), ("a: there is no one.pt",)),
         (("steps=0",), ("steps: cannot be 0",)),
         (("threads=1", "steps=1", "data.batch_size=32", "data.root=nowhere", "data=image_folder"), ("data.root",)),
     ],
