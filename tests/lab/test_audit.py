@@ -86,11 +86,16 @@ def test_a_setting_that_changes_a_later_step_is_found_there_with_its_values(audi
     assert found["step"] == 3
 
 
-def test_steps_continue_from_a_checkpoint(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
+def test_steps_continue_from_a_checkpoint(
+    audit: Callable[..., Any], train: Callable[..., Any], rejected: Callable[..., Any]
+) -> None:
     directory = train("epochs=1", "checkpoint.every_steps=5", "max_steps=7", "data.batch_size=32").directory
     checkpoint = directory / "checkpoints" / "step_0000000005.safetensors"
     found = audit("audit", f"ckpt_path={checkpoint}", "steps=9", "vary=log.progress:false,true")
     assert (found["same"], found["step"]) == (True, 7), "the run ends after step 7"
+    told = rejected("audit", f"ckpt_path={directory}", "steps=9", "vary=log.progress:false,true").err
+    assert "ckpt_path: " in told
+    assert "is the end of its run: no step is left to compare" in told
 
 
 @pytest.mark.extended
