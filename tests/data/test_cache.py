@@ -145,16 +145,19 @@ def _lie(path: Path, **others: Any) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path, Path, Path], Any], str]] = {
-    "empty": (lambda path, *_: path.write_bytes(b""), "Expecting value"),
-    "text": (lambda path, *_: path.write_text("hello"), "Expecting value"),
+    "empty": (lambda path, *_: path.write_bytes(b""), "rebuilt: it is damaged (Expecting value"),
+    "text": (lambda path, *_: path.write_text("hello"), "rebuilt: it is damaged (Expecting value"),
     "other JSON": (lambda path, *_: path.write_text("[]"), "list indices"),
     "deep JSON": (lambda path, *_: path.write_text("[" * 10**5), "recursion"),
     "not UTF-8": (lambda path, *_: path.write_bytes(b"\xff" * 99), "decode"),
     "a FIFO": (lambda path, *_: (path.unlink(), os.mkfifo(path)), "not a regular file"),
-    "no arrays": (lambda path, *_: _lie(path, arrays={}), "not enough values"),
+    "no arrays": (lambda path, *_: _lie(path, arrays={}), "rebuilt: it is damaged (not enough values"),
     "arrays elsewhere": (lambda path, *_: _lie(path, arrays={"a/b": [], "..": []}), "Invalid name"),
     "huge numbers": (lambda path, *_: _lie(path, unreadable=[2**99]), "Overflow"),
-    "another key": (lambda path, *_: _lie(path, key="0"), "made from other files, settings or library versions"),
+    "another key": (
+        lambda path, *_: _lie(path, key="0"),
+        "rebuilt: it was made from other files, settings or library versions",
+    ),
     "images gone": (lambda _, images, __: images.unlink(), "No such file"),
     "targets gone": (lambda *paths: paths[2].unlink(), "No such file"),
     "images cut": (lambda _, images, __: os.truncate(images, 5000), "was changed after it was made"),

@@ -86,11 +86,16 @@ def test_a_setting_that_changes_a_later_step_is_found_there_with_its_values(audi
     assert found["step"] == 3
 
 
-def test_steps_continue_from_a_checkpoint(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
+def test_steps_continue_from_a_checkpoint(
+    audit: Callable[..., Any], train: Callable[..., Any], rejected: Callable[..., Any]
+) -> None:
     directory = train("epochs=1", "checkpoint.every_steps=5", "max_steps=7", "data.batch_size=32").directory
     checkpoint = directory / "checkpoints" / "step_0000000005.safetensors"
     found = audit("audit", f"ckpt_path={checkpoint}", "steps=9", "vary=log.progress:false,true")
     assert (found["same"], found["step"]) == (True, 7), "the run ends after step 7"
+    told = rejected("audit", f"ckpt_path={directory}", "steps=9", "vary=log.progress:false,true").err
+    assert "ckpt_path: " in told
+    assert "is the end of its run: no step is left to compare" in told
 
 
 @pytest.mark.extended
@@ -114,7 +119,7 @@ def test_the_report_for_people_of_two_processes(run: Callable[..., Any]) -> None
         (("vary=data.batch_size:0",), ("vary: data.batch_size=0 cannot be run", "a whole number of at least 1")),
         (("a=one.pt",), ("b: is missing, and a is given", "b=PATH")),
         (("a=one.pt", "b=two.pt", "vary=seed:1"), ("vary: has no effect on checkpoints",)),
-        (("a=one.pt", "b=two.pt"), ("there is no one.pt",)),
+        (("a=one.pt", "b=two.pt"), ("a: there is no one.pt",)),
         (("steps=0",), ("steps: cannot be 0",)),
         (("threads=1", "steps=1", "data.batch_size=32", "data.root=nowhere", "data=image_folder"), ("data.root",)),
     ],

@@ -141,6 +141,8 @@ def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]
     assert found.loss == whole.loss
     assert found.activations["stages.0"] == whole.activations["stages.0.1"]
     assert found.flows["head"].norm > 0
+    kept = ("stages.0.", "stages.3.1.", "head.")
+    assert found.gradients == {name: each for name, each in whole.gradients.items() if name.startswith(kept)}
 
 
 def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Callable[..., Run]) -> None:
@@ -176,9 +178,13 @@ def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], 
     assert {name: found[name] for name in written} == written
 
 
-def test_a_grid_is_drawn_of_the_layers_that_are_named_or_of_the_last_one_with_maps(inspect: Callable[..., Any]) -> None:
+def test_a_grid_is_drawn_of_the_layers_that_are_named_or_of_the_last_one_with_maps(
+    inspect: Callable[..., Any], accepted: Callable[..., Any]
+) -> None:
     words = ("what=features", "tensors=stages.0,head,stages.1.0")
     assert inspect(*SMALL, *words)["files"] == ["features_stages.0.png", "features_stages.1.0.png"]
+    shown = accepted("inspect", *SMALL, *words).out
+    assert "features: no picture, because no output of head can be seen as maps" in shown
     assert inspect(*DATA, "model=mlp", "model.hidden=[8]", "what=features")["files"] == []
     assert inspect(*DATA, "model=vit_tiny", "what=features")["files"] == ["features_norm.png"], "tokens are maps"
 

@@ -296,6 +296,11 @@ def test_mistakes_are_told_before_the_first_trial(refused, words, key, reason):
     assert reason in err
 
 
+def test_a_key_that_is_gone_is_told_without_a_search_too(rejected):
+    told = rejected("train", "search.objectives=[val/loss]").err
+    assert told.startswith("error: search.objectives: no longer exists\n    allowed: set checkpoint.monitor")
+
+
 @pytest.mark.parametrize("words", [(), ("sweep=seeds",)], ids=["one run", "another sweep"])
 def test_keys_of_a_search_without_one_are_refused(refused, words):
     assert "sweep=optuna too" in refused(LR, *words)

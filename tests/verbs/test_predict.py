@@ -264,6 +264,14 @@ def test_files_are_named_in_predictions_of_a_split_and_in_wrong_ones(of_files: P
     assert wrong
 
 
+def test_a_split_that_the_data_do_not_have_is_refused(rejected: Any, of_files: Path) -> None:
+    for path in sorted(Path("set/test").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    Path("set/test").rmdir()
+    said = rejected(*CALL, f"ckpt_path={of_files}", "input=test", "data.split.test=0").err
+    assert "input: this data has no 'test' split\n    allowed: train, val" in said
+
+
 def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(of_files: Path, accepted: Any) -> None:
     call = (*CALL, f"ckpt_path={of_files}", "logits=true", "data.num_workers=0", "output=rows.jsonl")
 

@@ -22,6 +22,7 @@ from runner.base.errors import ConfigError, Problem, UserError
 from runner.config import overrides
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of
 from runner.config.flags import parse
+from runner.config.gone import explained
 from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
 from runner.config.sources import Sources, text_of
 
@@ -87,7 +88,9 @@ class Command:
         """
         for word in filter(is_about_sweep, self.checked.accepted):
             key = key_of(word)
-            raise UserError(key, why, "sweep=optuna too" if key.startswith("search.") else allowed)
+            # One that is gone from sweeps too has its own advice
+            problem = explained(Problem(key, why, "sweep=optuna too" if key.startswith("search.") else allowed))
+            raise UserError(problem.key, problem.message, problem.allowed)
 
 
 def is_about_sweep(word: str) -> bool:

@@ -53,6 +53,10 @@ class Opened(NamedTuple):
     complaint: str = ""  # why an existing file could not be used
 
 
+class _Unusable(ValueError):
+    """A cache whose files are whole, but not those that are needed."""
+
+
 class _Stopped(Exception):
     """A signal asked the run to stop."""
 
@@ -121,8 +125,10 @@ class Cache:
             return ""
         try:
             cached = _read(path, key)
-        except Exception as error:  # the files may hold anything
+        except (_Unusable, OSError) as error:
             return f"{path} was rebuilt: {one_line(error)}"
+        except Exception as error:  # the files may hold anything
+            return f"{path} was rebuilt: it is damaged ({one_line(error)})"
         problem = self._mismatch(cached, dataset)
         return f"{path} was rebuilt: {problem}" if problem else cached
 
@@ -180,11 +186,11 @@ def _read(path: Path, key: str) -> CachedImages:
     """The images of a cache; raises any error if it is damaged, or was made from something else."""
     known = json.loads(read_regular(path, LARGEST_TEXT))
     if known["key"] != key:
-        raise ValueError("it was made from other files, settings or library versions")
+        raise _Unusable("it was made from other files, settings or library versions")
     images, targets = (path.with_name(name) for name in known["arrays"])
     for array in (images, targets):
         if _state(array) != known["arrays"][array.name]:
-            raise ValueError(f"{array.name} was changed after it was made")
+            raise _Unusable(f"{array.name} was changed after it was made")
     unreadable = torch.tensor(known["unreadable"], dtype=torch.int64)
     return CachedImages(images, torch.from_numpy(np.load(targets, allow_pickle=False)), unreadable)
 

@@ -41,7 +41,7 @@ def compare(a: str, b: str, runs: Path) -> tuple[dict[str, Any], list[str]]:
         differ. `step` is that of the checkpoints compared last, and `log` the first logged loss that differs, or another
         value where no loss does.
     """
-    both = [find.load(path, runs, prefer="last") for path in (a, b)]
+    both = [find.load(path, runs, prefer="last", key=key) for key, path in (("a", a), ("b", b))]
     warnings = [*both[0].warnings, *both[1].warnings]
     folders = [None if Path(given).is_file() else found.path.parent for given, found in zip((a, b), both, strict=True)]
     found, parts = differences(both[0].contents, both[1].contents)

@@ -78,6 +78,9 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
                 own = [f"{key}={text_of(value)}" for key, value in settings.items()]
                 folders.append(run_short([*words, *own], Path(scratch) / name))
         record, warnings = compare(str(folders[0]), str(folders[1]), root)
+    if start is not None and record["step"] == start.contents["position"]["global_step"]:
+        allowed = "an earlier checkpoint, or a larger epochs or max_steps"
+        raise UserError("ckpt_path", f"{start.path} is the end of its run: no step is left to compare", allowed)
     report.warnings(warnings)
     return record | {"a": texts[0], "b": texts[1], "vary": varied}
 

@@ -109,7 +109,7 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Pass:
     Args:
         training: the run.
         batch: of its training split.
-        tensors: modules whose outputs are looked at; none for all.
+        tensors: modules whose outputs and weights are looked at; none for all.
     """
     model, found, calls = training.model, Pass(), Counter[str]()
     last: Tensor | None = None
@@ -131,7 +131,8 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Pass:
     step = listener(model, tensors, take, "tensors", training.steps) if tensors else training.steps
     weights = dict(model.named_parameters())
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    found.frozen = [name for name in weights if name not in trained]
+    inside = tuple(f"{name}." for name in tensors) or ""
+    found.frozen = [name for name in weights if name not in trained and name.startswith(inside)]
     try:
         with no_trace(model, training.loss), torch.enable_grad():
             training.state.train()
@@ -142,6 +143,8 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Pass:
             if trained and loss.requires_grad:
                 gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             for name, gradient in zip(trained, gradients, strict=True):
+                if not name.startswith(inside):
+                    continue
                 if gradient is None:
                     found.without.append(name)
                 else:

@@ -183,9 +183,10 @@ def features(seen: Inspection) -> dict[str, Any]:
 
     with evaluating(model), Observer(model, after=take_any, names=[] if names else None):
         (listener(model, names, take, "tensors") if names else model)(images)
-    if not drawn:
+    flat = [name for name in names if name not in drawn]
+    if flat or not drawn:
         seen.report.line(
-            f"features: no output of {', '.join(names) or 'any layer'} can be seen as maps; set tensors=[...]"
+            f"features: no picture, because no output of {', '.join(flat) or 'any layer'} can be seen as maps"
         )
     pictures = [
         Tile(image, caption_of(target, data.classes)[:1])

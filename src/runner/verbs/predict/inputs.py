@@ -53,6 +53,7 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
     if Path(name).is_dir():
         report.warn(f"input={name} is the split of the data; input=./{name} is the folder of that name")
     with contextlib.closing(resolved.data(device)) as data:
+        loader = split_of(data, name, "input").loader
         report.warnings(text for text in data.warnings if text.startswith("data.image_size"))
         task = build_task(resolved.config, data, fetch_weights=False)
         classes, activation, (dataset, _) = class_names(resolved, task), activation_of(task), data.parts[name]
@@ -71,7 +72,6 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
             is_class = isinstance(target, int) and 0 <= target < len(classes)
             return cells | {"target": classes[target] if is_class else target}
 
-        loader = split_of(data, name, "input").loader
         yield Source(data, loader, first_cells, lambda: data.bad_samples.reasons(name))
 
 
