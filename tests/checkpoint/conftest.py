@@ -28,7 +28,7 @@ def contents() -> Callable[..., dict[str, Any]]:
             "scaler": None,
             "averaged": None,
             "rng": rng.capture(),
-            "position": {"epoch": 1, "batch": 0, "micro_batch": 0, "global_step": step, "evaluation_due": False},
+            "position": {"epoch": 1, "batch": 0, "global_step": step, "evaluation_due": False},
             "config": "seed: 0\n",
             "classes": ["cat", "dog"],
             "metrics": {

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +79,10 @@ def a_package_with_a_signature(place: Place) -> None:
 
 
 def offline(place: Place) -> None:
-    from runner.data.sources import fetch
-
     def refuse(*_: object, **__: object) -> None:
         raise URLError("connection refused")
 
-    place.patch.setattr(fetch, "urlopen", refuse)
+    place.patch.setattr(urllib.request, "urlopen", refuse)
 
 
 def no_cuda(place: Place) -> None:

@@ -110,7 +110,9 @@ def test_workers_without_effect_are_a_warning_and_none_else() -> None:
 
 
 def test_automatic_workers_are_chosen_and_reported() -> None:
-    arrays, listed = (put_together(one, placement="disk", num_workers="auto") for one in (None, node("Listed")))
+    arrays, listed = (
+        put_together(one, placement="disk", num_workers="auto") for one in (None, node("Listed", samples=200))
+    )
     assert choice(arrays, "workers") == ("0", "auto: the images are arrays in memory")
     assert re.fullmatch(r"auto: \d+ cores|auto: at most 8", choice(listed, "workers")[1])
 

@@ -67,7 +67,11 @@ GONE: dict[str, Gone] = {
 
 def _entry(key: str) -> Gone | None:
     parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
-    names = [key, *(name for parent in parents for name in (parent, f"{parent}.*"))]
+    # A key that had a number, a text or a switch had no keys inside it
+    plain = (
+        name for name in parents if not isinstance(getattr(GONE.get(name), "default", None), bool | int | float | str)
+    )
+    names = [key, *(name for parent in plain for name in (parent, f"{parent}.*"))]
     return next((GONE[name] for name in names if name in GONE), None)
 
 

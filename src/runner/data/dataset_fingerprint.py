@@ -19,6 +19,7 @@ from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.listing import common_part, size_of
+from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
 from runner.instrument.nested import leaves_of
 
@@ -28,6 +29,7 @@ _PLACES = 0xDA7A  # separates these random numbers from all others
 _DIFFERENCES = {
     "targets": "has other targets",
     "files": "has other files, or files of other sizes",
+    "images": "has other images",
     "content": "has other images or targets",
     "blocks": "is divided into other shards",
 }
@@ -40,8 +42,9 @@ def fingerprint_data(
 
     Returns:
         For each split `samples`, its length, and SHA-256 digests: `content`, of the indices, images and targets of some of
-        its samples, before any transform; if known without reading samples, `targets` and `files` (path relative to the
-        common folder, and size); and with `ends`, `blocks`, of where the blocks of the training split end.
+        its samples, before any transform; if known without reading samples, `targets`, and `files` (path relative to the
+        common folder, and size) or `images` (checksums in shards); and with `ends`, `blocks`, of where the blocks of the
+        training split end.
     """
     result = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
@@ -56,6 +59,8 @@ def fingerprint_data(
         if files:
             sizes = dataset.files.sizes if isinstance(dataset, ImageFolder) else None
             digests["files"] = _digest(_listing(files, indices, sizes))
+        elif isinstance(dataset, Shards):
+            digests["images"] = _digest([dataset.checksums[indices[:]].numpy().tobytes()])
         if ends is not None and name == "train":  # the order of an epoch depends on them
             digests["blocks"] = _digest([ends.numpy().tobytes()])
         result[name] = digests

@@ -36,8 +36,8 @@ def timestamp() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def claim(parent: Path, stamp: str) -> Path:
-    """Create and return a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if the name is taken.
+def claim(parent: Path, stamp: str, kind: str = "") -> Path:
+    """Create and return a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if the name is taken; `kind` ends the name.
 
     Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one.
 
@@ -48,7 +48,7 @@ def claim(parent: Path, stamp: str) -> Path:
         with writing(parent):
             parent.mkdir(parents=True, exist_ok=True)
             # mkdir decides who gets the name: runs that start in the same second get different directories
-            for path in (parent / (f"{stamp}_{count}" if count else stamp) for count in itertools.count()):
+            for path in (parent / (stamp + f"_{count}" * bool(count) + kind) for count in itertools.count()):
                 with contextlib.suppress(FileExistsError):
                     path.mkdir()
                     break

@@ -134,7 +134,8 @@ def _scalar(value: Any, samples: int) -> Tensor:
 
 def _backward(value: Tensor, own: bool) -> bool:
     """Compute the gradients of a loss; whether it has any."""
-    with explaining("task" if own else "model", "its gradients cannot be computed: ", _ANOMALY):
+    allowed = "" if torch.is_anomaly_enabled() else _ANOMALY
+    with explaining("task" if own else "model", "its gradients cannot be computed: ", allowed):
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
     return value.requires_grad

@@ -123,7 +123,7 @@ class RunRecord:
             self._new_folders = [folder for folder in (root / setup.config.name, root) if not folder.exists()]
             reason = self._not_last(root)
             kind = "_debug" if reason.startswith("debug=") else "_limited" * bool(reason)
-            return RunDirectory(claim(root / setup.config.name, timestamp() + kind))
+            return RunDirectory(claim(root / setup.config.name, timestamp(), kind))
         # A run in a sweep's folder would mix with the jobs of its ledger
         if holds_sweep(path):
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
-from runner.config.keys import within
 from runner.config.sources import Option, Sources, text_of
 from runner.config.yaml_files import compose, walk
 from runner.verbs._folders import sources_and_words
@@ -76,7 +75,7 @@ def _explained(key: str, sources: Sources) -> list[str]:
     from runner.config.schema import VERBS as SCHEMAS
 
     known = list(_commented(sources))
-    places = [place for place in known if place.value and within(place.key, [key])]
+    places = [place for place in known if place.value and keys.within(place.key, [key])]
     kinds = [keys.describe(kind) for schema in SCHEMAS.values() if (kind := keys.find(schema, key)) is not None]
     if not places:
         close = keys.closest(key, [*dict.fromkeys(place.key for place in known), *sources.groups()])

@@ -78,6 +78,11 @@ class Shards(ImageList):
             raise UserError("data.root", problem, allowed)
         return Path(path, f"byte {offset}"), content
 
+    @property
+    def checksums(self) -> Tensor:
+        """The CRC-32 of each image, int64 (N,)."""
+        return self._checksums
+
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: their bytes, settings, decoder versions."""
         versions = torch.__version__, *map(features.version, ("pil", "jpg"))
