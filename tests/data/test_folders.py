@@ -99,7 +99,8 @@ def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnail
     words += ("model=mlp", "model.hidden=[4]", "epochs=1", "device=cpu", "threads=1", "hydra.run.dir=mine")
     result = run("train", *words)
     assert result.status == 0
-    assert "train: 2 images of types that are not read here (.heic" in result.out + result.err
+    assert "train: images of types that are not read here (.heic" in result.out + result.err
+    assert "are skipped: 2" in result.out + result.err
     result = run("predict", "ckpt_path=mine", f"input={root}/train/cat", "output=rows.csv", "threads=1")
     assert "2 images were not predicted" in result.out + result.err
 
@@ -155,6 +156,10 @@ def test_indices_count_from_the_end_and_stop_there(root):
             r"images and masks, and no classes\n.*experiment=segmentation",
         ),
         (lambda root: [(root / s / "bird").mkdir() for s in ("train", "test")] and root, "folder .*train/bird has no"),
+        (
+            lambda root: [(root / "train" / name).mkdir() for name in ("\u00e9", "e\u0301")] and root,
+            "two classes of one name",
+        ),
         (lambda root: _save(root / "train/bird/0.png") and root, "bird only in .*train"),
         (lambda root: _save(root / "test/bird/0.png") and root, "bird only in .*test"),
         (

@@ -146,8 +146,8 @@ def is_hidden(name: str) -> bool:
 
 def unread_warnings(folder: Path, count: int) -> list[str]:
     """What to say of the images of a folder that are not read, if there are any."""
-    types = f"images of types that are not read here ({' '.join(_UNREAD)})"
-    return [f"{folder}: {count:,} {types} are skipped; convert them to JPEG or PNG"] if count else []
+    skipped = f"{folder}: images of types that are not read here ({' '.join(_UNREAD)}) are skipped: {count:,}"
+    return [f"{skipped}; convert them to JPEG or PNG"] if count else []
 
 
 def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[str, list[str]]]:
