@@ -199,7 +199,7 @@ def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
         ),
         (dataset(_target_="torchvision.datasets.ImageFolder", root="/nowhere"), "data.dataset: "),
         (transforms("eval", "torch.nn.Conv2d", **CONV), "transform.eval: cannot take images of (1, 3, 8, 8)"),
-        (transforms("train", "torch.nn.Conv2d", **CONV), "transform.train: cannot take images of (1, 3, 8, 8)"),
+        (transforms("train", "torch.nn.Conv2d", **CONV), "transform.train: cannot take images of (2, 3, 8, 8)"),
         (transforms("eval", "torchvision.transforms.ToTensor"), "transform.eval: cannot take images"),
         (
             transforms("sample_eval", "torch.nn.Conv2d", **CONV),
