@@ -39,11 +39,8 @@ def choose_num_workers(
             f"data.num_workers={wanted} is more than the {what}" for what, most in limits.items() if wanted > most
         ]
         return WorkerChoice(wanted, warnings=warnings)
-    if arrays:
-        return WorkerChoice(0, "auto: the images are arrays in memory")
-    # Starting a process takes seconds, in which few samples are read often enough
-    if samples < _FEW:
-        return WorkerChoice(0, f"auto: fewer than {_FEW} samples")
+    if arrays or samples < _FEW:  # few samples are read before a process has started
+        return WorkerChoice(0, f"auto: {'the images are arrays in memory' if arrays else f'fewer than {_FEW} samples'}")
     reasons = {
         _MOST: f"at most {_MOST}",
         cores(): f"{cores()} cores",

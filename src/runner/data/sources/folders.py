@@ -21,15 +21,7 @@ from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
 from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import (
-    EXTENSIONS,
-    Files,
-    check_names,
-    common_part,
-    is_hidden,
-    list_splits,
-    unread_warnings,
-)
+from runner.data.sources.listing import EXTENSIONS, Files, common_part, is_hidden, list_splits, unread_warnings
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -201,5 +193,4 @@ def _class_folders(folder: Path) -> list[str]:
     if len(inner) > 1:
         problem = f"{folder.absolute()} has one folder, '{names[0]}', with {len(inner)} folders in it"
         raise UserError("data.root", problem, f"data.root={folder / names[0]}, if these are the classes")
-    check_names("data.root", folder.absolute(), names)
     return names

@@ -225,6 +225,7 @@ def list_splits(
     Returns:
         The files and class numbers of each split, and an index to keep, if there are many files.
     """
+    check_names("data.root", folders["train"], classes)
     where = {split: [str(folder), str(folder.absolute())] for split, folder in folders.items()}
     key = json.dumps([_RULES, sorted(EXTENSIONS), list(classes)])
     index = IndexFile.of(cache_folder or "", json.dumps(where), key)
