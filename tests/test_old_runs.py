@@ -191,6 +191,15 @@ def test_values_that_are_gone_are_read_as_the_default() -> None:
     assert values == {"search": {"trials": 3}}
 
 
+def test_an_argument_of_a_users_class_is_kept_whatever_it_is_called() -> None:
+    stored = {
+        target: {"data": {"dataset": {"_target_": target, "mirror": "a"}, "mirror": "b"}}
+        for target in ("mine.Data", "runner.data.sources.torchvision_sets.mnist")
+    }
+    assert [[*drop(values)] for values in stored.values()] == [["data.mirror"], ["data.dataset.mirror", "data.mirror"]]
+    assert stored["mine.Data"] == {"data": {"dataset": {"_target_": "mine.Data", "mirror": "a"}}}
+
+
 def test_checkpointing_of_some_blocks_is_read_as_that_of_all() -> None:
     words = [f"activation_checkpointing={value}" for value in ("2", "0.5", "false", "layer1")]
     assert [word.partition("=")[2] for word in words_without(words)] == ["true", "true", "false", "layer1"]
