@@ -90,39 +90,36 @@ sys.exit(runner.cli.main(["train", "log.progress=false"]))
 """
 
 
-def timed(command: list[str], folder: Path) -> tuple[float, str]:
-    """Wall time of a command in seconds, and what it printed."""
-    began = time.perf_counter()
+def cost(command: list[str], folder: Path) -> tuple[float, float, str]:
+    """Wall and CPU seconds of a command with its processes, and what it printed."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True)
-    return time.perf_counter() - began, done.stdout
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
-def cpu_seconds(command: list[str], folder: Path) -> float:
-    """CPU time of a command and its processes in seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, capture_output=True, cwd=folder, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def smoke(folder: Path) -> dict[str, float]:
+    """CPU seconds of `debug=smoke` and of a bare script of two steps."""
+    bare = cost([sys.executable, "-c", BARE_RUN], folder)[1]
+    ours = cost([sys.executable, "-m", "runner", "train", "debug=smoke"], folder)[1]
+    return {"a bare script of two steps, CPU s": bare, "runner train debug=smoke, CPU s": ours, "ratio": ours / bare}
 
 
-def smoke(runs: int) -> None:
-    """Compare `debug=smoke` with a bare script of two steps, by CPU time."""
-    ours, bare = [], []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for number in range(runs + 1):
-            pair = (
-                cpu_seconds([sys.executable, "-c", BARE_RUN], folder),
-                cpu_seconds([sys.executable, "-m", "runner", "train", "debug=smoke"], folder),
-            )
-            if number:  # the first pair warms the disk cache
-                bare.append(pair[0])
-                ours.append(pair[1])
-    ratios = [one / other for one, other in zip(ours, bare, strict=True)]
-    print(f"Python {platform.python_version()}, {platform.machine()}, CPU time, median of {runs} alternating runs")
-    print(f"{'a bare script of two steps':<40} {statistics.median(bare):6.2f} s")
-    print(f"{'runner train debug=smoke':<40} {statistics.median(ours):6.2f} s")
-    print(f"{'ratio, pair by pair':<40} {statistics.median(ratios):6.2f}  ({min(ratios):.2f} to {max(ratios):.2f})")
+def first_step(folder: Path) -> dict[str, float]:
+    """Seconds from the start of the process to the first step, and of the commands that do not import torch."""
+    (folder / "first_step.py").write_text(FIRST_STEP)
+    imports = cost([sys.executable, "-c", IMPORTS], folder)[0]
+    script = cost([sys.executable, "-c", BARE_STEP], folder)[0]
+    wall, _, out = cost([sys.executable, "first_step.py"], folder)
+    first = wall - next(float(line.split()[1]) for line in out.splitlines() if line.startswith("data "))
+    light = {
+        f"runner {verb}, s": cost([sys.executable, "-m", "runner", *verb.split()], folder)[0]
+        for verb in ("--help", "list", "show model=vit_tiny", "train --help")
+    }
+    return {
+        f"{IMPORTS}, s": imports, "a bare script to its first step, s": script, "start to first step, less reading data, s": first,
+        "ratio to the bare script": first / script, "ratio to the imports": first / imports, **light,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -130,45 +127,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["first_step", "smoke"], default="first_step")
     parser.add_argument("--runs", type=int, default=7)
-    arguments = parser.parse_args()
-    if arguments.what == "smoke":
-        smoke(arguments.runs)
-    else:
-        first_step(arguments.runs)
-
-
-def first_step(runs: int) -> None:
-    """Time from the start of the process to the first step."""
-    bare, stepped, first, to_imports, to_script = [], [], [], [], []
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        script = folder / "first_step.py"
-        script.write_text(FIRST_STEP)
-        for number in range(runs + 1):
-            bare_s, _ = timed([sys.executable, "-c", IMPORTS], folder)
-            stepped_s, _ = timed([sys.executable, "-c", BARE_STEP], folder)
-            first_s, out = timed([sys.executable, str(script)], folder)
-            data_s = next(float(line.split()[1]) for line in out.splitlines() if line.startswith("data "))
-            if number:  # the first pair warms the disk cache
-                bare.append(bare_s)
-                first.append(first_s - data_s)
-                stepped.append(stepped_s)
-                to_imports.append((first_s - data_s) / bare_s)
-                to_script.append((first_s - data_s) / stepped_s)
-        light = {
-            verb: statistics.median(
-                timed([sys.executable, "-m", "runner", *verb.split()], folder)[0] for _ in range(runs)
-            )
-            for verb in ("--help", "list", "show model=vit_tiny", "train --help")
-        }
-    print(f"Python {platform.python_version()}, {platform.machine()}, median of {runs} alternating runs")
-    print(f"{IMPORTS:<40} {statistics.median(bare):6.2f} s")
-    print(f"{'a bare script to its first step':<40} {statistics.median(stepped):6.2f} s")
-    print(f"{'start to first step, less reading data':<40} {statistics.median(first):6.2f} s")
-    print(f"{'ratio to the bare script':<40} {statistics.median(to_script):6.2f}")
-    print(f"{'ratio to the imports':<40} {statistics.median(to_imports):6.2f}")
-    for verb, seconds in light.items():
-        print(f"{'runner ' + verb:<40} {seconds:6.2f} s")
+        measure = smoke if options.what == "smoke" else first_step
+        # The first turn warms the disk cache.
+        turns = [measure(Path(name)) for _ in range(options.runs + 1)][1:]
+    print(f"Python {platform.python_version()}, {platform.machine()}, median of {options.runs} alternating runs")
+    for what in turns[0]:
+        found = [turn[what] for turn in turns]
+        print(f"{what:<45} {statistics.median(found):6.2f}  ({min(found):.2f} to {max(found):.2f})")
 
 
 if __name__ == "__main__":
