@@ -22,8 +22,7 @@ from benchmark_peers import described, fashion_copy
 from peers.cases import CASES, Job
 from peers.contenders import CONTENDERS
 from peers.machine import load, machine
-from peers.processes import MeasurementFailed, run
-from peers.runner_words import words
+from peers.processes import MeasurementFailed, run, words
 from peers.tables import time
 
 OTHERS = ("bare", "hand", "dataloader")  # loops without worker processes, which would go on outside their turns

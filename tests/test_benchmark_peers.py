@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from peers import bare_loop, clock, dataloader_loop, hand_loop, tables
 from peers.cases import CASES, Job
-from peers.runner_words import words
+from peers.processes import words
 from peers.work import Work, work_of
 
 JOB = Job(case="digits", contender="bare", epochs=3, samples=None, threads=1, seed=0)

@@ -18,7 +18,7 @@ import benchmark_loop
 import benchmark_peers
 import gpu
 from peers.cases import CASES
-from peers.runner_words import words as words_of_peer
+from peers.processes import words as words_of_peer
 
 NONE = Path()
 

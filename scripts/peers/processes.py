@@ -1,8 +1,12 @@
-"""Measurements in separate processes, each writing to a separate terminal."""
+"""Measurements in separate processes, each writing to a separate terminal.
+
+`python -m peers.processes JOB` is such a process of every contender but `runner`, which has its own command line.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pty
@@ -13,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peers.cases import Job
-from peers.runner_words import words
+from peers.cases import CASES, MOMENTUM, WEIGHT_DECAY, Job
 
 _SCRIPTS = Path(__file__).resolve().parents[1]
 
@@ -39,7 +42,7 @@ def measure(job: Job) -> dict[str, Any]:
         job = replace(job, folder=name, result=str(folder / "result.json"))
         file = folder / "job.json"
         job.write(file)
-        command = ["runner", *words(job, file)] if job.contender == "runner" else ["peers.measure", str(file)]
+        command = ["runner", *words(job, file)] if job.contender == "runner" else ["peers.processes", str(file)]
         status, printed = run([sys.executable, "-m", *command], folder, job.threads)
         if status != 0 or not Path(job.result).exists():
             raise MeasurementFailed(f"{job.contender} ended with status {status}:\n{printed[-3000:]}")
@@ -70,3 +73,53 @@ def run(command: list[str], folder: Path, threads: int) -> tuple[int, str]:
         return process.wait(), shown.decode(errors="replace")
     finally:
         os.close(ours)
+
+
+def words(job: Job, job_file: Path) -> list[str]:
+    """Words after `python -m runner`: no evaluation while training, the score is taken by the clock's callback."""
+    case = CASES[job.case]
+    data = [word.format(root=job.fashion_root, samples=job.samples or "null") for word in case.data]
+    return [
+        "train",
+        *data,
+        f"model={case.model}",
+        "transform=standard" if case.shift else "transform=none",
+        f"data.shift={case.shift}",
+        f"data.hflip={case.flip}",
+        f"data.batch_size={case.batch_size}",
+        f"data.normalize.mean=[{case.mean}]",
+        f"data.normalize.std=[{case.std}]",
+        "data.split.val=0",
+        "evaluate.test=false",
+        "optimizer=sgd",
+        f"optimizer.lr={case.lr}",
+        f"optimizer.momentum={MOMENTUM}",
+        f"optimizer.weight_decay={WEIGHT_DECAY}",
+        "scheduler=cosine",
+        f"epochs={job.epochs}",
+        f"seed={job.seed}",
+        f"threads={job.threads}",
+        f"device={job.device}",
+        f"output_root={job.folder}",
+        "callbacks.clock._target_=peers.clock.Callback",
+        f"callbacks.clock.job={job_file}",
+        *job.further,
+    ]
+
+
+def main() -> None:
+    """Train as the job says, and write what it took."""
+    import torch
+
+    from peers.clock import Clock
+    from peers.work import work_of
+
+    job = Job.read(sys.argv[1])
+    torch.set_num_threads(job.threads)
+    loop = importlib.import_module(f"peers.{job.contender}_loop")
+    work, clock = work_of(job), Clock()
+    clock.write(work, loop.train(work, clock))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Baselines: what is an alarm, what is none, and what is named. scripts/baseline_alarms.py does it with real trainings."""
+"""Baselines: what is an alarm, what is none, and what is named."""
 
 from __future__ import annotations
 
