@@ -11,77 +11,55 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import platform
 import statistics
 import time
 
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 
 from runner.instrument.saved_tensors import bytes_for_backward
 from runner.runtime.activation import checkpoint_activations
 
 
-def build(name: str, size: int) -> nn.Module:
-    """A model of torchvision for 10 classes and images of a size."""
-    options = {"image_size": size} if name.startswith("vit") else {}
-    model: nn.Module = torchvision.models.get_model(name, num_classes=10, **options)
-    return model
-
-
-def step(
-    model: nn.Module, images: Tensor, targets: Tensor, autocast: contextlib.AbstractContextManager[object]
-) -> float:
-    """Seconds of forward, loss and backward from a fixed seed."""
+def compare(name: str, setting: bool | str, options: argparse.Namespace) -> str:
+    """Measure a model; returns its row."""
     torch.manual_seed(0)
-    model.zero_grad(set_to_none=True)
-    began = time.perf_counter()
-    with autocast:
-        loss = nn.functional.cross_entropy(model(images), targets)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if images.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether gradients and buffers agree in every bit."""
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    gradients = all(mine.grad is not None and torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)  # type: ignore[arg-type]
-    return gradients and all(map(torch.equal, one.buffers(), other.buffers()))
-
-
-def compare(name: str, setting: bool | str, options: argparse.Namespace) -> None:
-    """Measure a model and print a row."""
-    device = torch.device(options.device)
-    torch.manual_seed(0)
-    plain = build(name, options.size).to(device)
-    images = torch.randn(options.batch, 3, options.size, options.size, device=device)
-    targets = torch.randint(0, 10, (options.batch,), device=device)
+    vit = {"image_size": options.size} if name.startswith("vit") else {}
+    plain: nn.Module = torchvision.models.get_model(name, num_classes=10, **vit).to(options.device)
+    images = torch.randn(options.batch, 3, options.size, options.size, device=options.device)
+    targets = torch.randint(0, 10, (options.batch,), device=options.device)
     less = copy.deepcopy(plain)
 
     def autocast() -> contextlib.AbstractContextManager[object]:
-        return torch.autocast(device.type, torch.bfloat16) if options.amp else contextlib.nullcontext()
+        return torch.autocast(options.device, torch.bfloat16) if options.amp else contextlib.nullcontext()
 
-    done = checkpoint_activations(less, setting, lambda copies: less(images[:copies]), autocast)
+    def step(model: nn.Module) -> float:
+        torch.manual_seed(0)
+        model.zero_grad(set_to_none=True)
+        began = time.perf_counter()
+        with autocast():
+            loss = nn.functional.cross_entropy(model(images), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if images.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    done = checkpoint_activations(less, setting, lambda samples: less(images[:samples]), autocast)
     assert done is not None, "activation checkpointing is off"
-    with autocast():
-        before, after = (
-            bytes_for_backward(model, lambda model=model: model(images))  # type: ignore[misc]
-            for model in (copy.deepcopy(plain), copy.deepcopy(less))
-        )
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(options.repeats + 1):
-        pair = [step(model, images, targets, autocast()) for model in (plain, less)]
-        for seconds, found in zip(times, pair, strict=True):
-            seconds += [found] if number else []  # the first pair warms up
-    ratio = statistics.median(slow / fast for fast, slow in zip(*times, strict=True))
-    print(
-        f"{name:<20} {len(done.names):>6} {before / 2**20:>9.1f} {after / 2**20:>9.1f} "
-        f"{1 - after / before:>7.0%} {statistics.median(times[0]):>8.3f} {statistics.median(times[1]):>8.3f} {ratio:>6.2f} "
-        f"{'same' if same(plain, less) else 'different'}"
-    )
+    kept = []
+    for model in (copy.deepcopy(plain), copy.deepcopy(less)):  # this forward pass changes statistics of BatchNorm
+        with autocast():
+            kept.append(bytes_for_backward(model, lambda model=model: model(images)) / 2**20)  # type: ignore[misc]
+    # The first pair warms up.
+    times = [(step(plain), step(less)) for _ in range(options.repeats + 1)][1:]
+    pairs = list(zip(plain.parameters(), less.parameters(), strict=True))
+    same = all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)  # type: ignore[arg-type]
+    same = same and all(map(torch.equal, plain.buffers(), less.buffers()))
+    fast, slow = (statistics.median(seconds) for seconds in zip(*times, strict=True))
+    ratio = statistics.median(after / before for before, after in times)
+    cells = [name, f"{len(done.names)}", f"{kept[0]:.1f} MiB", f"{kept[1]:.1f} MiB", f"{1 - kept[1] / kept[0]:.0%}"]
+    return " | ".join([*cells, f"{fast:.3f} s", f"{slow:.3f} s", f"{ratio:.2f}", "same" if same else "different"])
 
 
 def main() -> None:
@@ -97,10 +75,11 @@ def main() -> None:
     parser.add_argument("--amp", action="store_true", help="bf16 autocast")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {platform.machine()}, {options.device}, {options.threads} threads, {options}")
-    print(f"{'model':<20} {'blocks':>6} {'MiB':>10} {'less':>8} {'saved':>7} {'s':>9} {'less':>7} {'ratio':>6} bits")
+    print(f"torch {torch.__version__}, {options}\n")
+    print("| model | blocks | kept before | after | saved | step before | after | ratio | bits |")
+    print("|---" * 9 + "|")
     for name in options.models.split(","):
-        compare(name, options.setting == "true" or options.setting, options)
+        print(f"| {compare(name, options.setting == 'true' or options.setting, options)} |", flush=True)
 
 
 if __name__ == "__main__":

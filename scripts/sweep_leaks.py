@@ -3,9 +3,8 @@
     python scripts/sweep_leaks.py --jobs 300
 
 Runs a sweep of short jobs on digits, as `python -m runner train --multirun` does, and looks at the process of the sweep when a
-job has ended: memory, open files and threads. Three jobs are repeated alone, to compare their weights. The exit status is 1 if
-the last job finds 5% more memory or more files or threads than the tenth, or other weights than alone, or if a job takes more
-than `--most` seconds beside the time from its first step to its end.
+job has ended: memory, open files and threads. The exit status is 1 if the last job finds 5% more memory or more files or threads
+than the tenth, or if a job takes more than `--most` seconds beside the time from its first step to its end.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,12 +24,6 @@ from runner.cli import main as runner
 from runner.sweeps.run import Sweep
 
 MOST_GROWTH = 1.05
-
-
-def words(folder: Path, steps: int, further: list[str]) -> list[str]:
-    """What the jobs have in common."""
-    length = [f"max_steps={steps}", "epochs=null", "threads=1"]
-    return ["model=mlp", "logger=csv", *length, f"output_root={folder}", *further]
 
 
 def measure(jobs: int, folder: Path, steps: int, further: list[str]) -> list[dict[str, float]]:
@@ -52,24 +44,13 @@ def measure(jobs: int, folder: Path, steps: int, further: list[str]) -> list[dic
 
     Sweep._ended = looked_at  # type: ignore[method-assign]
     try:
-        status = runner(["train", "--multirun", f"seed=range({jobs})", *words(folder, steps, further)])
+        words = ["model=mlp", "logger=csv", f"max_steps={steps}", "epochs=null", "threads=1", f"output_root={folder}"]
+        status = runner(["train", "--multirun", f"seed=range({jobs})", *words, *further])
     finally:
         Sweep._ended = ended  # type: ignore[method-assign]
     if status != 0 or len(found) != jobs:
         raise SystemExit(f"{len(found)} of {jobs} jobs ran, status {status}")
     return found
-
-
-def weights(folder: Path) -> str:
-    """The digest of the weights of a run."""
-    return str(json.loads((folder / "summary.json").read_text())["weights_sha256"])
-
-
-def alone(seed: int, folder: Path, steps: int, further: list[str]) -> str:
-    """The digest of the weights of one job, run by itself."""
-    command = [sys.executable, "-m", "runner", "train", f"seed={seed}", *words(folder, steps, further)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return weights(Path(done.stdout.splitlines()[-1]))
 
 
 def main() -> int:
@@ -83,9 +64,6 @@ def main() -> int:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(asked.jobs, Path(scratch), asked.steps, asked.further)
-        sweep = next(Path(scratch).glob("*/sweeps/*"))
-        tried = sorted({0, asked.jobs // 2, asked.jobs - 1})
-        others = [n for n in tried if weights(sweep / str(n)) != alone(n, Path(scratch), asked.steps, asked.further)]
     first, end = found[asked.first - 1], found[-1]
     beside = statistics.median(record["beside_s"] for record in found[1:])
     print(f"\n| | job {asked.first} | middle | last | last / job {asked.first} |")
@@ -96,9 +74,8 @@ def main() -> int:
     start = found[0]["beside_s"]
     print(f"\nbeside training: median {beside:.3f} s a job")
     print(f"until the first job has ended, with imports and {asked.jobs} jobs to validate: {start:.1f} s")
-    print(f"jobs with other weights than alone: {', '.join(map(str, others)) or 'none'} (tried: {tried})")
     grown = end["memory"] > MOST_GROWTH * first["memory"] or end["files"] > first["files"]
-    return int(bool(grown or others or end["threads"] > first["threads"] or beside > asked.most))
+    return int(bool(grown or end["threads"] > first["threads"] or beside > asked.most))
 
 
 if __name__ == "__main__":

@@ -38,13 +38,9 @@ TINY = (
 )  # fmt: skip
 SWEEP = (*TINY, "data.dataset.samples=32", "epochs=1", "logger=none", "--multirun")
 LONG = (
-    *TINY,
-    "data.dataset.samples=512",
-    "data.num_workers=2",
-    "data.placement=disk",
-    "epochs=60",
+    *TINY, "data.dataset.samples=512", "data.num_workers=2", "data.placement=disk", "epochs=60",
     "checkpoint.min_seconds=0",
-)
+)  # fmt: skip
 LAUNCHER = ("hydra/launcher=slurm", "hydra.launcher.cpus_per_task=1")
 _PATIENCE_S = 600.0
 
@@ -73,11 +69,11 @@ class Check:
         with (self.folder / "begun.out").open("a") as output:
             return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=output, stderr=output)
 
-    def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait for something."""
+    def wait(self, until: Callable[[], bool], what: str, said: Callable[[], str] = str) -> None:
+        """Wait for something; without success this fails with what was `said`."""
         deadline = time.monotonic() + _PATIENCE_S
         while not until():
-            assert time.monotonic() < deadline, f"{what}: waited in vain"
+            assert time.monotonic() < deadline, f"{what}: waited in vain\n{said()}"
             time.sleep(0.1)
 
     def submit(self, name: str, *commands: str, options: tuple[str, ...] = ()) -> Job:
@@ -125,11 +121,8 @@ class Job:
             return {}
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait for something, and fail with the job's output if the job ends before."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while not until():
-            assert time.monotonic() < deadline, f"{what}: waited in vain\n{self.said()}"
-            time.sleep(0.1)
+        """Wait for something."""
+        self._check.wait(until, what, self.said)
 
     def wait_for_end(self) -> str:
         """Wait until the job has ended; returns its state."""

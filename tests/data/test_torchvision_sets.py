@@ -305,7 +305,9 @@ def test_idx_files_round_trip(tmp_path_factory, sizes, packed, random):
     tensor = torch.tensor([random.randrange(256) for _ in range(int(np.prod(sizes)))], dtype=torch.uint8).reshape(sizes)
     path = tmp_path_factory.mktemp("idx") / "file"
     path.write_bytes(gzip.compress(_idx(tensor)) if packed else _idx(tensor))
-    assert torch.equal(sets.read_idx(path, len(sizes)), tensor)
+    assert torch.equal(sets.read_idx(path, len(sizes), tensor.numel()), tensor)
+    with pytest.raises(UserError, match="where its header promises"):
+        sets.read_idx(path, len(sizes), tensor.numel() - 2)
 
 
 def _write_cifar(root: Path, name: str, monkeypatch) -> Path:

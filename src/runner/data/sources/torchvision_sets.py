@@ -86,16 +86,18 @@ def svhn(root: str, download: bool) -> dict[str, ImageArrays]:
     return _read_by_torchvision("SVHN", root, download)
 
 
-def read_idx(path: Path, dims: int) -> Tensor:
+def read_idx(path: Path, dims: int, most: int) -> Tensor:
     """Read an idx file of bytes, the format of MNIST (http://yann.lecun.com/exdb/mnist/), gzipped or not.
 
     Returns a uint8 tensor with `dims` dimensions: 3 for images, 1 for labels. Raises `UserError`, which names the file, if it
-    cannot be read, is damaged, or is of another kind.
+    cannot be read, is damaged, is of another kind, or has more than `most` bytes of data.
     """
     header = 4 + 4 * dims
     try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if content.startswith(_GZIP_MAGIC) else content
+        with path.open("rb") as start:
+            packed = start.read(2) == _GZIP_MAGIC
+        with gzip.open(path) if packed else path.open("rb") as file:
+            content = file.read(header + most + 1)  # a small .gz can unpack to gigabytes
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, f"cannot be read ({one_line(error)})") from error
     # Two zero bytes, 8 for unsigned bytes, the number of dimensions; then each size, big-endian.
@@ -142,7 +144,7 @@ def _read_idx_files(name: str, folder: Path) -> dict[str, ImageArrays]:
         raise _missing(name, folder, missing, "unpacked or as .gz")
     for split, pair in _IDX_FILES.items():
         images_path, labels_path = (paths[filename] for filename in pair)
-        images, labels = read_idx(images_path, 3).unsqueeze(1), read_idx(labels_path, 1).long()
+        images, labels = read_idx(images_path, 3, 60_000 * 28 * 28).unsqueeze(1), read_idx(labels_path, 1, 60_000).long()
         if len(images) != len(labels):
             raise _damaged(labels_path, f"has {len(labels)} labels, but {images_path} has {len(images)} images")
         if int(labels.max()) >= len(classes):
