@@ -34,22 +34,10 @@ _GROWN = 10  # or so many times what rounding to float32 changes on one process
 
 # 277 training samples: 13 batches, and the last one has a single sample.
 COMMON = (
-    "data=synthetic",
-    "data.dataset.samples=308",
-    "data.image_size=8",
-    "data.dataset.channels=1",
-    "data.batch_size=23",
-    "evaluate.batch_size=16",
-    "grad_clip.norm=1.0",
-    "ema=0.9",
-    "epochs=null",
-    "evaluate.every_epochs=3",
-    "log.every_steps=1",
-    "log.progress=false",
-    "log.curves=false",
-    "logger=none",
-    "threads=1",
-)
+    "data=synthetic", "data.dataset.samples=308", "data.image_size=8", "data.dataset.channels=1", "data.batch_size=23",
+    "evaluate.batch_size=16", "grad_clip.norm=1.0", "ema=0.9", "epochs=null", "evaluate.every_epochs=3",
+    "log.every_steps=1", "log.progress=false", "log.curves=false", "logger=none", "threads=1",
+)  # fmt: skip
 _MLP = ("model=mlp", "model.hidden=[48]")  # without dropout, whose masks depend on the number of ranks
 _CNN = ("model=small_cnn", "model.width=8", "model.dropout=0", "sync_batchnorm=true")
 _VIT = ("model=vit_tiny", "model.dim=24", "model.depth=2", "model.heads=2")

@@ -342,15 +342,9 @@ def ranks_warned(check: Check) -> None:
     sweep_warned(check, tasks=2)
 
 
-PARTS = {
-    "array": array,
-    "sweep_killed": sweep_killed,
-    "preempted": preempted,
-    "other_ends": other_ends,
-    "ranks": ranks,
-    "sweep_of_ranks": sweep_of_ranks,
-    "sweep_warned": sweep_warned,
-    "ranks_warned": ranks_warned,
+PARTS: dict[str, Callable[[Check], None]] = {
+    part.__name__: part  # type: ignore[attr-defined]
+    for part in (array, sweep_killed, preempted, other_ends, ranks, sweep_of_ranks, sweep_warned, ranks_warned)
 }
 
 
