@@ -14,6 +14,7 @@ NAMES = ["tall", "wide"]
 
 DETECTOR = '''
 from torch import nn
+from torchvision import tv_tensors
 from torchvision.models.detection import FCOS
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
@@ -48,6 +49,26 @@ class Scripted(nn.Module):
             mask[0, box[1]:box[3], box[0]:box[2]] = 0.9
         labels = torch.tensor([1, 2]) if corners[3] - corners[1] > corners[2] - corners[0] else torch.tensor([2, 2])
         return {"boxes": boxes, "labels": labels, "scores": image.mean() / torch.tensor([1.0, 2.0]), "masks": masks}
+'''
+
+OWN = '''
+
+class Own(torch.utils.data.Dataset):
+    """A square in each image, as a user's own data set has it."""
+
+    classes = ("square",)
+
+    def __init__(self, label=1):
+        self.label = label
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        box = tv_tensors.BoundingBoxes([[index, 4, index + 12, 16]], format="XYXY", canvas_size=(32, 40))
+        image = torch.zeros(3, 32, 40, dtype=torch.uint8)
+        image[:, 4:16, index : index + 12] = 220
+        return tv_tensors.Image(image), {"boxes": box, "labels": torch.tensor([self.label])}
 '''
 
 

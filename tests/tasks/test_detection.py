@@ -208,6 +208,18 @@ def test_what_does_not_fit_is_a_sentence(
     assert reason in result.err
 
 
+def test_a_data_set_of_ones_own_needs_no_further_key_and_no_label_of_the_background(
+    train: Callable[..., Any], rejected: Callable[..., Any], workdir: Path
+) -> None:
+    file = workdir / "tiny_detector.py"
+    file.write_text(file.read_text() + drawn_objects.OWN)
+    own = ("data=own", "data.dataset._target_=tiny_detector.Own", "data.split.test=0", "epochs=1")
+    words = [word for word in TINY if not word.startswith(("data.root", "data.dataset"))]
+    assert "map" in train(*words, *own).summary["last"]
+    assert "data.collate: " in (said := rejected("train", "threads=1", *words, *own, "data.dataset.label=0").err)
+    assert "a label below 1; labels begin at 1" in said
+
+
 def test_bad_annotations_end_a_run_or_are_replaced_and_listed(
     train: Callable[..., Any], rejected: Callable[..., Any], drawn: Path
 ) -> None:

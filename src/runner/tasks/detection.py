@@ -46,11 +46,14 @@ class Detection:
 
     @staticmethod
     def collate(samples: list[Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """Images and targets, each a list of plain tensors; image files of a prediction have the target 0."""
+        """Images and targets, each a list of plain tensors; `ValueError` for a label below 1, which is the background."""
         images = [image.as_subclass(Tensor) for image, _ in samples]
         plain: Any = lambda value: value.as_subclass(Tensor) if hasattr(value, "as_subclass") else value  # noqa: E731
-        targets = (target if isinstance(target, Mapping) else {} for _, target in samples)
-        return images, [{name: plain(value) for name, value in target.items()} for target in targets]
+        targets = (target if isinstance(target, Mapping) else {} for _, target in samples)  # 0 for files to predict
+        rows = [{name: plain(value) for name, value in target.items()} for target in targets]
+        if any(bool((row["labels"] < 1).any()) for row in rows if "labels" in row):
+            raise ValueError("an object has a label below 1; labels begin at 1, and 0 is the background")
+        return images, rows
 
     def training_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, Tensor]:
         """The sum of the losses of the model, and each of them; boxes around crowds do not count."""

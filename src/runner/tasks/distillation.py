@@ -51,10 +51,8 @@ class Distillation(Classification):
 
     def modules(self, model: Module, loss: Module) -> dict[str, Module]:
         """The teacher, which is saved with the student."""
-        for module, owner, names in (
-            (model, "model", self._features.keys()),
-            (self._teacher, "teacher", self._features.values()),
-        ):
+        layers = {"model": (model, self._features.keys()), "teacher": (self._teacher, self._features.values())}
+        for owner, (module, names) in layers.items():
             for name in names:
                 if name not in dict(module.named_modules()):
                     raise ValueError(f"features: the {owner.replace('model', 'student')} has no layer '{name}'")

@@ -56,9 +56,5 @@ class Regression:
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """Both errors of each output, if there are several."""
-        if self.num_outputs == 1:
-            return {}
-        return {
-            f"output_{name}": Errors(self.num_outputs, device, name == "rmse", each=True)
-            for name in self.metric_names()
-        }
+        names = self.metric_names() if self.num_outputs > 1 else []
+        return {f"output_{name}": Errors(self.num_outputs, device, name == "rmse", each=True) for name in names}
