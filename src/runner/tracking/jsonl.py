@@ -43,7 +43,7 @@ def copy_until(source: Path, target: Path, global_step: int | None, repeated: Co
     # Lines after the step belong to a future that the resumed run computes again
     with writing(target):
         kept = b"".join(line + b"\n" for line, record in _records(source) if keep(record))
-        changed = target != source or kept != source.read_bytes()
+        changed = target != source or len(kept) != source.stat().st_size
     if changed:
         write_atomically(target, kept)
 
