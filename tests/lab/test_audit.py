@@ -12,7 +12,7 @@ import pytest
 import torch
 from extended import some
 
-from runner.lab.audit.compare import amount_of, same
+from runner.lab.audit import amount_of, same
 from runner.verbs._table import VERBS
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2")

@@ -13,8 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from runner.lab.bench.candidates import BASELINE, setting
-from runner.lab.bench.run import Result
+from runner.lab.bench import BASELINE, Candidate, Result
 
 PARTS = '''
 import time
@@ -64,7 +63,7 @@ Bench = Callable[..., dict[str, Any]]
 @pytest.fixture
 def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The sleeping model, and measurements as short as their steps: pauses are longer than any noise."""
-    monkeypatch.setattr("runner.lab.bench.run._LEAST_S", 0.0)
+    monkeypatch.setattr("runner.lab.bench._LEAST_S", 0.0)
     (workdir / "bench_parts.py").write_text(PARTS)
     (workdir / "mine" / "model").mkdir(parents=True)
     (workdir / "mine" / "model" / "paused.yaml").write_text(OPTION)
@@ -77,7 +76,7 @@ def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def bench(run: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=5")`."""
-    monkeypatch.setattr("runner.lab.bench.run.bars", lambda *_, **__: None)
+    monkeypatch.setattr("runner.lab.bench.bars", lambda *_, **__: None)
 
     def call(*words: str) -> dict[str, Any]:
         result = run("bench", *TINY, *NET, *words, "json=true")
@@ -138,7 +137,7 @@ def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
 def test_a_toggle_pays_if_it_is_faster_in_every_round_and_by_two_percent_in_the_median(
     ratios: tuple[float, ...], settings: dict[str, Any], verdict: str
 ) -> None:
-    result = Result(setting("toggle", settings))
+    result = Result(Candidate("toggle", settings))
     result.ratios = [*ratios]
     assert result.verdict == verdict
     assert Result(BASELINE).verdict == ""

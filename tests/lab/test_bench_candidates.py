@@ -13,7 +13,7 @@ from runner.config.command import opened
 from runner.config.composition import Composition
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Bench
-from runner.lab.bench.candidates import Candidate, RunTraits, candidates
+from runner.lab.bench import Candidate, RunTraits, candidates
 
 CPU = RunTraits(
     device="cpu",
@@ -142,6 +142,6 @@ def test_an_own_preset_is_tried(composed: Callable[..., Any], workdir: Path) -> 
     (folder / "lean.yaml").write_text("# @package _global_\n# Mine.\namp: bf16\noptimizer:\n  fused: true\n")
     config, composition = composed("--config-dir", "mine")
     found, _ = candidates(config, CPU, composition.sources)
-    [own] = [candidate for candidate in found if candidate.words == ("performance=lean",)]
+    [own] = [candidate for candidate in found if candidate.words == ["performance=lean"]]
     assert dict(own.settings) == {"amp": "bf16", "optimizer.fused": True}
     assert own.same_training
