@@ -20,7 +20,7 @@ from runner.config.resolve import resolve_changes, resolve_config
 from runner.config.schema.verbs import Audit
 from runner.config.space import text_of
 from runner.config.validate import shown
-from runner.lab.short_runs import StopAfter, callback, run_short, words_of
+from runner.lab.short_runs import Stopwatch, callback, run_short, words_of
 from runner.run.from_checkpoint import config_and_checkpoint
 from runner.tracking.formats import HARDWARE_METRICS, amount, number
 from runner.tracking.jsonl import read_records
@@ -33,14 +33,7 @@ _MOST_ROWS = 40
 
 
 def run(composition: Composition) -> float:
-    """Compare two runs, or two checkpoints.
-
-    Returns:
-        0.0 if nothing differs, otherwise 1.0, for sweepers.
-
-    Raises:
-        SystemExit: with exit status 1 if something differs, unless the job is one of a sweep.
-    """
+    """Compare two runs, or two checkpoints; a job of a sweep returns 1.0 if something differs, others exit with status 1."""
     values = composition.values
     report = Report(values.get("json") is True)
     # Two runs that there are need no training
@@ -76,7 +69,7 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
     report.line(f"audit of {config.name}  seed {config.seed}  {amount(config.steps, 'step')}  {title}")
     every_step = ("checkpoint.every_steps=1", f"checkpoint.keep={config.steps}", "log.every_steps=1")
     resumed = () if start is None else (f"ckpt_path={text_of(str(start.path))}",)
-    words = words_of(composition, Audit, *every_step, *resumed, callback(StopAfter, steps=config.steps))
+    words = words_of(composition, Audit, *every_step, *resumed, callback(Stopwatch, steps=config.steps))
     root = Path(config.output_root)
     root.mkdir(parents=True, exist_ok=True)
     # Beside the runs, as there is room for checkpoints
@@ -107,15 +100,10 @@ def _show(report: Report, record: Mapping[str, Any]) -> None:
         a, b = ("missing" if difference[side] is None else difference[side] for side in ("a", "b"))
         rows = [["shape", a if a == b else f"a {a}, b {b}"]] if a or b else []
         if apart := difference["amount"]:
-            largest, relative = (
-                "not finite" if apart[name] is None else number(apart[name]) for name in ("largest", "relative")
-            )
-            rows += [
-                ["elements that differ", f"{apart['differing']:,} of {apart['elements']:,}"],
-                ["largest difference", largest],
-                ["largest, relative", relative],
-                [f"first, at {apart['place']}", f"a {apart['values'][0]!r}, b {apart['values'][1]!r}"],
-            ]
+            rows.append(["elements that differ", f"{apart['differing']:,} of {apart['elements']:,}"])
+            for title, size in (("largest difference", apart["largest"]), ("largest, relative", apart["relative"])):
+                rows.append([title, "not finite" if size is None else number(size)])
+            rows.append([f"first, at {apart['place']}", f"a {apart['values'][0]!r}, b {apart['values'][1]!r}"])
         report.table("", ["what", "value"], rows or [["state", "is not the same"]])
     if at := record["log"]:
         values = f"a {at['a']!r}, b {at['b']!r}"
@@ -128,14 +116,9 @@ def _show(report: Report, record: Mapping[str, Any]) -> None:
 def compare(a: str, b: str, runs: Path) -> tuple[dict[str, Any], list[str]]:
     """Compare two checkpoints; of two runs the first step that both have saved and that differs, and the logs.
 
-    Args:
-        a, b: a file, a run directory, `last` or `best`.
-        runs: folder with the runs of one name.
-
-    Returns:
-        The record, and warnings. `same` is whether what was saved and logged is the same; settings and versions may
-        differ. `step` is that of the checkpoints compared last, and `log` the first logged loss that differs, or another
-        value where no loss does.
+    `a` and `b` are a file, a run directory, `last` or `best`, and `runs` is the folder with the runs of one name. Returns the
+    record, and warnings. `same` is whether what was saved and logged is the same; settings and versions may differ. `step` is that
+    of the checkpoints compared last, and `log` the first logged loss that differs, or another value where no loss does.
     """
     both = [find.load(path, runs, prefer="last", key=key) for key, path in (("a", a), ("b", b))]
     warnings = [*both[0].warnings, *both[1].warnings]
@@ -175,7 +158,8 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[dict[str, 
 
     Of the difference the part, the place in it, both sides as shape and dtype, and the amount.
     """
-    first, counts = None, dict[str, dict[str, int]]()
+    first: dict[str, Any] | None = None
+    counts = dict[str, dict[str, int]]()
     for part in PARTS:
         whole = [side[part] for side in (a, b)]
         if part == "metrics":  # the loss summed up since the last line of the log depends on how often is logged
@@ -186,8 +170,8 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[dict[str, 
         counts[part] = {"differ": len(unlike), "of": len(pairs)}
         if unlike and first is None:
             x, y = pairs[unlike[0]]
-            first = {"phase": part, "name": unlike[0] or part, "a": kind_of(x), "b": kind_of(y)}
-            first["amount"] = amount_of(x, y)
+            kinds = {"a": kind_of(x), "b": kind_of(y)}
+            first = {"phase": part, "name": unlike[0] or part, **kinds, "amount": amount_of(x, y)}
     return first, counts
 
 
@@ -234,10 +218,9 @@ def kind_of(value: Any) -> str | None:
 def amount_of(a: Any, b: Any) -> dict[str, Any] | None:
     """By how much two tensors or numbers differ; None if they cannot be subtracted.
 
-    Returns:
-        `elements` of each; `differing`, how many are not the same; `largest` absolute difference, and `relative`, the
-        largest share of the larger of the two, each None if one of them is not finite; `place`, index of the first element
-        that differs; `values` of both there.
+    `elements` of each; `differing`, how many are not the same; `largest` absolute difference, and `relative`, the largest share of
+    the larger of the two, each None if one of them is not finite; `place`, index of the first element that differs; `values` of
+    both there.
     """
     if all(isinstance(each, int | float) for each in (a, b)):
         a, b = (torch.tensor(float(each), dtype=torch.float64) for each in (a, b))
@@ -266,23 +249,21 @@ def _logs(a: Path | None, b: Path | None) -> tuple[dict[str, Any] | None, int]:
         return None, 0
     ours, theirs = _logged(a), _logged(b)
     unlike = [
-        {"global_step": step, "split": split, "name": name, "a": value, "b": theirs[step, split][name]}
-        for (step, split), values in ours.items()
+        {"global_step": at[0], "split": at[1], "name": name, "a": value, "b": theirs[at][name]}
+        for at, values in ours.items()
         for name, value in values.items()
-        if value != theirs.get((step, split), {}).get(name, value)
+        if value != theirs.get(at, {}).get(name, value)
     ]
     # The loss first: another metric can differ in a step at which no loss was logged
-    first = next((value for value in unlike if value["name"] == "loss"), unlike[0] if unlike else None)
-    return first, len(ours.keys() & theirs.keys())
+    unlike.sort(key=lambda value: value["name"] != "loss")
+    return unlike[0] if unlike else None, len(ours.keys() & theirs.keys())
 
 
 def _logged(checkpoints: Path) -> dict[tuple[int, str], dict[str, Any]]:
     """The log of a run by step and split, without what the clock says."""
     folder = checkpoints.parent if checkpoints.name == "checkpoints" else checkpoints
-    skipped = (*HARDWARE_METRICS, "global_step", "split")
-    return {
-        (line["global_step"], line.get("split", "")): {
-            name: value for name, value in line.items() if name not in skipped and not name.endswith("_per_s")
-        }
-        for line in read_records(folder / "metrics.jsonl")
-    }
+    skipped, found = (*HARDWARE_METRICS, "global_step", "split"), {}
+    for line in read_records(folder / "metrics.jsonl"):
+        kept = {name: value for name, value in line.items() if name not in skipped and not name.endswith("_per_s")}
+        found[line["global_step"], line.get("split", "")] = kept
+    return found

@@ -84,39 +84,11 @@ class Candidate:
 BASELINE = Candidate("baseline")
 
 
-@dataclass(frozen=True)
-class RunTraits:
-    """The properties of the baseline, once it is built, that decide which toggles apply."""
-
-    device: str  # type of the device
-    cores: int  # CPU cores that this process may use
-    threads: int  # CPU threads that torch uses
-    precision: bool | str  # `false`, `bf16` or `fp16`, as the forward pass is computed
-    workers: int | None  # processes that read samples; None if they are in memory
-    kernels: Mapping[str, bool]  # those of `fused` and `foreach` that the optimizer has, and whether they are on
-    convolutions: bool  # whether the model has weights of four dimensions
-
-
-def traits_of(built: Run) -> RunTraits:
-    """Those of a built baseline."""
-    precisions: dict[torch.dtype | None, bool | str] = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}
-    loader = built.data.train.loader
-    return RunTraits(
-        device=built.device.type,
-        cores=cores(),
-        threads=torch.get_num_threads(),
-        precision=precisions[built.precision.dtype],
-        workers=loader.workers if isinstance(loader, WorkerLoader) else None,
-        kernels=built.kernels.arguments,
-        convolutions=any(parameter.ndim == 4 for parameter in built.model.parameters()),
-    )
-
-
-def candidates(config: Bench, traits: RunTraits, found_in: sources.Sources) -> tuple[list[Candidate], dict[str, str]]:
-    """The candidates, one toggle at a time; and those that do not apply, by name with the reason."""
+def candidates(config: Bench, built: Run, found_in: sources.Sources) -> tuple[list[Candidate], dict[str, str]]:
+    """The candidates, one toggle at a time, for a built baseline; and those that do not apply, by name with the reason."""
     found, skipped, now = list[Candidate](), dict[str, str](), keys.flatten(to_plain(config))
     # Each toggle alone, as only then its effect is known
-    for name, made in _toggles(config, traits).items():
+    for name, made in _toggles(config, built).items():
         if config.toggles is None or name in config.toggles:
             if isinstance(made, str):
                 skipped[name] = made
@@ -133,24 +105,26 @@ def candidates(config: Bench, traits: RunTraits, found_in: sources.Sources) -> t
         preset = Candidate("preset", settings, option.name)
         if all(now.get(key) == value for key, value in settings.items()):
             continue
-        if settings.get("compile") and not config.compile and (why := _why_not_compiled(config, traits)):
+        if settings.get("compile") and not config.compile and (why := _why_not_compiled(config, built)):
             skipped[preset.name] = why
         else:
             found.append(preset)
     return list({candidate.name: candidate for candidate in found}.values()), skipped
 
 
-def _toggles(config: Bench, traits: RunTraits) -> dict[str, Toggled]:
-    device, both = traits.device, (True, False)
+def _toggles(config: Bench, built: Run) -> dict[str, Toggled]:
+    device, both, kernels, workers = built.device.type, (True, False), built.kernels.arguments, workers_of(built)
+    precision = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}[built.precision.dtype]
+    convolutions = any(parameter.ndim == 4 for parameter in built.model.parameters())
     # Powers of two and all cores are enough to see the trend
-    counts = sorted({*(2**power for power in range(traits.cores.bit_length())), traits.cores})
+    counts = sorted({*(2**power for power in range(cores().bit_length())), cores()})
     compiled = True if config.compile == "model" else config.compile
     not_cuda = "" if device == "cuda" else f"has no effect on {device}: it is a setting of CUDA's"
     rows: dict[str, tuple[Sequence[Any], Any, str]] = {  # values, the present one, why it does not apply
-        "amp": ((False, "bf16", "fp16"), traits.precision, ""),
-        "channels_last": (both, config.channels_last, "" if traits.convolutions else "the model has no convolution"),
+        "amp": ((False, "bf16", "fp16"), precision, ""),
+        "channels_last": (both, config.channels_last, "" if convolutions else "the model has no convolution"),
         "activation_checkpointing": (both, config.activation_checkpointing is not False, ""),
-        "compile": ((False, True, "step"), compiled, "" if compiled else _why_not_compiled(config, traits)),
+        "compile": ((False, True, "step"), compiled, "" if compiled else _why_not_compiled(config, built)),
         "cudnn_benchmark": (both, bool(config.cudnn_benchmark), not_cuda),
         "tf32": (both, bool(config.tf32), not_cuda),
         # On CUDA tf32 is what sets high.
@@ -159,17 +133,13 @@ def _toggles(config: Bench, traits: RunTraits) -> dict[str, Toggled]:
             config.matmul_precision,
             "has no effect here" if device == "mps" else "",
         ),
-        "threads": (counts, traits.threads, "" if device == "cpu" else f"the {device} computes"),
-        "data.num_workers": (
-            [0, *counts],
-            traits.workers,
-            "the samples are in memory" if traits.workers is None else "",
-        ),
+        "threads": (counts, torch.get_num_threads(), "" if device == "cpu" else f"the {device} computes"),
+        "data.num_workers": ([0, *counts], workers, "the samples are in memory" if workers is None else ""),
     }
     return {
-        "optimizer.fused": _kernel(config, traits, "fused", "foreach"),
-        "optimizer.foreach": _kernel(config, traits, "foreach", "fused"),
-        "data.placement": _placement(config, traits),
+        "optimizer.fused": _kernel(config, kernels, "fused", "foreach"),
+        "optimizer.foreach": _kernel(config, kernels, "foreach", "fused"),
+        "data.placement": _placement(config, device, workers),
         **{
             name: why or [{name: value} for value in values if value != now]
             for name, (values, now, why) in rows.items()
@@ -177,26 +147,32 @@ def _toggles(config: Bench, traits: RunTraits) -> dict[str, Toggled]:
     }
 
 
-def _kernel(config: Bench, traits: RunTraits, name: str, other: str) -> Toggled:
+def workers_of(built: Run) -> int | None:
+    """Processes that read samples; None if these are in memory."""
+    loader = built.data.train.loader
+    return loader.workers if isinstance(loader, WorkerLoader) else None
+
+
+def _kernel(config: Bench, kernels: Mapping[str, bool], name: str, other: str) -> Toggled:
     """The toggle of one of the ways in which an optimizer updates many tensors, of which only one can be on."""
-    if name not in traits.kernels:
+    if name not in kernels:
         return f"{config.optimizer['_target_']} does not have it"
-    switched = not traits.kernels[name]
-    instead = {f"optimizer.{other}": False} if switched and other in traits.kernels else {}
+    switched = not kernels[name]
+    instead = {f"optimizer.{other}": False} if switched and other in kernels else {}
     return [{f"optimizer.{name}": switched, **instead}]
 
 
-def _why_not_compiled(config: Bench, traits: RunTraits) -> str:
-    if traits.device != "cpu" or "compile" in (config.toggles or ()):
+def _why_not_compiled(config: Bench, built: Run) -> str:
+    if built.device.type != "cpu" or "compile" in (config.toggles or ()):
         return ""
     return "takes a minute to compile on the CPU; toggles=[compile,performance] measures it"
 
 
-def _placement(config: Bench, traits: RunTraits) -> Toggled:
-    if traits.workers is not None and config.data.placement != "disk":
+def _placement(config: Bench, device: str, workers: int | None) -> Toggled:
+    if workers is not None and config.data.placement != "disk":
         return "the samples are read one by one"
-    places = ["disk", "ram"] if traits.device == "cpu" else ["disk", "ram", "device"]
-    now = "ram" if traits.workers is None and traits.device == "cpu" else config.data.placement
+    places = ["disk", "ram"] if device == "cpu" else ["disk", "ram", "device"]
+    now = "ram" if workers is None and device == "cpu" else config.data.placement
     # Samples in memory allow no other number of workers.
     automatic = {} if config.data.num_workers == "auto" else {"data.num_workers": "auto"}
     return [{"data.placement": place, **(automatic if place != "disk" else {})} for place in places if place != now]
@@ -254,33 +230,46 @@ def _spread(values: list[float]) -> tuple[float, float, float]:
 
 
 def run(composition: Composition) -> float:
-    """Compare the config with each toggle.
-
-    Returns:
-        Samples a second of what is recommended, for sweepers.
-    """
+    """Compare the config with each toggle; returns samples a second of what is recommended, for sweepers."""
     config, start = config_and_checkpoint(composition, Bench)
     report = Report(config.json)
     # One run in this process shows what is measured, and which toggles apply to it
     built = build_run(config, make_cache=start is None, fresh=start is None)
     report.header(f"{config.name}  as configured", describe(config, built))
     report.warnings(built.warnings)
-    traits, device = traits_of(built), built.device
+    tried, skipped = candidates(config, built, composition.sources)
+    device, workers = built.device, workers_of(built)
     built.data.close()
     del built
-    tried, skipped = candidates(config, traits, composition.sources)
     for candidate in list(tried):
         if problems := resolve_changes(config, candidate.settings, composition)[1]:
             skipped[candidate.name] = "; ".join(f"{problem.key}: {problem.message}" for problem in problems)
             tried.remove(candidate)
-    measure = functools.partial(_measure, config, composition if start is None else None, traits.workers)
+    measure = functools.partial(_measure, config, composition if start is None else None, workers)
     report.line(f"measuring {amount(len(tried), 'candidate')} in turn with it, each run in a separate process")
     results, notes = _compare(config, tried, skipped, measure, report)
     reference, *others = results
     # The fastest first, as that is what a reader looks for
     results = [reference, *sorted(others, key=lambda result: -result.ratio)]
     best = next((result for result in results[1:] if not result.verdict), reference)
-    _show(report, results, skipped, notes, device)
+    rows = [
+        [
+            result.candidate.name,
+            number(statistics.median(result.speeds)),
+            number(statistics.median(result.step_ms)),
+            f"{result.ratio:.2f}",
+            f"{min(result.ratios):.2f} to {max(result.ratios):.2f}",
+            mib(result.peak_bytes, 1),
+            f"{result.wall_s:.1f}",
+            "" if result is results[0] else result.verdict or "pays",
+        ]
+        for result in results
+    ]
+    memory = "peak MiB" if device.type == "cuda" else "peak RSS MiB"
+    columns = ["overrides", "samples/s", "step ms", "ratio", "range", memory, "run s", "verdict"]
+    report.table("medians of runs in turn", columns, rows)
+    report.skipped(list(skipped.items()))
+    report.lines(*(f"note: {note}" for note in notes))
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     picture, path = folder / "bench.png", folder / "bench.json"
     spreads, names = [_spread(each.speeds) for each in results], [result.candidate.name for result in results]
@@ -371,26 +360,3 @@ def _compare(
                 skipped[result.candidate.name] = why
                 results.remove(result)
     return [baseline, *results], notes
-
-
-def _show(
-    report: Report, results: list[Result], skipped: dict[str, str], notes: list[str], device: torch.device
-) -> None:
-    rows = [
-        [
-            result.candidate.name,
-            number(statistics.median(result.speeds)),
-            number(statistics.median(result.step_ms)),
-            f"{result.ratio:.2f}",
-            f"{min(result.ratios):.2f} to {max(result.ratios):.2f}",
-            mib(result.peak_bytes, 1),
-            f"{result.wall_s:.1f}",
-            "" if result is results[0] else result.verdict or "pays",
-        ]
-        for result in results
-    ]
-    memory = "peak MiB" if device.type == "cuda" else "peak RSS MiB"
-    columns = ["overrides", "samples/s", "step ms", "ratio", "range", memory, "run s", "verdict"]
-    report.table("medians of runs in turn", columns, rows)
-    report.skipped(list(skipped.items()))
-    report.lines(*(f"note: {note}" for note in notes))

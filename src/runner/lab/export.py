@@ -65,7 +65,8 @@ class _Normalizing(nn.Module):
         self.register_buffer("shift", shift)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(images.float() * self.scale - self.shift)
+        outputs: Tensor = self.model(images.float() * self.scale - self.shift)
+        return outputs
 
 
 def _safetensors(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
@@ -162,13 +163,9 @@ _CPU = torch.device("cpu")
 
 
 def run(composition: Composition) -> float:
-    """Export a checkpoint.
+    """Export a checkpoint; returns the largest relative difference of any format, for sweepers.
 
-    Returns:
-        The largest relative difference of any format, for sweepers.
-
-    Raises:
-        SystemExit: with exit status 1 if a format differs from the model by more than `tolerance`.
+    Exits with status 1 if a format differs from the model by more than `tolerance`.
     """
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Export, MODEL)
@@ -189,7 +186,12 @@ def run(composition: Composition) -> float:
     model = model_of(modules).requires_grad_(False)
     if config.data.images is not None:
         data = _facts_of_samples(resolved)
-    images = _examples(resolved, data, max(config.batch_sizes))
+    # Noise as the exported model takes it: float32 and normalised, or uint8
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (max(2, *config.batch_sizes), data.channels, *data.image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if not config.include_preprocessing:
+        images = resolved.input_pipeline(_CPU)(images, torch.arange(len(images)), 0)
     if "torchscript" in chosen:
         report.warn("torch deprecates TorchScript; torch_export replaces it")
     if config.include_preprocessing and config.transform.eval:
@@ -219,7 +221,8 @@ def run(composition: Composition) -> float:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
             compared += _compare(name, exported, loaded, batches)
-    record = _record(resolved, task, data, images, outputs, files=files, compared=compared)
+    record = _description(resolved, task, data, images, outputs)
+    record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
     written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
     write_json(written[-1], record, named=config.output is not None)
     report.line(resolved.described())
@@ -234,11 +237,8 @@ def run(composition: Composition) -> float:
     # The files are written even if one differs, so that the difference can be studied
     worst = next((each for each in compared if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
     if worst is not None:
-        print(
-            f"error: {worst['format']} differs from the model by {worst['max_rel']:.2g} of its largest output at batch "
-            f"size {worst['batch_size']}, more than tolerance={config.tolerance:g}",
-            file=sys.stderr,
-        )
+        apart = f"differs from the model by {worst['max_rel']:.2g} of its largest output at batch size {worst['batch_size']}"
+        print(f"error: {worst['format']} {apart}, more than tolerance={config.tolerance:g}", file=sys.stderr)
         raise SystemExit(FAILED)
     return float(max(each["max_rel"] for each in compared))
 
@@ -289,16 +289,6 @@ def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
     return DataFacts(resolved.classes, channels, (height, width))
 
 
-def _examples(resolved: ResolvedCheckpoint[Export], data: DataFacts, count: int) -> Tensor:
-    """Images of noise as the exported model takes them: float32 and normalised, or uint8."""
-    generator = torch.Generator().manual_seed(resolved.config.seed)
-    shape = (max(count, 2), data.channels, *data.image_size)
-    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    if resolved.config.include_preprocessing:
-        return pixels
-    return resolved.input_pipeline(_CPU)(pixels, torch.arange(len(pixels)), 0)
-
-
 @contextlib.contextmanager
 def _write_complete(path: Path, named: bool) -> Iterator[Path]:
     """A path to write to; files get their names only once they are complete. For `named` see `replacing`."""
@@ -310,17 +300,10 @@ def _write_complete(path: Path, named: bool) -> Iterator[Path]:
                 shutil.copyfileobj(content, target)
 
 
-def _record(
-    resolved: ResolvedCheckpoint[Export],
-    task: Task,
-    data: DataFacts,
-    images: Tensor,
-    outputs: Tensor,
-    *,
-    files: dict[str, dict[str, Any]],
-    compared: list[dict[str, Any]],
+def _description(
+    resolved: ResolvedCheckpoint[Export], task: Task, data: DataFacts, images: Tensor, outputs: Tensor
 ) -> dict[str, Any]:
-    """The description of the files for the programs that use them."""
+    """What the programs that use the files have to know."""
     config = resolved.config
     included, normalize = config.include_preprocessing, config.data.normalize
     return {
@@ -350,8 +333,4 @@ def _record(
             "std": normalize.std,
             "normalization_in_the_model": included,
         },
-        "files": files,
-        "tolerance": config.tolerance,
-        "comparison": compared,
-        "versions": versions(),
     }

@@ -80,11 +80,13 @@ def numbers_of(tensor: Tensor) -> Numbers:
     """The numbers of a tensor of any device and dtype."""
     values = tensor.detach().cpu().double().flatten()
     finite = values[values.isfinite()]
-    numbers, zeros = [math.nan] * 5, 0.0
+    mean = std = minimum = maximum = norm = math.nan
+    zeros = 0.0
     if len(finite):
         found = finite.mean(), finite.std(correction=0), finite.min(), finite.max(), finite.norm()
-        numbers, zeros = [float(each) for each in found], float((finite == 0).double().mean())
-    return Numbers(tuple(tensor.shape), *numbers, zeros, len(values) - len(finite))
+        mean, std, minimum, maximum, norm = map(float, found)
+        zeros = float((finite == 0).double().mean())
+    return Numbers(tuple(tensor.shape), mean, std, minimum, maximum, norm, zeros, len(values) - len(finite))
 
 
 @dataclass

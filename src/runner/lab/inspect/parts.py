@@ -185,21 +185,17 @@ def features(seen: Inspection) -> dict[str, Any]:
     if flat or not drawn:
         why = f"no output of {flat or 'any layer'} can be seen as maps"
         seen.report.line(f"features: no picture, because {why}")
-    pictures = [
-        Tile(image, caption_of(target, data.classes)[:1])
-        for image, target in zip(seen.pixels_of(images), batch.targets, strict=False)
-    ]
+    captions = [caption_of(target, data.classes)[:1] for target in batch.targets[:_ROWS]]
+    pictures = list(map(Tile, seen.pixels_of(images), captions))
     for name, maps in drawn.items():
         spread = maps.transpose(0, 1).flatten(1).std(dim=1, correction=0)
         channels = spread.topk(min(_CHANNELS, len(spread))).indices.sort().values.tolist()
         chosen = maps[:, channels]
         low, high = float(chosen.min()), float(chosen.max())
         shades = ((chosen - low) / max(high - low, 1e-12)).numpy()
-        tiles = [
-            tile
-            for picture, values in zip(pictures, shades, strict=True)
-            for tile in (picture, *map(Tile, values, [[f"channel {channel}"] for channel in channels]))
-        ]
+        names_below, tiles = [[f"channel {channel}"] for channel in channels], list[Tile]()
+        for picture, values in zip(pictures, shades, strict=True):
+            tiles += [picture, *map(Tile, values, names_below)]
         title = f"{name}: {len(channels)} of {maps.shape[1]} channels that vary most, {shape_text(maps.shape[2:])}; "
         title += f"black is {number(low)}, white is {number(high)}"
         # An untrusted file may have named the modules, and a name must not lead to another folder
@@ -239,14 +235,10 @@ def errors(seen: Inspection) -> dict[str, Any]:
     confusion_matrix(confusion.tolist(), classes, seen.files[-1], title)
     if surest:
         pixels = seen.pixels_of(torch.stack([image for _, image in surest]))
-        tiles = [
-            Tile(
-                picture,
-                [f"is {of['true']}", f"taken for {of['predicted']}", f"at {percent(of['probability'])}"],
-                ["#228833", "#bb3344"],
-            )
-            for picture, (of, _) in zip(pixels, surest, strict=True)
-        ]
+        tiles = []
+        for picture, (of, _) in zip(pixels, surest, strict=True):
+            lines = [f"is {of['true']}", f"taken for {of['predicted']}", f"at {percent(of['probability'])}"]
+            tiles.append(Tile(picture, lines, ["#228833", "#bb3344"]))
         title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
         seen.grid(tiles, "errors", title)
     found = {"split": config.split, "samples": samples, "wrong": wrong, "confusion": confusion.tolist()}
@@ -319,11 +311,6 @@ def maps_of(outputs: Tensor) -> Tensor | None:
 
 
 PARTS: dict[str, Callable[[Inspection], dict[str, Any]]] = {
-    "layers": layers,
-    "activations": activations,
-    "gradients": gradients,
-    "inputs": inputs,
-    "features": features,
-    "errors": errors,
+    part.__name__: part for part in (layers, activations, gradients, inputs, features, errors)
 }
 """In the order in which they are shown."""
