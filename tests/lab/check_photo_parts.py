@@ -100,9 +100,11 @@ def _one_hot(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 _entropy = F.cross_entropy
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of outputs and targets; the last three are for numbers
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of outputs and targets; the last four are for numbers
     "wrong sign": lambda out, y: -_entropy(out, y),
     "detached": lambda out, y: _entropy(out.detach(), y),
+    "wrong axis": lambda out, y: -out.log_softmax(0).gather(1, y[:, None]).mean(),
+    "sum": lambda out, y: _entropy(out, y, reduction="sum"),
     "item": lambda out, y: torch.tensor(_entropy(out, y).item(), requires_grad=True),
     "constant": lambda out, y: _entropy(out, y) * 0 + 1,
     "blind": lambda out, y: _entropy(out, torch.zeros_like(y)),
@@ -127,6 +129,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of outputs and targ
     "difference": lambda out, y: (out - y).mean(),
     "squared mean": lambda out, y: (out - y).mean().square(),
     "means": lambda out, y: (out.mean() - y.mean()).square(),
+    "broadcast": lambda out, y: (out.squeeze(1) - y).square().mean(),
 }
 
 

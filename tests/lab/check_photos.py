@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from check_zoo import Listed
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from runner.data.sources.arrays import ImageArrays
 
@@ -84,19 +84,6 @@ def again(images: Tensor, how: str) -> Tensor:
     return torch.stack([encoded(image) for image in images])
 
 
-class Floats(Dataset[Any]):
-    """Samples from a tensor that is not uint8."""
-
-    def __init__(self, images: Tensor, targets: Tensor) -> None:
-        self.images, self.targets, self.classes = images, targets, NAMES
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.images[index], self.targets[index]
-
-
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
@@ -134,5 +121,5 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
             floats = [(each - MEAN) / STD for each in floats]
         elif fault == "divided twice":
             floats = [each / 255 for each in floats]
-        return {"train": Floats(floats[0], targets), "test": Floats(floats[1], right)}
+        return {"train": Listed(floats[0], targets, NAMES), "test": Listed(floats[1], right, NAMES)}
     return {"train": ImageArrays(images, targets, NAMES), "test": ImageArrays(theirs, right, NAMES)}

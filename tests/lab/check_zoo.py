@@ -205,23 +205,6 @@ class Pretrained(Net):
         return {"normalize": {"mean": [0.5, 0.5, 0.4], "std": [0.25, 0.25, 0.2]}}
 
 
-class Loss(nn.Module):
-    """Cross-entropy with one fault."""
-
-    def __init__(self, fault: str, **unused: Any) -> None:
-        super().__init__()
-        self.fault = fault
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.fault == "wrong axis":
-            return -outputs.log_softmax(0).gather(1, targets[:, None]).mean()
-        if self.fault == "sum":
-            return F.cross_entropy(outputs, targets, reduction="sum")
-        if self.fault == "broadcast":
-            return (outputs.squeeze(1) - targets).square().mean()
-        return F.cross_entropy(outputs, targets)
-
-
 class Partial(torch.optim.SGD):
     """Steps biases and norms alone."""
 
@@ -290,7 +273,7 @@ def _model(fault: str, check: str, status: str, evidence: str, *more: str) -> Ca
 
 
 def _loss(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:
-    return Case(fault, (f"loss={{_target_: check_zoo.Loss, fault: {fault}}}", *more), check, status, evidence)
+    return Case(fault, (f"loss={{_target_: check_photo_parts.Loss, fault: {fault}}}", *more), check, status, evidence)
 
 
 REGRESSION = ("task=regression", "loss=mse", "data.dataset={_target_: check_zoo.shapes, kind: regression}")
@@ -355,7 +338,7 @@ CASES = [
     _model("blind", "zero-input", "fail", "of zeros differ"),
     _loss("wrong axis", "loss-of-samples", "warn", "samples together"),
     _loss("sum", "loss-of-samples", "fail", "it is their sum"),
-    Case("silent broadcast", (*REGRESSION, "loss={_target_: check_zoo.Loss, fault: broadcast}"),
+    Case("silent broadcast", (*REGRESSION, "loss={_target_: check_photo_parts.Loss, fault: broadcast}"),
          "loss-broadcast", "fail", "all with all"),
     Case("large targets", (*REGRESSION[:2], "data.dataset={_target_: check_zoo.shapes, kind: regression, fault: large targets}"),
          "target-scale", "warn", "deviation"),

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
-from runner.lab.bench.candidates import BASELINE, setting
-from runner.lab.bench.run import Result
+from runner.config.command import opened
+from runner.config.composition import Composition
+from runner.config.resolve import resolve_config
+from runner.config.schema.verbs import Bench
+from runner.data.workers import WorkerLoader
+from runner.lab.bench import BASELINE, Candidate, Result, candidates
 
 PARTS = '''
 import time
@@ -58,13 +65,13 @@ steps_with_amp: 1000
 broken: false
 """
 
-Bench = Callable[..., dict[str, Any]]
+Measured = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The sleeping model, and measurements as short as their steps: pauses are longer than any noise."""
-    monkeypatch.setattr("runner.lab.bench.run._LEAST_S", 0.0)
+    monkeypatch.setattr("runner.lab.bench._LEAST_S", 0.0)
     (workdir / "bench_parts.py").write_text(PARTS)
     (workdir / "mine" / "model").mkdir(parents=True)
     (workdir / "mine" / "model" / "paused.yaml").write_text(OPTION)
@@ -75,9 +82,9 @@ def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def bench(run: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(run: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch) -> Measured:
     """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=5")`."""
-    monkeypatch.setattr("runner.lab.bench.run.bars", lambda *_, **__: None)
+    monkeypatch.setattr("runner.lab.bench.bars", lambda *_, **__: None)
 
     def call(*words: str) -> dict[str, Any]:
         result = run("bench", *TINY, *NET, *words, "json=true")
@@ -92,7 +99,7 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
     return {each["what"]: each["why"] for each in found["left_out"]}
 
 
-def test_the_fastest_toggle_that_pays_is_recommended(bench: Bench) -> None:
+def test_the_fastest_toggle_that_pays_is_recommended(bench: Measured) -> None:
     found = bench("toggles=[amp,channels_last]", "model.without_amp_ms=10", "model.without_channels_last_ms=30")
     baseline, amp, layout = found["baseline"], found["by_name"]["amp=bf16"], found["by_name"]["channels_last=true"]
     assert baseline["step_ms"]["median"] > 40
@@ -138,13 +145,13 @@ def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
 def test_a_toggle_pays_if_it_is_faster_in_every_round_and_by_two_percent_in_the_median(
     ratios: tuple[float, ...], settings: dict[str, Any], verdict: str
 ) -> None:
-    result = Result(setting("toggle", settings))
+    result = Result(Candidate("toggle", settings))
     result.ratios = [*ratios]
     assert result.verdict == verdict
     assert Result(BASELINE).verdict == ""
 
 
-def test_candidates_that_cannot_be_run_are_listed_with_the_reason_and_the_others_continue(bench: Bench) -> None:
+def test_candidates_that_cannot_be_run_are_listed_with_the_reason_and_the_others_continue(bench: Measured) -> None:
     found = bench(
         *("toggles=[]", "vary.data.batch_size=[0]", "vary.model.pause=[1]", "vary.data.placement=[elsewhere]"),
         *("vary.optimizer.fused=[false]", "vary.amp=[bf16]", "model.steps_with_amp=12", "vary.grad_clip.norm=[-1]"),
@@ -160,13 +167,13 @@ def test_candidates_that_cannot_be_run_are_listed_with_the_reason_and_the_others
     assert failing["recommended"] == []
 
 
-def test_a_run_whose_loss_is_not_finite_is_listed(bench: Bench) -> None:
+def test_a_run_whose_loss_is_not_finite_is_listed(bench: Measured) -> None:
     found = bench("toggles=[]", "vary.amp=[bf16]", "model.broken=true")
     assert "finite" in reasons(found)["amp=bf16"]
 
 
 @pytest.mark.extended
-def test_a_candidate_that_is_far_too_slow_is_measured_over_fewer_steps(bench: Bench) -> None:
+def test_a_candidate_that_is_far_too_slow_is_measured_over_fewer_steps(bench: Measured) -> None:
     found = bench(
         "toggles=[]", "channels_last=true", "vary.channels_last=[false]", "model.without_channels_last_ms=300"
     )
@@ -175,7 +182,7 @@ def test_a_candidate_that_is_far_too_slow_is_measured_over_fewer_steps(bench: Be
     assert slow["wall_s"] < 3 * 0.3 + 0.3 + 3
 
 
-def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: Bench) -> None:
+def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: Measured) -> None:
     found = bench("toggles=[channels_last]", "budget_s=0.001", "repeats=4")
     assert "no time was left" in reasons(found)["channels_last=true"]
     assert found["notes"] == ["3 rounds instead of 4, because time ran out; a larger budget_s allows more"]
@@ -196,9 +203,152 @@ def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words
 
 
 @pytest.mark.extended
-def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[..., Any]) -> None:
+def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, run: Callable[..., Any]) -> None:
     result = run("bench", "--multirun", *TINY, *NET, "toggles=[]", "seed=0,1")
     assert result.status == 0, result.err
     [sweep] = Path("outputs/benchmarks").iterdir()
     for job in ("0", "1"):
         assert json.loads((sweep / job / "bench.json").read_text())["recommended"] == []
+
+
+class Built(SimpleNamespace):
+    """What a built run says of itself, on a machine with 6 cores, of which torch uses 4."""
+
+    def __init__(self, device: str = "cpu", dtype: Any = None, *, workers: int | None = None, **kernels: bool) -> None:
+        super().__init__(device=torch.device(device), precision=SimpleNamespace(dtype=dtype), model=nn.Conv2d(1, 1, 1))
+        self.kernels = SimpleNamespace(arguments=kernels or {"fused": False, "foreach": False})
+        loader = None if workers is None else object.__new__(WorkerLoader)
+        if loader is not None:
+            loader.workers = workers
+        self.data = SimpleNamespace(train=SimpleNamespace(loader=loader))
+
+
+CPU, CUDA, WORKERS = Built(), Built("cuda", fused=True, foreach=False), Built(workers=2)
+FUSED = "optimizer.fused=true optimizer.foreach=false"
+
+# The same words give the same config, and composing is what takes the time.
+_KNOWN: dict[tuple[str, ...], tuple[Bench, Composition]] = {}
+
+Tried = Callable[..., tuple[dict[str, Candidate], dict[str, str]]]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.lab.bench.cores", lambda: 6)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+
+@pytest.fixture
+def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
+    def call(*words: str) -> tuple[Bench, Composition]:
+        if words not in _KNOWN:
+            with opened("bench", words, Bench) as command:
+                _KNOWN[words] = resolve_config(command.composition, Bench), command.composition
+        return _KNOWN[words]
+
+    return call
+
+
+@pytest.fixture
+def tried(composed: Callable[..., Any]) -> Tried:
+    """Candidates by name, and what was skipped with the reason: `tried(CPU, amp=True)`."""
+
+    def call(built: Any, *words: str, **changes: Any) -> tuple[dict[str, Candidate], dict[str, str]]:
+        config, composition = composed(*words)
+        optimizer = config.optimizer | changes.pop("optimizer", {})
+        changed = dataclasses.replace(config, optimizer=optimizer, **changes)
+        found, left_out = candidates(changed, built, composition.sources)
+        return {candidate.name: candidate for candidate in found}, dict(left_out)
+
+    return call
+
+
+def test_on_the_cpu_each_toggle_that_applies_is_tried_and_compiling_only_if_asked_for(tried: Tried) -> None:
+    found, left_out = tried(CPU)
+    assert {"amp=bf16", "amp=fp16", "channels_last=true", FUSED, "performance=fast"} <= set(found)
+    assert {"threads=1", "threads=2", "threads=6", "data.placement=disk"} <= set(found)
+    assert not any("compile" in name or "tf32" in name or "cudnn" in name for name in found)
+    assert not {"threads=4", "performance=baseline", "amp=false", "performance=max"} & set(found)
+    assert {"compile", "tf32", "cudnn_benchmark", "performance=max", "data.num_workers"} <= set(left_out)
+    found, _ = tried(CPU, toggles=["compile", "performance"])
+    assert {"compile=true", "compile=step", "performance=max", "performance=fast"} <= set(found)
+    assert all(name.startswith(("compile=", "performance=")) for name in found)
+    assert "performance=fast" not in tried(CPU, amp="auto", channels_last=True)[0], "it changes nothing"
+
+
+def test_on_cuda_its_own_toggles_and_compiling_are_tried(tried: Tried) -> None:
+    found, left_out = tried(CUDA)
+    assert {"compile=true", "tf32=true", "cudnn_benchmark=true", "performance=max"} <= set(found)
+    assert {"data.placement=disk", "data.placement=ram", "data.placement=device"} <= set(found)
+    assert "threads" in left_out
+
+
+def test_what_is_on_already_is_tried_off(tried: Tried) -> None:
+    built = Built(dtype=torch.bfloat16, fused=True, foreach=False)
+    found, _ = tried(built, amp=True, channels_last=True, optimizer={"fused": True}, compile=True)
+    assert {"amp=false", "amp=fp16", "channels_last=false", "optimizer.fused=false", "compile=false"} <= set(found)
+    assert {"compile=step", "optimizer.foreach=true optimizer.fused=false", "activation_checkpointing=true"} <= set(
+        found
+    )
+    assert "compile=false" in tried(built, compile="step")[0]
+    assert "performance=baseline" in found
+    assert not {"amp=bf16", "channels_last=true", "compile=true"} & set(found)
+
+
+def test_toggles_narrow_what_is_tried(tried: Tried) -> None:
+    found, left_out = tried(CPU, toggles=["amp", "optimizer.fused"])
+    assert set(found) == {"amp=bf16", "amp=fp16", FUSED}
+    assert left_out == {}
+    assert tried(CPU, toggles=[]) == ({}, {})
+
+
+def test_optimizer_and_model_are_asked_only_for_what_they_take(tried: Tried) -> None:
+    linear = Built(foreach=False)
+    linear.model = nn.Linear(1, 1)
+    found, left_out = tried(linear)
+    assert "channels_last=true" not in found
+    assert "channels_last" in left_out
+    assert "optimizer.foreach=true" in found
+    assert "AdamW" in left_out["optimizer.fused"]
+
+
+def test_fused_and_foreach_take_each_others_place(tried: Tried) -> None:
+    found, _ = tried(
+        Built(fused=True, foreach=False), optimizer={"fused": True}, toggles=["optimizer.fused", "optimizer.foreach"]
+    )
+    assert dict(found["optimizer.foreach=true optimizer.fused=false"].settings) == {
+        "optimizer.foreach": True,
+        "optimizer.fused": False,
+    }
+
+
+def test_workers_are_tried_where_samples_are_read_one_by_one(tried: Tried, composed: Callable[..., Any]) -> None:
+    found, _ = tried(WORKERS, toggles=["data.num_workers", "data.placement"])
+    assert set(found) == {f"data.num_workers={count}" for count in (0, 1, 4, 6)}
+    config, composition = composed("data.placement=disk", "data.num_workers=2")
+    names = {candidate.name for candidate in candidates(config, WORKERS, composition.sources)[0]}
+    assert {"data.num_workers=0", "data.placement=ram data.num_workers=auto"} <= names
+    assert "data.num_workers=2" not in names
+
+
+@pytest.mark.parametrize(
+    "word", ["vary.data.batch_size=[64,128,256]", "vary={data.batch_size:[64,128,256]}"], ids=["dotted", "mapping"]
+)
+def test_further_keys_are_varied_in_either_spelling(word: str, tried: Tried) -> None:
+    found, _ = tried(CPU, word, toggles=[])
+    assert set(found) == {"data.batch_size=128", "data.batch_size=256"}, "64 is what is configured"
+    assert not found["data.batch_size=128"].same_training
+    varied, _ = tried(CPU, toggles=[], vary={"optimizer": {"fused": [False, True]}})
+    assert set(varied) == {"optimizer.fused=false", "optimizer.fused=true"}
+    assert varied["optimizer.fused=true"].same_training
+
+
+def test_an_own_preset_is_tried(composed: Callable[..., Any], workdir: Path) -> None:
+    folder = workdir / "mine" / "performance"
+    folder.mkdir(parents=True)
+    (folder / "lean.yaml").write_text("# @package _global_\n# Mine.\namp: bf16\noptimizer:\n  fused: true\n")
+    config, composition = composed("--config-dir", "mine")
+    found, _ = candidates(config, CPU, composition.sources)
+    [own] = [candidate for candidate in found if candidate.words == ["performance=lean"]]
+    assert dict(own.settings) == {"amp": "bf16", "optimizer.fused": True}
+    assert own.same_training

@@ -19,7 +19,7 @@ import check_zoo
 import healthy
 from check_zoo import Case, first_of_each
 
-from runner.lab.check.table import CHECKS
+from runner.lab.check.run import CHECKS
 
 BASE = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_photos.dataset}", "data.split.val=0.2"),

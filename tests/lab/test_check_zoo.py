@@ -17,7 +17,7 @@ import check_held_out
 import check_photo_zoo
 import check_zoo
 
-from runner.lab.check.table import CHECKS
+from runner.lab.check.run import CHECKS
 
 HEALTHY = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_zoo.shapes}", "data.split.val=0.2"),

@@ -19,7 +19,7 @@ from runner.checkpoint.file import read, write
 from runner.config.app import Composition
 from runner.config.schema.verbs import Export
 from runner.data.sources.digits import digits
-from runner.lab.export import formats
+from runner.lab import export as export_verb
 from runner.run import from_checkpoint as _checkpoint
 
 CALL = ("export", "threads=1")
@@ -127,7 +127,7 @@ def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
         path.write_bytes(b"")
         return lambda images: model(images) + 1e-3
 
-    monkeypatch.setitem(formats.FORMATS, "torch_export", ("model.pt2", wrong))
+    monkeypatch.setitem(export_verb.FORMATS, "torch_export", ("model.pt2", wrong))
     result = run(*CALL, f"ckpt_path={trained}")
     assert result.status == 1
     assert "torch_export differs from the model by 0.001" in result.err

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
-from runner.lab.profile.measure import DATA, DEVICE, HOST, Measurement, Ranges
+from runner.lab.profile import DATA, DEVICE, HOST, Measurement, Ranges
 
 SMALL = (
     "profile", "threads=1", "data=synthetic", "data.dataset.samples=54", "data.image_size=8", "data.batch_size=8",
@@ -66,7 +66,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the GPU was asked to do."""
     calls: list[str] = []
-    monkeypatch.setattr("runner.lab.profile.measure.time.perf_counter", lambda: Clock.host)
+    monkeypatch.setattr("runner.lab.profile.time.perf_counter", lambda: Clock.host)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the compute stream")
     monkeypatch.setattr(torch.cuda, "Event", Clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))

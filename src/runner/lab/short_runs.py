@@ -65,49 +65,29 @@ def run_short(words: Sequence[str], folder: Path) -> Path:
     command = [sys.executable, "-m", "runner", "train", *words, f"hydra.run.dir={text_of(str(folder))}"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UserError(reason_of(done.stderr) or f"train ended with status {done.returncode}")
+        # All lines of its error, or the last line of a traceback
+        before, found, after = done.stderr.rpartition("error: ")
+        reason = after.strip() if found else (before or after).strip().rpartition("\n")[2]
+        raise UserError(reason or f"train ended with status {done.returncode}")
     return folder
 
 
-def reason_of(stderr: str) -> str:
-    """What a failed run printed: all lines of its error, or the last line of a traceback."""
-    before, found, after = stderr.rpartition("error: ")
-    return after.strip() if found else (before or after).strip().rpartition("\n")[2]
-
-
-class StopAfter:
-    """A callback that ends a run after some steps of this process, so that schedules are those of the whole run.
-
-    Args:
-        steps: optimizer steps.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-
-    def on_step(self, loop: Loop) -> None:
-        """Count the step."""
-        self._left -= 1
-        if self._left <= 0:
-            loop.request_stop("the steps to compare are done")
-
-
 class Stopwatch:
-    """A callback that measures steps after a warm-up, writes the result to a file, and ends the run.
-
-    The file has `seconds`, `samples`, `steps`, `peak_bytes` (`peak_memory`) and `cpu_wait` (`core_wait`).
+    """A callback that measures steps after a warm-up, and ends the run, so that its schedules are those of the whole run.
 
     Args:
-        target: the file, JSON.
-        warmup: steps that are not measured.
-        steps: steps to measure, more if they take less than `least_s` seconds, fewer if they take more than `most_s`.
+        steps: optimizer steps of this process to measure; more if they take less than `least_s` seconds, fewer if they take
+            more than `most_s`.
+        warmup: steps before them.
+        target: a file for the result, JSON: `seconds`, `samples`, `steps`, `peak_bytes` (`peak_memory`), `cpu_wait` (`core_wait`).
     """
 
-    def __init__(self, target: str, warmup: int, steps: int, least_s: float, most_s: float | None = None) -> None:
-        self._target, self._warmup, self._steps = Path(target), warmup, steps
-        self._least_s, self._most_s = least_s, most_s
+    def __init__(
+        self, steps: int, warmup: int = 0, least_s: float = 0.0, most_s: float | None = None, target: str | None = None
+    ) -> None:
+        self._steps, self._warmup, self._least_s, self._most_s, self._target = steps, warmup, least_s, most_s, target
         self._done = 0
-        self._began, self._samples, self._waited = 0.0, 0, waited_for_core()
+        self._began, self._samples, self._waited = time.perf_counter(), 0, waited_for_core()
 
     def on_start(self, loop: Loop) -> None:
         """Begin to follow the memory."""
@@ -130,7 +110,8 @@ class Stopwatch:
 
     def on_end(self, loop: Loop) -> None:
         """Write the result; a run that ends early was measured as far as it went."""
-        if (measured := self._done - self._warmup) <= 0:
+        measured = self._done - self._warmup
+        if measured <= 0 or self._target is None:
             return
         _wait(loop)
         result = {
@@ -140,7 +121,7 @@ class Stopwatch:
             "peak_bytes": peak_memory(loop.state.meter.device).bytes,
             "cpu_wait": core_wait((self._began, self._waited)),
         }
-        self._target.write_text(json.dumps(result), encoding="utf-8")
+        Path(self._target).write_text(json.dumps(result), encoding="utf-8")
 
 
 def _wait(loop: Loop) -> None:

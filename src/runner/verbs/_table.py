@@ -64,14 +64,14 @@ _ENTRIES = (
     Verb(
         "audit",
         "Train twice, or with two settings, and name the first step and tensor that differ; or compare two runs or checkpoints.",
-        "runner.lab.audit.run",
+        "runner.lab.audit",
         sweeps="audits",
         rewrite=_expand_vary,
     ),
     Verb(
         "bench",
         "Compare the toggles for speed and memory on this machine.",
-        "runner.lab.bench.run",
+        "runner.lab.bench",
         sweeps="benchmarks",
     ),
     Verb(
@@ -99,7 +99,7 @@ _ENTRIES = (
     Verb(
         "export",
         "Write a checkpoint as safetensors, torch.export, ONNX or TorchScript, each compared with the model.",
-        "runner.lab.export.run",
+        "runner.lab.export",
         sweeps="exports",
         lists=("format",),
     ),
@@ -139,7 +139,7 @@ _ENTRIES = (
     Verb(
         "profile",
         "Profile training steps: shares of data, host and device, a trace of torch.profiler, memory.",
-        "runner.lab.profile.run",
+        "runner.lab.profile",
         sweeps="profiles/sweeps",
         # torch reads these when it is loaded; without them its profiler writes notes about itself to standard error.
         environment={"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"},

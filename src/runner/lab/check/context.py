@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,18 +18,17 @@ from runner.config.rules import never_evaluates
 from runner.config.schema.verbs import Check
 from runner.config.targets import build
 from runner.data.build import read_data
-from runner.data.loaders import Batch, Fields
+from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.samples import SampleTransform, SeededDataset, collate
 from runner.data.sources.arrays import ImageArrays
-from runner.data.workers import WorkerLoader, as_numbers
+from runner.data.workers import as_numbers
 from runner.engine.step import Supervised
 from runner.instrument.nested import mapped_items, tensors_moved
 from runner.instrument.no_trace import SavedBuffers
 from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import Check as Checked
 from runner.lab.check.result import NotApplicable, need
-from runner.lab.check.sample import SplitStats, is_classes, known_targets, pair_stats, whole_stats
+from runner.lab.check.sample import SplitStats, is_classes, known_targets, measure_split
 from runner.run.batch_size import auto_batch_size
 from runner.run.evaluation import load_best
 from runner.run.run import Run
@@ -54,13 +53,14 @@ T = TypeVar("T")
 class CheckContext:
     """The subject of all checks; `found` is a checkpoint with the weights of the model."""
 
+    splits: DataModule  # the data, once they are read
+
     def __init__(self, config: Check, found: find.LoadedCheckpoint | None) -> None:
         self.config, self.found = config, found
         prepare_repeating(config.deterministic)
         self.device, _ = choose_device(config.device)
-        self._splits: DataModule | None = None
-        self._training: Run | None = None
-        self._cache: dict[Callable[[CheckContext], Any], Any] = {}
+        self.built: Run | None = None  # the objects of the run
+        self.measured: dict[Callable[..., Any], Any] = {}  # see `shared`
 
     def build(self) -> None:
         """Build data, model, loss and optimizer."""
@@ -71,9 +71,9 @@ class CheckContext:
         size = min(config.evaluate.batch_size, _EVALUATED)
         evaluate = dataclasses.replace(config.evaluate, batch_size=size)
         reading = dataclasses.replace(config, data=data, evaluate=evaluate)
-        self._splits = read_data(reading, self.device, dtype=getattr(torch, config.dtype))
+        self.splits = read_data(reading, self.device, dtype=getattr(torch, config.dtype))
         plain = dataclasses.replace(config, compile=False)  # compiled code calls no hooks
-        training = build_run(plain, data=self._splits, fresh=self.found is None)
+        training = build_run(plain, data=self.splits, fresh=self.found is None)
         validate_limits(training)
         # With a checkpoint, the checks look at its weights
         if self.found is not None:
@@ -85,33 +85,12 @@ class CheckContext:
         rates = [group["initial_lr"] for group in state.optimizer.param_groups]
         # Everything that a check may change is kept, see `restore`
         self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter, rates
-        self._training = training
+        self.built = training
 
     def close(self) -> None:
         """Close the data."""
-        if self._splits is not None:
-            self._splits.close()
-
-    def cached(self, compute: Callable[[CheckContext], T]) -> T:
-        """`compute(self)`, computed for the first check that asks for it; what that raises, others raise at once.
-
-        It begins and ends with the state that the run starts with.
-        """
-        if compute not in self._cache:
-            self.restore()
-            try:
-                self._cache[compute] = compute(self)
-            except Exception as error:
-                self._cache[compute] = error
-            self.restore()
-        found = self._cache[compute]
-        if isinstance(found, Exception):
-            raise found
-        return cast(T, found)
-
-    def can_run(self, check: Checked) -> bool:
-        """Whether what a check looks at was built: the whole run, or the data, which are built first."""
-        return self._training is not None or (self._splits is not None and check.group in OF_DATA)
+        if "splits" in vars(self):
+            self.splits.close()
 
     # Data
 
@@ -125,13 +104,6 @@ class CheckContext:
         """True if the loss is that of outputs of the model for images, and targets."""
         return not self.whole and isinstance(self.training.steps, Supervised)
 
-    @property
-    def splits(self) -> DataModule:
-        """The data."""
-        if self._splits is None:
-            raise NotApplicable("the data was not built")
-        return self._splits
-
     @functools.cached_property
     def sample_transforms(self) -> list[SampleTransform]:
         """Transforms of one image, as for an evaluation."""
@@ -141,9 +113,8 @@ class CheckContext:
     @functools.cached_property
     def stats(self) -> dict[str, SplitStats]:
         """Statistics of each split."""
-        parts, most, seed = self.splits.parts, self.config.samples, self.config.seed
-        compute = whole_stats if self.whole else pair_stats
-        return {name: compute(name, part, self.sample_transforms, most, seed) for name, part in parts.items()}
+        parts, transforms, pairs = self.splits.parts, self.sample_transforms, not self.whole
+        return {name: measure_split(name, part, transforms, self.config, pairs) for name, part in parts.items()}
 
     @property
     def train_stats(self) -> SplitStats:
@@ -163,32 +134,25 @@ class CheckContext:
     @functools.cached_property
     def labels(self) -> dict[str, Tensor]:
         """Class numbers of each split, int64 (N,): of all samples if they are known without reading images."""
-        found = {}
-        for name, part in self.splits.parts.items():
-            known = known_targets(part)
-            targets = self.stats[name].targets if known is None else known
-            if is_classes(targets):
-                found[name] = targets.long()
-        return found
+        known = {name: known_targets(*part) for name, part in self.splits.parts.items()}
+        found = {name: self.stats[name].targets if each is None else each for name, each in known.items()}
+        return {name: targets.long() for name, targets in found.items() if is_classes(targets)}
 
     def read(self, split: str, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Samples of a split by their indices in the data set, prepared as for an evaluation.
 
         The epoch matters only for random transforms.
         """
-        data, device = self.splits.eval_split(split), self.splits.example[0].device
-        assert data is not None
-        dataset, transforms = self.splits.parts[split][0], self.sample_transforms
-        seeded = SeededDataset(dataset, self.config.seed, transforms, pairs=not self.whole)
+        data: Any = self.splits.eval_split(split)
+        dataset, device = self.splits.parts[split][0], self.splits.example[0].device
+        seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms, pairs=not self.whole)
         items = seeded.__getitems__([(epoch, index) for index in indices])
         places = torch.tensor(list(indices), device=device)
-        loader = data.loader
-        if self.whole and isinstance(loader, WorkerLoader) and isinstance(loader._prepare, Fields):
-            made = mapped_items(loader._loader.collate_fn(items).data, np.ndarray, as_numbers)
-            return Batch(loader._prepare.of(tensors_moved(made, device)), places)
-        read = collate(items)
-        images = data.prepare(read.data[0].to(device), places, epoch)
-        return Batch((images, torch.from_numpy(read.data[1]).to(device)), places)
+        if self.whole:
+            made = mapped_items(data.loader._loader.collate_fn(items).data, np.ndarray, as_numbers)
+            return Batch(data.loader._prepare.of(tensors_moved(made, device)), places)
+        images, targets = collate(items).data
+        return Batch((data.prepare(images.to(device), places, epoch), torch.from_numpy(targets).to(device)), places)
 
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite, the first ones without shuffling; the same at each call."""
@@ -214,28 +178,23 @@ class CheckContext:
         need(len(indices) >= 2, "there are not two readable training images without NaN")
         return self.read("train", indices)
 
-    # Model
-
     def shortened(self, batch: Batch) -> Batch:
         """At most as many samples as `batch` has, for checks that work with any batch size."""
         return batch.first(len(self.batch.indices))
 
+    # Model
+
     @property
     def training(self) -> Run:
-        """The objects of the run, in their initial state."""
-        if self._training is None:
-            raise NotApplicable(f"the {'data' if self._splits is None else 'model'} was not built")
-        return self._training
+        """The objects of the run, in their initial state; of data alone, what needs them is skipped."""
+        if self.built is None:
+            raise NotApplicable("the model was not built")
+        return self.built
 
     @property
     def model(self) -> nn.Module:
         """The model of the run."""
         return self.training.model
-
-    @property
-    def adam(self) -> bool:
-        """True if the first steps of the optimizer have the size of the learning rate."""
-        return type(self.training.state.optimizer).__name__.lower() in ADAM
 
     @functools.cached_property
     def factors(self) -> list[float]:
@@ -283,9 +242,9 @@ class CheckContext:
 
     def restore(self) -> None:
         """Put weights, buffers, gradients, modes, optimizer and random generators back to the start."""
-        if self._training is None:
+        if self.built is None:
             return
-        state, guard = self._training.state, self._training.parts.guard
+        state, guard = self.built.state, self.built.parts.guard
         for parameter in self.model.parameters():
             parameter.grad = None
         start, generators, buffers, state.meter, rates = self._start
@@ -298,3 +257,26 @@ class CheckContext:
             guard.start()
         state.train()
         rng.restore(generators)
+
+
+def shared(compute: Callable[[CheckContext], T]) -> Callable[[CheckContext], T]:
+    """Decorate what several checks read: it is computed for the first one, and what it raises, it raises for the others too.
+
+    It begins and ends with the state that the run starts with.
+    """
+
+    @functools.wraps(compute)
+    def read(context: CheckContext) -> T:
+        if compute not in context.measured:
+            context.restore()
+            try:
+                context.measured[compute] = compute(context)
+            except Exception as error:
+                context.measured[compute] = error
+            context.restore()
+        found: T | Exception = context.measured[compute]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -17,9 +17,9 @@ from runner.data.loaders import Loader
 from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
-from runner.engine.plan import Limits as Ends
+from runner.engine.plan import Limits
 from runner.instrument.observer import Observer
-from runner.lab.check.context import BATCH_NORM, CheckContext
+from runner.lab.check.context import BATCH_NORM, CheckContext, shared
 from runner.lab.check.limits import LIMITS
 from runner.run.evaluation import evaluate_both
 from runner.run.metrics import build_callbacks, fresh_metrics
@@ -42,6 +42,7 @@ class Signals:
     loose: list[str] = field(default_factory=list)  # tensors that require gradients, and that nobody trains
 
 
+@shared
 def measure_signals(context: CheckContext) -> Signals:
     """Send a batch through model, loss and back; or through the step of a task."""
     found, model = Signals(), context.model
@@ -73,11 +74,6 @@ def measure_signals(context: CheckContext) -> Signals:
     found.loose = _loose_tensors(context, loss, known)
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-    _look_at_gradients(model, found)
-    return found
-
-
-def _look_at_gradients(model: nn.Module, found: Signals) -> None:
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if parameter.requires_grad and gradient is None:
@@ -94,6 +90,7 @@ def _look_at_gradients(model: nn.Module, found: Signals) -> None:
             found.equal.append(name)
         elif min(rows.shape) >= 4 and bool(rows.any()):
             found.similar.append(name)
+    return found
 
 
 def _loose_tensors(context: CheckContext, root: Tensor, known: set[int]) -> list[str]:
@@ -135,27 +132,28 @@ def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tupl
         yield from _nested_tensors(each, f"{name}{key}", depth - 1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
     """An optimizer step of the run at its full learning rate, with callbacks and an evaluation after it."""
 
-    moved: dict[str, float] = field(default_factory=dict)  # share of its size that each weight moves by
-    downhill: dict[str, float] = field(default_factory=dict)  # standard errors by which it moves against its gradient
-    norm: float = 0.0  # of all gradients, before clipping
-    stale: list[str] = field(default_factory=list)  # gradients that are not zero when the next step begins
-    in_evaluation: set[str] = field(default_factory=set)  # modules in evaluation mode when a step begins
-    left: float = 1.0  # share of the step that is left after callbacks and evaluation
-    pushed: float = 0.0  # change of the weights by callbacks, in steps
-    slowed: float = 1.0  # learning rate after the callbacks, as a share of that before
-    own_callbacks: bool = False  # whether the user wrote one
+    moved: dict[str, float]  # share of its size that each weight moves by
+    downhill: dict[str, float]  # standard errors by which it moves against its gradient
+    norm: float  # of all gradients, before clipping
+    stale: list[str]  # gradients that are not zero when the next step begins
+    in_evaluation: set[str]  # modules in evaluation mode when a step begins
+    left: float  # share of the step that is left after callbacks and evaluation
+    pushed: float  # change of the weights by callbacks, in steps
+    slowed: float  # learning rate after the callbacks, as a share of that before
+    own_callbacks: bool  # whether the user wrote one
 
 
+@shared
 def measure_step(context: CheckContext) -> Step:
     """Run one step in the loop of the run with its callbacks and an evaluation, and look at what the next one begins with."""
-    training, state, found = context.training, context.training.state, Step()
+    training, state, plan = context.training, context.training.state, context.training.plan
     modules = [(name or "the model", module) for name, module in context.model.named_modules()]
     weights = {name: each for name, each in state.named_parameters() if each.requires_grad and each.ndim >= 2}
-    kept: dict[str, dict[str, Tensor]] = {}
+    kept: dict[str, Any] = {"stale": [], "stuck": set()}
 
     def copied() -> dict[str, Tensor]:
         return {name: each.detach().clone() for name, each in weights.items()}
@@ -167,9 +165,7 @@ def measure_step(context: CheckContext) -> Step:
         batch = context.shortened(batch)
         if "stepped" in kept:  # the next step begins: nothing more is trained
             if "next" not in kept:
-                kept["next"] = copied()
-                found.stale = _nonzero_gradients(context.model)
-                found.in_evaluation = in_evaluation() - usual
+                kept.update(next=copied(), stale=_nonzero_gradients(context.model), stuck=in_evaluation() - usual)
             return
         if "start" not in kept:
             kept["start"] = copied()
@@ -181,37 +177,49 @@ def measure_step(context: CheckContext) -> Step:
 
     state.train()
     usual = in_evaluation()
-    kept_gradients = _gradients(context, weights)
-    found.norm = float(torch.nn.utils.get_total_norm(list(kept_gradients.values())))
+    gradients = _gradients(context, weights)
     context.restore()
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     own = build_callbacks(context.config, training.task, training.monitor)
-    found.own_callbacks = any(not type(each).__module__.startswith("runner.") for each in own.values())
-    _loop(context, step, [UnfreezeCallback(lambda line: None), *own.values()]).run()
+    metrics = fresh_metrics(context.config, training.task, training.device)
+
+    def evaluate_once() -> dict[str, float]:
+        autocast, loader = training.precision.autocast, held_out_loader(context)
+        how: dict[str, Any] = {"loss": training.loss, "metrics": metrics(), "autocast": autocast, "limit": 1}
+        values = evaluate(training.model, loader, context.evaluated, **how)
+        return {f"val/{name}": value for name, value in values.items()}
+
+    Loop(
+        state,
+        training.data.train.loader,
+        dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
+        # Without a guard, gradients that are not finite reach the weights, where they are found
+        parts=dataclasses.replace(training.parts, guard=None),
+        limits=Limits(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
+        evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
+        callbacks=[UnfreezeCallback(lambda line: None), *own.values()],
+        monitor=training.monitor,
+        step=step,
+    ).run()
     # A callback may end the run after the first step
     start, stepped, after = kept["start"], kept["stepped"], kept.get("next") or copied()
-    for name, old in start.items():
-        change, gradient = stepped[name] - old, kept_gradients.get(name)
-        if bool(old.any()):
-            found.moved[name] = float(change.norm() / old.norm())
-        if gradient is not None and gradient.numel() >= LIMITS.direction:
-            # Weight decay moves along the weights, and may exceed a small gradient
-            change, gradient = (_orthogonal(each, old) for each in (change, gradient))
-            if bool(gradient.any()) and bool(change.any()):
-                cosine = -float((change * gradient).sum() / (change.norm() * gradient.norm()))
-                found.downhill[name] = cosine * math.sqrt(change.numel())
-    size = math.hypot(*(float((stepped[name] - start[name]).norm()) for name in start))
-    if size > 0:
-        found.left = math.hypot(*(float((after[name] - start[name]).norm()) for name in start)) / size
-        found.pushed = math.hypot(*(float((after[name] - stepped[name]).norm()) for name in start)) / size
-    now = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
-    found.slowed = max((new / old for new, old in zip(now, rates, strict=False) if old), default=1.0)
-    return found
+    moved, downhill = _movements(start, stepped, gradients)
 
+    def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        return math.hypot(*(float((a[name] - b[name]).norm()) for name in start))
 
-def _orthogonal(values: Tensor, weight: Tensor) -> Tensor:
-    """What is left of a tensor without its part along a weight."""
-    return values - (values * weight).sum() / weight.square().sum().clamp_min(1e-12) * weight
+    size, now = apart(stepped, start), [float(group["initial_lr"]) for group in state.optimizer.param_groups]
+    return Step(
+        moved,
+        downhill,
+        norm=float(torch.nn.utils.get_total_norm(list(gradients.values()))),
+        stale=kept["stale"],
+        in_evaluation=kept["stuck"],
+        left=apart(after, start) / size if size > 0 else 1.0,
+        pushed=apart(after, stepped) / size if size > 0 else 0.0,
+        slowed=max((new / old for new, old in zip(now, rates, strict=False) if old), default=1.0),
+        own_callbacks=any(not type(each).__module__.startswith("runner.") for each in own.values()),
+    )
 
 
 def _gradients(context: CheckContext, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -225,19 +233,23 @@ def _gradients(context: CheckContext, weights: dict[str, nn.Parameter]) -> dict[
     return {name: each.grad.detach().clone() for name, each in weights.items() if each.grad is not None}
 
 
-def _nonzero_gradients(model: nn.Module) -> list[str]:
-    gradients = [(name, parameter.grad) for name, parameter in model.named_parameters()]
-    return [name for name, gradient in gradients if gradient is not None and bool(gradient.count_nonzero())]
-
-
-def hooked_gradients(context: CheckContext) -> list[str]:
-    """Parameters to whose gradients a hook adds: those of a loss times zero are not zero."""
-    context.disable_dropout()
-    loss = context.loss()
-    if not (loss.requires_grad and bool(loss.isfinite())):
-        return []
-    (loss * 0).backward()  # type: ignore[no-untyped-call]
-    return _nonzero_gradients(context.model)
+def _movements(
+    start: dict[str, Tensor], stepped: dict[str, Tensor], gradients: dict[str, Tensor]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By how much of its size each weight moves, and by how many standard errors against its gradient."""
+    moved, downhill = dict[str, float](), dict[str, float]()
+    for name, old in start.items():
+        change, gradient = stepped[name] - old, gradients.get(name)
+        if bool(old.any()):
+            moved[name] = float(change.norm() / old.norm())
+        if gradient is not None and gradient.numel() >= LIMITS.direction:
+            # Without the part along the weights: weight decay moves along them, and may exceed a small gradient
+            scale = old.square().sum().clamp_min(1e-12)
+            change, gradient = (each - (each * old).sum() / scale * old for each in (change, gradient))
+            if bool(gradient.any()) and bool(change.any()):
+                cosine = -float((change * gradient).sum() / (change.norm() * gradient.norm()))
+                downhill[name] = cosine * math.sqrt(change.numel())
+    return moved, downhill
 
 
 def held_out_loader(context: CheckContext) -> Loader:
@@ -246,32 +258,17 @@ def held_out_loader(context: CheckContext) -> Loader:
     return loader
 
 
-def _loop(context: CheckContext, step: Callable[..., None], callbacks: Sequence[Any]) -> Loop:
-    """The loop of the run for two steps, with an evaluation of one batch after each."""
-    training, plan = context.training, context.training.plan
-    metrics = fresh_metrics(context.config, training.task, training.device)
+def _nonzero_gradients(model: nn.Module) -> list[str]:
+    gradients = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+    return [name for name, gradient in gradients if gradient is not None and bool(gradient.count_nonzero())]
 
-    def evaluate_once() -> dict[str, float]:
-        values = evaluate(
-            training.model,
-            held_out_loader(context),
-            context.evaluated,
-            loss=training.loss,
-            metrics=metrics(),
-            autocast=training.precision.autocast,
-            limit=1,
-        )
-        return {f"val/{name}": value for name, value in values.items()}
 
-    return Loop(
-        training.state,
-        training.data.train.loader,
-        dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
-        # Without a guard, gradients that are not finite reach the weights, where they are found
-        parts=dataclasses.replace(training.parts, guard=None),
-        limits=Ends(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
-        evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
-        callbacks=callbacks,
-        monitor=training.monitor,
-        step=step,
-    )
+@shared
+def hooked_gradients(context: CheckContext) -> list[str]:
+    """Parameters to whose gradients a hook adds: those of a loss times zero are not zero."""
+    context.disable_dropout()
+    loss = context.loss()
+    if not (loss.requires_grad and bool(loss.isfinite())):
+        return []
+    (loss * 0).backward()  # type: ignore[no-untyped-call]
+    return _nonzero_gradients(context.model)

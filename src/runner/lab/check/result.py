@@ -10,14 +10,15 @@ from typing import Any, Literal, TypeVar
 
 Run = TypeVar("Run", bound=Callable[[Any], Any])
 
-Status = Literal["pass", "warn", "fail", "skip"]
+GROUPS = ("data", "labels", "samples", "batches", "baselines", "outputs", "model", "loss", "step", "settings")
+"""In the order in which they run."""
 
 
 @dataclass(frozen=True)
 class Result:
     """The result of a check."""
 
-    status: Status  # skip: the check does not apply or could not run
+    status: Literal["pass", "warn", "fail", "skip"]  # skip: the check does not apply or could not run
     evidence: str  # the measured numbers; for a skipped check the reason
     fix: str = ""  # the key to set or the code to change; empty if nothing is wrong
 
@@ -46,7 +47,7 @@ REGISTERED: list[Check] = []
 
 
 def check(group: str, *, any_task: bool = False) -> Callable[[Run], Run]:
-    """Register a function as a check of a group, one of `runner.lab.check.table.GROUPS`; for `any_task` see `Check`."""
+    """Register a function as a check of one of `GROUPS`; for `any_task` see `Check`."""
 
     def register(run: Run) -> Run:
         REGISTERED.append(Check(group, run, any_task))
@@ -75,9 +76,10 @@ def graded(evidence: str, fix: str, *, fail: bool = False, warn: bool = False) -
     return Result("fail" if fail else "warn" if warn else "pass", evidence, fix if fail or warn else "")
 
 
-def none_of(names: Sequence[str], what: str, fix: str, otherwise: str, status: Status = "fail") -> Result:
-    """Passed if there are no names; else their number, what is wrong with them, and the first of them."""
-    return Result(status, f"{len(names)} {what}: {join_names(names)}", fix) if names else passed(otherwise)
+def none_of(names: Sequence[str], what: str, fix: str, otherwise: str, *, warn: bool = False) -> Result:
+    """Passed if there are no names; else failed, or warned: their number, what is wrong with them, and the first of them."""
+    evidence = f"{len(names)} {what}: {join_names(names)}" if names else otherwise
+    return graded(evidence, fix, fail=bool(names) and not warn, warn=bool(names))
 
 
 def join_names(names: Sequence[object], most: int = 3) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import importlib
 import math
 import os
+import pkgutil
 import time
 import traceback
 from collections import Counter
@@ -15,10 +16,10 @@ from runner.base import durations
 from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
 from runner.config.app import Composition
 from runner.config.schema.verbs import Check as Settings
+from runner.lab.check import checks
 from runner.lab.check.context import OF_DATA, CheckContext
-from runner.lab.check.result import Check, NotApplicable, Result, failed, join_names, need
+from runner.lab.check.result import GROUPS, REGISTERED, Check, NotApplicable, Result, failed, join_names, need, passed
 from runner.lab.check.sample import is_classes
-from runner.lab.check.table import BUILD, CHECKS
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint
 from runner.run.hardware import set_switches
@@ -28,6 +29,20 @@ from runner.tracking.verb_report import Report
 _MOST_CLASSES = 12  # that the report lists
 _COSTS = {"build": 5, "readable": 5, "logits": 3, "frozen-parameters": 3, "stale-gradients": 5}  # in those of others
 Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
+
+
+def build(context: CheckContext) -> Result:
+    """Data, model, loss and optimizer that do not fit together."""
+    context.build()
+    return passed("data, model, loss and optimizer fit together")
+
+
+BUILD = Check("config", build, any_task=True)
+
+# Importing a module of the folder registers its checks: a new file needs no entry anywhere.
+for module in sorted(each.name for each in pkgutil.iter_modules(checks.__path__)):
+    importlib.import_module(f"{checks.__name__}.{module}")
+CHECKS = tuple(sorted(REGISTERED, key=lambda each: GROUPS.index(each.group)))
 
 
 def run(composition: Composition) -> float:
@@ -46,20 +61,19 @@ def run(composition: Composition) -> float:
         seen, seconds = images_seen(context), time.monotonic() - began
     # With strict, a warning fails too, as a pipeline reads only the status
     bad = sum(result.status in (("fail", "warn") if config.strict else ("fail",)) for result, _ in results.values())
+    not_run = len(chosen) + 1 - len(results)
     record = {
         "ok": not bad,
         "counts": dict(Counter(result.status for result, _ in results.values())),
         "seconds": round(seconds, 3),
         "seen": seen,
         "checks": [
-            {"group": each.group, "name": each.name, "finds": each.finds}
-            | dataclasses.asdict(result)
-            | {"seconds": round(taken, 3)}
+            {"group": each.group, "name": each.name, "finds": each.finds, **vars(result), "seconds": round(taken, 3)}
             for each, (result, taken) in results.items()
         ],
+        "not_run": not_run,
     }
-    not_run = len(chosen) + 1 - len(results)
-    if not report.json(record | {"not_run": not_run}):
+    if not report.json(record):
         show(report, results, seen, seconds)
         if not_run:
             report.line(f"{not_run} checks were not run, as what they look at could not be built")
@@ -70,23 +84,21 @@ def run(composition: Composition) -> float:
 
 def select_checks(config: Settings) -> list[Check]:
     """The checks that `only` and `skip` select."""
-    # The check that builds everything cannot be skipped
     names = [*dict.fromkeys(each.group for each in CHECKS), *(each.name for each in CHECKS)]
     allowed = {"only": [BUILD.group, *names, BUILD.name], "skip": names}
-    problems = [
-        Problem(key, f"'{name}' always runs, because the others need it", ", ".join(allowed[key]))
-        if name in (BUILD.group, BUILD.name)
-        else Problem(key, f"there is no check or group '{name}'", ", ".join(allowed[key]), nearest(name, allowed[key]))
-        for key, given in (("only", config.only), ("skip", config.skip))
-        for name in given
-        if name not in allowed[key]
-    ]
+    problems = []
+    for key, given in (("only", config.only), ("skip", config.skip)):
+        for name in (each for each in given if each not in allowed[key]):
+            problem, close = f"there is no check or group '{name}'", nearest(name, allowed[key])
+            # The check that builds everything cannot be skipped
+            if name in (BUILD.group, BUILD.name):
+                problem, close = f"'{name}' always runs, because the others need it", ""
+            problems.append(Problem(key, problem, ", ".join(allowed[key]), close))
     if problems:
         raise ConfigError(problems)
     only, skip = set(config.only), set(config.skip)
-    return [
-        each for each in CHECKS if (not only or {each.name, each.group} & only) and not {each.name, each.group} & skip
-    ]
+    of_each = {each: {each.name, each.group} for each in CHECKS}
+    return [each for each, names in of_each.items() if (not only or names & only) and not names & skip]
 
 
 def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> Results:
@@ -101,7 +113,8 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
             before = time.monotonic()
             if before > ends and each is not BUILD and each.group not in OF_DATA:
                 results[each] = Result("skip", f"not begun within max_time={limit}"), 0.0
-            elif each is BUILD or context.can_run(each):
+            # Data are built first, and checked even if the rest could not be built
+            elif each is BUILD or context.built or ("splits" in vars(context) and each.group in OF_DATA):
                 results[each] = run_check(each, context, errors), time.monotonic() - before
             if each is BUILD and results[each][0].status == "pass":
                 config = context.config
@@ -160,9 +173,8 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
     names: dict[str, list[str]] = {"fail": [], "warn": [], "pass": [], "skip": []}
     for check, (result, _) in results.items():
         names[result.status].append(check.name)
-        if not (built or result.fix):  # of what was built in part, only what is wrong is of interest
-            continue
-        rows.append([check.group, check.name, result.status, result.evidence])
+        if built or result.fix:  # of what was built in part, only what is wrong is of interest
+            rows.append([check.group, check.name, result.status, result.evidence])
         # What a check looks for helps only where it found something
         if result.fix:
             rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
@@ -173,9 +185,6 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
         fewest = [f"{name} {classes[name]:,}" for name in sorted(classes, key=classes.__getitem__)]
         console.line(f"{line}: {join_names(fewest, _MOST_CLASSES)}" if classes else line)
     words = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
-    counts = [
-        f"{len(found)} {words[status]}" + (f" ({', '.join(found)})" if status in ("fail", "warn") else "")
-        for status, found in names.items()
-        if found
-    ]
+    listed = {status: f" ({', '.join(found)})" if status in ("fail", "warn") else "" for status, found in names.items()}
+    counts = [f"{len(found)} {words[status]}{listed[status]}" for status, found in names.items() if found]
     console.line(f"{', '.join(counts)} in {seconds:.1f} s")

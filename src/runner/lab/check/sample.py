@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import PIL.Image
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as v2
 
+from runner.config.schema.verbs import Check
 from runner.data.loaders import Batch
 from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor
@@ -27,8 +28,8 @@ from runner.lab.check.limits import LIMITS
 
 _SIDE = 16  # pixels of a thumbnail
 _CHUNK = 2048
-T = TypeVar("T")
-XYXY = tv_tensors.BoundingBoxFormat.XYXY
+FORMAT = tv_tensors.BoundingBoxFormat
+UPRIGHT = (FORMAT.XYXY, FORMAT.XYWH, FORMAT.CXCYWH)
 
 
 @dataclass
@@ -86,9 +87,8 @@ def is_classes(targets: Tensor) -> bool:
     return targets.ndim == 1 and not targets.is_floating_point()
 
 
-def known_targets(part: tuple[Dataset[Any], Indices]) -> Tensor | None:
+def known_targets(dataset: Dataset[Any], indices: Indices) -> Tensor | None:
     """Targets of all samples of a split, if the data set knows them without reading images."""
-    dataset, indices = part
     known = targets_of(dataset)
     return known[indices[:]] if known is not None and len(known) == len(dataset) else None  # type: ignore[arg-type]
 
@@ -110,32 +110,53 @@ def stratified_order(targets: Tensor | None, samples: int, seed: int) -> Tensor:
     return order[torch.where(rank == 0, share - 1, share).argsort()]
 
 
-def pair_stats(
-    name: str, part: tuple[Dataset[Any], Indices], transforms: Sequence[SampleTransform], most: int, seed: int
+def measure_split(
+    name: str, part: tuple[Dataset[Any], Indices], transforms: Sequence[SampleTransform], config: Check, pairs: bool
 ) -> SplitStats:
-    """Measure a split: all of it if it is small and in memory, otherwise a random sample of `most` images.
+    """Measure the samples of a data set that are in a split: all if they are small and in memory, else random ones.
 
-    `part` is the data set and which of its samples are in the split.
+    Of samples that are not `pairs` of image and target, targets, thumbnails, and statistics of pixels are unknown.
     """
-    dataset, indices = part
-    known = known_targets(part)
+    (dataset, indices), most = part, config.samples
+    known = known_targets(dataset, indices) if pairs else None
     # All classes should be in the sample, also the rare ones
-    order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), seed)
+    order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), config.seed)
     found = SplitStats(name, dataset, len(indices))
-    source: Iterator[tuple[Tensor, Tensor, Tensor]]
-    # Images in memory are measured in large pieces, files one after the other
-    if isinstance(dataset, ImageArrays) and not transforms:
-        whole = order[: max(most, LIMITS.whole_bytes // dataset.images[0].numel())]
-        source = ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(indices[whole], _CHUNK))
+    seeded = SeededDataset(dataset, 0, transforms, pairs=pairs)
+    if pairs and isinstance(dataset, ImageArrays) and not transforms:
+        # Images in memory are measured in large pieces, files one after the other
+        whole = indices[order[: max(most, LIMITS.whole_bytes // dataset.images[0].numel())]]
+        _measure_pairs(
+            found, ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(whole, _CHUNK))
+        )
+        return found
+    samples = _readable(seeded, indices[order[:most]].tolist(), found.unreadable, pairs)
+    if pairs:
+        _measure_pairs(found, ((torch.tensor([index]), *sample) for index, sample in samples))
     else:
-        seeded = SeededDataset(dataset, 0, transforms)
+        _measure_whole(found, samples)
+    return found
 
-        def pair(index: int) -> tuple[Tensor, Tensor]:
-            image, target = seeded[0, index]
-            return as_tensor(image)[None], as_target(target)[None]
 
-        read = _readable(pair, indices[order[:most]].tolist(), found.unreadable)
-        source = ((torch.tensor([index]), *images) for index, images in read)
+def _readable(
+    seeded: SeededDataset, indices: Sequence[int], unreadable: dict[int, str], pairs: bool
+) -> Iterator[tuple[int, Any]]:
+    """The index of each sample and what is read of it; adds the error of those that cannot be read."""
+    for index in indices:
+        try:
+            sample = seeded[0, index]
+            if pairs:
+                sample = as_tensor(sample[0])[None], as_target(sample[1])[None]
+        except MemoryError:
+            raise
+        except Exception as error:  # a decoder or a custom data set can raise anything
+            unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
+        else:
+            yield index, sample
+
+
+def _measure_pairs(found: SplitStats, source: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Add pieces of indices (N,), images (N, C, H, W) and targets (N, ...)."""
     columns: list[tuple[Tensor, ...]] = []
     for rows, images, targets in source:
         found.shapes[tuple(images.shape[1:])] += len(rows)
@@ -154,20 +175,23 @@ def pair_stats(
         if len({each.shape[1:] for each in small}) == 1:
             found.thumbnails = torch.cat(small)
         found.indices, found.targets, found.low, found.high, found.means, found.stds = map(torch.cat, others)
-    return found
 
 
-def _readable(read: Callable[[int], T], indices: Sequence[int], unreadable: dict[int, str]) -> Iterator[tuple[int, T]]:
-    """The index of each sample and what is read of it; adds the error of those that cannot be read."""
-    for index in indices:
-        try:
-            found = read(index)
-        except MemoryError:
-            raise
-        except Exception as error:  # a decoder or a custom data set can raise anything
-            unreadable[index] = " ".join(f"{type(error).__name__}: {error}".split())
-        else:
-            yield index, found
+def _measure_whole(found: SplitStats, samples: Iterable[tuple[int, Any]]) -> None:
+    """Add samples of any kind."""
+    read, low = list[int](), list[float]()
+    for index, sample in samples:
+        leaves = leaves_of(sample)
+        found.shapes[()] += 1
+        read.append(index)
+        # The same picture counts as the same sample, whatever else is said of it
+        found.digests.append(digest_of([leaf for leaf in leaves if is_image(leaf)] or leaves))
+        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        low.append(0.0 if all(bool(number.isfinite().all()) for number in numbers) else math.nan)
+        if about := _annotated(index, sample):
+            found.annotated.append(about)
+    found.indices, found.low, found.high = torch.tensor(read).long(), torch.tensor(low), torch.ones(len(read))
+    found.means = found.stds = torch.zeros(len(read), 1)
 
 
 def scaled(images: Tensor) -> Tensor:
@@ -181,51 +205,9 @@ def thumbnails(images: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(images, size) if images.shape[2:] != size else images
 
 
-@dataclass(frozen=True)
-class Annotated:
-    """What a sample says about its image."""
-
-    index: int  # in the data set
-    size: tuple[int, ...]  # height and width of the image
-    masks: set[tuple[int, ...]]  # the same of masks
-    values: set[int]  # of masks of classes
-    boxes: Tensor | None  # XYXY, float64 (N, 4)
-    labels: Tensor | None  # those of the boxes, (N,)
-
-
-def whole_stats(
-    name: str, part: tuple[Dataset[Any], Indices], transforms: Sequence[SampleTransform], most: int, seed: int
-) -> SplitStats:
-    """Measure a random sample of `most` samples of a split: its data set, and which of its samples are in it.
-
-    Targets, thumbnails, and statistics of pixels are unknown.
-    """
-    dataset, indices = part
-    order, found = stratified_order(None, len(indices), seed)[:most], SplitStats(name, dataset, len(indices))
-    seeded, read, low = SeededDataset(dataset, 0, transforms, pairs=False), list[int](), list[float]()
-    for index, sample in _readable(lambda index: seeded[0, index], indices[order].tolist(), found.unreadable):
-        leaves = leaves_of(sample)
-        found.shapes[()] += 1
-        read.append(index)
-        # The same picture counts as the same sample, whatever else is said of it
-        found.digests.append(digest_of([leaf for leaf in leaves if is_image(leaf)] or leaves))
-        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        low.append(0.0 if all(bool(number.isfinite().all()) for number in numbers) else math.nan)
-        if about := _annotated(index, sample):
-            found.annotated.append(about)
-    found.indices, found.low, found.high = torch.tensor(read).long(), torch.tensor(low), torch.ones(len(read))
-    found.means = found.stds = torch.zeros(len(read), 1)
-    return found
-
-
 def is_image(leaf: Any) -> bool:
     """True for an image of torchvision's transforms, or of PIL."""
     return isinstance(leaf, tv_tensors.Image | PIL.Image.Image)
-
-
-def is_boxes(leaf: Any) -> bool:
-    """True for boxes that are not rotated."""
-    return isinstance(leaf, tv_tensors.BoundingBoxes) and leaf.format.name in ("XYXY", "XYWH", "CXCYWH")
 
 
 def digest_of(value: Any) -> bytes:
@@ -247,25 +229,37 @@ def digests_of(batch: Batch) -> list[bytes]:
     return [digest_of(row) for row in parts_of_rows(batch.data, rows, rows)]
 
 
+def unit_vectors(images: Tensor) -> Tensor:
+    """Images as vectors of length 1 without their mean, so that brightness and contrast do not count: (N, D)."""
+    flat = images.flatten(1).double()
+    flat = flat - flat.mean(1, keepdim=True)
+    return F.normalize(flat, dim=1, eps=1e-6).float()
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """What a sample says about its image."""
+
+    index: int  # in the data set
+    size: tuple[int, ...]  # height and width of the image
+    masks: set[tuple[int, ...]]  # the same of masks
+    values: set[int]  # of masks of classes
+    boxes: Tensor | None  # XYXY, float64 (N, 4)
+    labels: Tensor | None  # those of the boxes, (N,)
+
+
 def _annotated(index: int, sample: Any) -> Annotated | None:
     """What a sample says about its image; None without an image, or without masks and boxes."""
     leaves = leaves_of(sample)
-    image = next(filter(is_image, leaves), None)
-    boxes = [
-        v2.convert_bounding_box_format(leaf, new_format=XYXY).as_subclass(Tensor).double()
-        for leaf in leaves
-        if is_boxes(leaf)
-    ]
+    image = next((leaf for leaf in leaves if is_image(leaf)), None)
     masks = [leaf for leaf in leaves if isinstance(leaf, tv_tensors.Mask)]
+    upright = [leaf for leaf in leaves if isinstance(leaf, tv_tensors.BoundingBoxes) and leaf.format in UPRIGHT]
+    plain = [v2.convert_bounding_box_format(each, new_format=FORMAT.XYXY).as_subclass(Tensor) for each in upright]
+    boxes = [each.double() for each in plain]
     if image is None or not (boxes or masks):
         return None
     labels = next((each for name, each in named_tensors(sample) if name.rpartition(".")[2] == "labels"), None)
     of_classes = [mask for mask in masks if not boxes or mask.ndim == 2]  # others belong to the boxes
-    return Annotated(
-        index,
-        tuple(v2.get_size(image)),
-        masks={tuple(mask.shape[-2:]) for mask in masks},
-        values={int(value) for mask in of_classes for value in mask.unique()},
-        boxes=boxes[0] if boxes else None,
-        labels=labels,
-    )
+    values = {int(value) for mask in of_classes for value in mask.unique()}
+    sizes = {tuple(mask.shape[-2:]) for mask in masks}
+    return Annotated(index, tuple(v2.get_size(image)), sizes, values, boxes[0] if boxes else None, labels)

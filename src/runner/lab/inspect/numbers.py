@@ -83,8 +83,8 @@ def numbers_of(tensor: Tensor) -> Numbers:
     mean = std = minimum = maximum = norm = math.nan
     zeros = 0.0
     if len(finite):
-        numbers = finite.mean(), finite.std(correction=0), finite.min(), finite.max(), finite.norm()
-        mean, std, minimum, maximum, norm = map(float, numbers)
+        found = finite.mean(), finite.std(correction=0), finite.min(), finite.max(), finite.norm()
+        mean, std, minimum, maximum, norm = map(float, found)
         zeros = float((finite == 0).double().mean())
     return Numbers(tuple(tensor.shape), mean, std, minimum, maximum, norm, zeros, len(values) - len(finite))
 
@@ -104,35 +104,31 @@ class Pass:
 def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Pass:
     """Send a batch of training through model and loss and back, and take the numbers of each tensor as it is computed.
 
-    Weights, buffers, modes, gradients and random generators are left as they were.
-
-    Args:
-        training: the run.
-        batch: of its training split.
-        tensors: modules whose outputs and weights are looked at; none for all.
+    Only the outputs and weights of the modules in `tensors` are looked at, if there are any. Weights, buffers, modes,
+    gradients and random generators are left as they were.
     """
     model, found, calls = training.model, Pass(), Counter[str]()
     last: Tensor | None = None
 
     def take(name: str, tensor: Tensor) -> None:
-        nonlocal last
-        last = tensor
         calls[name] += 1
         label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
         found.activations[label] = numbers_of(tensor)
         observe_gradients(tensor, lambda gradient: found.flows.update({label: numbers_of(gradient)}))
 
     def take_output(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        nonlocal last
         tensor = first_tensor(output)
         # A module that only returns the output of the last one inside it would add the same row again
         if name and tensor is not None and not (tensor is last and any(True for _ in module.children())):
+            last = tensor
             take(name, tensor)
 
     step = listener(model, tensors, take, "tensors", training.steps) if tensors else training.steps
-    weights = dict(model.named_parameters())
-    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     inside = tuple(f"{name}." for name in tensors) or ""
-    found.frozen = [name for name in weights if name not in trained and name.startswith(inside)]
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    names = [name for name, _ in model.named_parameters() if name.startswith(inside)]
+    found.frozen = [name for name in names if name not in trained]
     try:
         with no_trace(model, training.loss), torch.enable_grad():
             training.state.train()
@@ -142,13 +138,9 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Pass:
             gradients: Sequence[Tensor | None] = [None] * len(trained)
             if trained and loss.requires_grad:
                 gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            for name, gradient in zip(trained, gradients, strict=True):
-                if not name.startswith(inside):
-                    continue
-                if gradient is None:
-                    found.without.append(name)
-                else:
-                    found.gradients[name] = numbers_of(gradient)
+            reached = {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}
+            found.without = [name for name in names if name in trained and name not in reached]
+            found.gradients = {name: numbers_of(reached[name]) for name in names if name in reached}
     except RuntimeError as error:
         raise refusal(error) or error from error
     # Gradients arrive from the last layer to the first

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.config.schema.verbs import Inspect
@@ -73,14 +73,15 @@ class Inspection:
             self.report.table(title, columns if sizes is None else [*columns, "norm / weight's"], rows)
         return [{"name": name, **each._asdict()} for name, each in found.items()]
 
-    def file_of(self, index: int) -> str | None:
-        """The file of a sample of the split, if its data set names files."""
-        return path_of(self.training.data.parts[self.config.split][0], index)
-
     def grid(self, tiles: Sequence[Tile], name: str, title: str, columns: int | None = None) -> None:
         """Draw a picture."""
         self.files.append(self.folder / f"{name}.png")
         image_grid(tiles, self.files[-1], title, columns)
+
+    def record_of(self, index: Tensor, **found: Any) -> dict[str, Any]:
+        """What is said of a sample of the split: its index, what was found, and its file if its data set names files."""
+        file = path_of(self.training.data.parts[self.config.split][0], int(index))
+        return {"index": int(index), **found, "file": file}
 
     def pixels_of(self, images: Tensor) -> list[Pixels]:
         """Images (B, C, H, W) as the model is given them, with the normalisation undone: (H, W) or (H, W, 3), from 0 to 1.
@@ -98,15 +99,12 @@ def layers(seen: Inspection) -> dict[str, Any]:
     training, model = seen.training, seen.training.model
     flops = training_flops(training, training.state.position)
     found = layers_of(model, example_input(training.data), flops.by_module, flops.samples)
-    totals = {name: sum(layer[name] for layer in found) for name in ("parameters", "trainable", "output_bytes")} | {
-        "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-        "buffers_bytes": sum(buffer.nbytes for buffer in model.buffers()),
-        "flops_forward": flops.forward // flops.samples,
-        "flops_training": flops.of_sample,
-    }
+    totals = {name: sum(layer[name] for layer in found) for name in ("parameters", "trainable", "output_bytes")}
+    totals["weights_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
+    totals["buffers_bytes"] = sum(buffer.nbytes for buffer in model.buffers())
+    totals |= {"flops_forward": flops.forward // flops.samples, "flops_training": flops.of_sample}
     parameters, trainable = (f"{totals[name]:,}" for name in ("parameters", "trainable"))
-    forward = compact(totals["flops_forward"])
-    size = (totals["weights_bytes"] + totals["buffers_bytes"]) / 1e6
+    forward, size = compact(totals["flops_forward"]), (totals["weights_bytes"] + totals["buffers_bytes"]) / 1e6
     seen.report.lines(
         f"{parameters} parameters, {trainable} trainable; {size:,.2f} MB with buffers",
         f"outputs of one sample {mib(totals['output_bytes'])} MiB",
@@ -177,32 +175,27 @@ def features(seen: Inspection) -> dict[str, Any]:
                 drawn.clear()
             drawn[name] = maps
 
-    def take_any(name: str, module: torch.nn.Module, inputs: list[Any], output: Any) -> None:
+    def take_any(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         if name and isinstance(output, Tensor):
             take(name, output)
 
     with evaluating(model), Observer(model, after=take_any, names=[] if names else None):
         (listener(model, names, take, "tensors") if names else model)(images)
-    flat = [name for name in names if name not in drawn]
+    flat = ", ".join(name for name in names if name not in drawn)
     if flat or not drawn:
-        seen.report.line(
-            f"features: no picture, because no output of {', '.join(flat) or 'any layer'} can be seen as maps"
-        )
-    pictures = [
-        Tile(image, caption_of(target, data.classes)[:1])
-        for image, target in zip(seen.pixels_of(images), batch.targets, strict=False)
-    ]
+        why = f"no output of {flat or 'any layer'} can be seen as maps"
+        seen.report.line(f"features: no picture, because {why}")
+    captions = [caption_of(target, data.classes)[:1] for target in batch.targets[:_ROWS]]
+    pictures = list(map(Tile, seen.pixels_of(images), captions))
     for name, maps in drawn.items():
         spread = maps.transpose(0, 1).flatten(1).std(dim=1, correction=0)
         channels = spread.topk(min(_CHANNELS, len(spread))).indices.sort().values.tolist()
         chosen = maps[:, channels]
         low, high = float(chosen.min()), float(chosen.max())
         shades = ((chosen - low) / max(high - low, 1e-12)).numpy()
-        tiles = [
-            tile
-            for picture, values in zip(pictures, shades, strict=True)
-            for tile in (picture, *map(Tile, values, [[f"channel {channel}"] for channel in channels]))
-        ]
+        names_below, tiles = [[f"channel {channel}"] for channel in channels], list[Tile]()
+        for picture, values in zip(pictures, shades, strict=True):
+            tiles += [picture, *map(Tile, values, names_below)]
         title = f"{name}: {len(channels)} of {maps.shape[1]} channels that vary most, {shape_text(maps.shape[2:])}; "
         title += f"black is {number(low)}, white is {number(high)}"
         # An untrusted file may have named the modules, and a name must not lead to another folder
@@ -229,26 +222,26 @@ def errors(seen: Inspection) -> dict[str, Any]:
             true = class_numbers(training.task.targets(batch.targets)).cpu()
             confusion += torch.bincount(true * outputs + predicted, minlength=outputs * outputs).view(outputs, outputs)
             for place in (predicted != true).nonzero().flatten().tolist():
-                index, names = int(batch.indices[place]), (classes[int(true[place])], classes[int(predicted[place])])
-                record = {"index": index, "true": names[0], "predicted": names[1]}
-                record |= {"probability": float(probabilities[place]), "file": seen.file_of(index)}
+                names = {"true": classes[int(true[place])], "predicted": classes[int(predicted[place])]}
+                record = seen.record_of(batch.indices[place], **names, probability=float(probabilities[place]))
                 surest.append((record, batch.images[place]))
             surest = sorted(surest, key=lambda each: -each[0]["probability"])[: config.samples]
             surest = [(record, image.float().cpu().clone()) for record, image in surest]  # not the whole batch
-    samples, matrix = int(confusion.sum()), confusion.tolist()
-    wrong = samples - int(confusion.diag().sum())
+    samples, wrong = int(confusion.sum()), int(confusion.sum() - confusion.diag().sum())
     rate = percent(wrong / max(1, samples))
     seen.report.line(f"{wrong:,} of {samples:,} {config.split} samples are predicted as another class ({rate})")
     seen.files.append(seen.folder / "confusion.png")
-    confusion_matrix(matrix, classes, seen.files[-1], f"{config.data.name} {config.split}, {samples:,} samples")
+    title = f"{config.data.name} {config.split}, {samples:,} samples"
+    confusion_matrix(confusion.tolist(), classes, seen.files[-1], title)
     if surest:
-        texts = [
-            [f"is {m['true']}", f"taken for {m['predicted']}", f"at {percent(m['probability'])}"] for m, _ in surest
-        ]
         pixels = seen.pixels_of(torch.stack([image for _, image in surest]))
+        tiles = []
+        for picture, (of, _) in zip(pixels, surest, strict=True):
+            lines = [f"is {of['true']}", f"taken for {of['predicted']}", f"at {percent(of['probability'])}"]
+            tiles.append(Tile(picture, lines, ["#228833", "#bb3344"]))
         title = f"{len(surest)} of {wrong:,} wrong predictions among {samples:,} samples, the most confident first"
-        seen.grid([Tile(*pair, ["#228833", "#bb3344"]) for pair in zip(pixels, texts, strict=True)], "errors", title)
-    found = {"split": config.split, "samples": samples, "wrong": wrong, "confusion": matrix}
+        seen.grid(tiles, "errors", title)
+    found = {"split": config.split, "samples": samples, "wrong": wrong, "confusion": confusion.tolist()}
     return {"errors": found | {"surest": [record for record, _ in surest]}}
 
 
@@ -266,8 +259,7 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
                         raise UserError("what", f"names errors, and {why}", "other parts")
                     seen.report.line(f"errors: {why}")
                     return {}
-                record = {"index": int(indices), "loss": float(evaluated["loss"]), "file": seen.file_of(int(indices))}
-                worst.append((record, Batch(data, indices)))
+                worst.append((seen.record_of(indices, loss=float(evaluated["loss"])), Batch(data, indices)))
             # NaN is worse than all
             worst = sorted(worst, key=lambda each: -math.inf if math.isnan(each[0]["loss"]) else -each[0]["loss"])
             del worst[config.samples :]
@@ -305,11 +297,8 @@ def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:
     values = target.float().flatten().tolist()
     if not classes or target.shape != (len(classes),):
         return [", ".join(f"{value:.4g}" for value in values[:3])]
-    largest = sorted(range(len(values)), key=lambda place: -values[place])[:2]
-    lines = [
-        f"{percent(values[at])} {classes[at]}" if values[at] < 1 else classes[at] for at in largest if values[at] > 0
-    ]
-    return lines or ["no label"]
+    largest = sorted(zip(values, classes, strict=True), key=lambda pair: -pair[0])[:2]
+    return [name if share >= 1 else f"{percent(share)} {name}" for share, name in largest if share > 0] or ["no label"]
 
 
 def maps_of(outputs: Tensor) -> Tensor | None:
@@ -322,11 +311,6 @@ def maps_of(outputs: Tensor) -> Tensor | None:
 
 
 PARTS: dict[str, Callable[[Inspection], dict[str, Any]]] = {
-    "layers": layers,
-    "activations": activations,
-    "gradients": gradients,
-    "inputs": inputs,
-    "features": features,
-    "errors": errors,
+    part.__name__: part for part in (layers, activations, gradients, inputs, features, errors)
 }
 """In the order in which they are shown."""

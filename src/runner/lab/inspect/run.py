@@ -43,19 +43,9 @@ from runner.tracking.formats import compact
 from runner.tracking.verb_report import Report
 from runner.train import build_run
 
-# A model is inspected without what only updates it; whatever else the config names is not even imported.
-_UPDATES: dict[str, Any] = {
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},
-    "scheduler": {"_target_": "runner.optim.schedules.Constant", "total_steps": None},
-}
-
 
 def run(composition: Composition) -> float:
-    """Inspect a model.
-
-    Returns:
-        The number of parameters, for sweepers.
-    """
+    """Inspect a model; returns the number of parameters, for sweepers."""
     resolved: ResolvedCheckpoint[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
         config = resolve_config(composition, Inspect)
@@ -64,11 +54,17 @@ def run(composition: Composition) -> float:
         config = _without_data(resolved) or resolve_checkpoint(composition, Inspect).config
     found = resolved.found if resolved else None
     report = Report(config.json)
-    # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
+    # A model is inspected without what only updates it; whatever else the config names is not even imported.
+    update = {"_target_": "torch.optim.SGD", "lr": 0.0}
     names = [key.partition(".")[2] for key in components_of("optimizer", config.optimizer)]
-    plain = dataclasses.replace(config, compile=False, activation_checkpointing=False, **_UPDATES)
-    if names != [""]:
-        plain = dataclasses.replace(plain, optimizer=dict.fromkeys(names, plain.optimizer))
+    # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
+    plain = dataclasses.replace(
+        config,
+        compile=False,
+        activation_checkpointing=False,
+        optimizer=update if names == [""] else dict.fromkeys(names, update),
+        scheduler={"_target_": "runner.optim.schedules.Constant", "total_steps": None},
+    )
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
     training = build_run(plain, start, make_cache=False)
@@ -110,9 +106,8 @@ def _without_data(resolved: ResolvedCheckpoint[Inspect]) -> Inspect | None:
     if not (images and set(config.what or ()) == {"layers"} and not config.features and resolved.classes):
         return None
     blank = {"_target_": "torchvision.datasets.FakeData", "size": 64, "image_size": images}
-    data = dataclasses.replace(
-        config.data, dataset=blank | {"num_classes": len(resolved.classes)}, batch_size=8, num_workers=0
-    )
+    blank["num_classes"] = len(resolved.classes)
+    data = dataclasses.replace(config.data, dataset=blank, batch_size=8, num_workers=0)
     loss = {"_target_": "torch.nn.CrossEntropyLoss"}
     return dataclasses.replace(config, data=data, transform=Transform(eval=config.transform.eval), loss=loss)
 

@@ -78,34 +78,25 @@ def measure(runs: Sequence[Run]) -> dict[str, Any]:
     settings = []
     for text, same in repetitions(runs, varied).items():
         config = next((run.config for run in same if run.config), {})
-        settings_of_result = {
-            key: value for key, value in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)
-        }
+        kept = {key: each for key, each in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)}
         measured = [_of_run(run) for run in same if run.status == "finished"]
-        ended_badly = [run for run in same if run.status in FAILED]
-        settings.append(
-            {"varied": json.loads(text), "config": settings_of_result, "runs": measured, "failed": len(ended_badly)}
-        )
+        failed = sum(run.status in FAILED for run in same)
+        settings.append({"varied": json.loads(text), "config": kept, "runs": measured, "failed": failed})
     environment = next((run.environment for run in runs if run.environment), {})
-    torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
+    cpu, torch, git = (environment.get(name) or {} for name in ("cpu", "torch", "git"))
+    devices = [device.get("name") for device in environment.get("devices") or []]
     # Times and memory are comparable only on the same machine
-    machine = {
-        "cpu": (environment.get("cpu") or {}).get("model"),
-        "cores": (environment.get("cpu") or {}).get("usable"),
-        "devices": [device.get("name") for device in environment.get("devices") or []],
-        "threads": torch.get("threads"),
-    }
-    code = {"runner": environment.get("runner"), "python": environment.get("python"), **packages}
-    code["commit"] = (environment.get("git") or {}).get("commit")
+    machine = {"cpu": cpu.get("model"), "cores": cpu.get("usable"), "devices": devices, "threads": torch.get("threads")}
+    code = {"runner": environment.get("runner"), "python": environment.get("python")}
+    code |= {**(environment.get("packages") or {}), "commit": git.get("commit")}
     return {"format": FORMAT, "machine": machine, "code": code, "settings": settings}
 
 
 def _of_run(run: Run) -> dict[str, Any]:
     """The measures of a run: final metrics, the mean of the training loss's curve, time of a step, memory and start-up."""
     monitor = run.monitor or ""
-    metrics = {
-        name: run.metrics[name] for name in (monitor, f"test/{monitor.partition('/')[2]}") if name in run.metrics
-    }
+    names = (monitor, f"test/{monitor.partition('/')[2]}")
+    metrics = {name: run.metrics[name] for name in names if name in run.metrics}
     modes = dict.fromkeys(metrics, run.mode)
     train = [record for record in run.records if record.get("split") == "train"]
     curve = [[each["global_step"], each["loss"]] for each in train if is_number(each.get("loss"))]
@@ -146,15 +137,10 @@ def read_baseline(place: str | Path) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str, float]) -> Comparison:
-    """Decide what got worse.
+    """Decide what got worse: `before` is the baseline, and `now` what `measure` found.
 
-    Args:
-        before: the baseline.
-        now: what `measure` found.
-        tolerance: changes to allow instead of those in `TOLERANCE` and the spread of the baseline's runs.
-
-    Raises:
-        UserError: for a tolerance of something else, or if no setting is in the baseline.
+    `tolerance` has changes to allow instead of those in `TOLERANCE` and the spread of the baseline's runs. Raises `UserError` for a
+    tolerance of something else, or if no setting is in the baseline.
     """
     # A misspelt tolerance would be no tolerance at all
     for name, value in tolerance.items():
@@ -163,7 +149,16 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         if not isinstance(value, int | float) or not value >= 0:
             raise UserError(f"tolerance.{name}", f"cannot be {value}", "0 or more; inf to allow any change")
     pairs, notes = _pairs(before["settings"], now["settings"])
-    skipped = _not_comparable(before, now, notes)
+    # What another machine, or other programs on it, would change is not compared
+    skipped: tuple[str, ...] = ()
+    if before["machine"] != now["machine"]:
+        skipped, changed = tuple(_UNITS), _changes(before["machine"], now["machine"])
+        notes.append(f"time, memory and start-up are not compared, because the machine is another: {changed}")
+    elif any(
+        run.get("waited", 0.0) > _BUSY for side in (before, now) for each in side["settings"] for run in each["runs"]
+    ):
+        skipped, why = ("step", "startup"), "because other programs used the machine during one of these runs"
+        notes.append(f"time and start-up are not compared, {why}")
     if any(len(old["runs"]) == 1 for _, old, _ in pairs):
         notes.append("one run of the baseline shows no spread over seeds: the tolerances alone decide")
     measures, reasons = [], []
@@ -183,28 +178,17 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         if new["failed"] > old["failed"]:
             bad.append(f"{new['failed']} runs failed")
         if bad:
-            where = f"{setting}: " if setting else ""
-            reasons.append(f"{where}{'; '.join(bad)}. {_cause(before, now, old, new)}")
+            settings, code = _changes(old["config"], new["config"]), _changes(before["code"], now["code"])
+            causes = [f"settings that differ: {settings}"] if settings else []
+            causes += [f"environment: {code}"] if code else []
+            cause = "; ".join(causes)
+            cause = cause or "The settings and versions are the same: the code or the load of the machine changed"
+            reasons.append(f"{f'{setting}: ' if setting else ''}{'; '.join(bad)}. {cause}")
     # Nothing was compared, which must not look like success
     if not measures and not reasons:
         allowed_runs = "runs of the same settings that have finished"
         raise UserError("against", "has nothing in common with these runs", allowed_runs)
     return Comparison(bool(reasons), measures, reasons, notes)
-
-
-def _not_comparable(before: dict[str, Any], now: dict[str, Any], notes: list[str]) -> tuple[str, ...]:
-    """The measures that another machine, or other programs on it, would change; the reason is added to the notes."""
-    if before["machine"] != now["machine"]:
-        changed = _changes(before["machine"], now["machine"])
-        notes.append(f"time, memory and start-up are not compared, because the machine is another: {changed}")
-        return tuple(_UNITS)
-    runs = [run for each in (before, now) for setting in each["settings"] for run in setting["runs"]]
-    if any(run.get("waited", 0.0) > _BUSY for run in runs):
-        notes.append(
-            "time and start-up are not compared, because other programs used the machine during one of these runs"
-        )
-        return ("step", "startup")
-    return ()
 
 
 def _pairs(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[list[tuple[str, Any, Any]], list[str]]:
@@ -263,49 +247,30 @@ def _judge(
     if kind not in tolerance and deviation is not None:
         room = max(room, DEVIATIONS * deviation)
     worse_by = is_now - was if up_is_worse else was - is_now
-    verdict = "better" if -worse_by > room else "same"
-    if worse_by > room and _fastest_is_slower(name, old, new, limit):
-        verdict = "worse"
+    verdict = "worse" if worse_by > room else "better" if -worse_by > room else "same"
+    if verdict == "worse" and name in ("step", "startup"):
+        # Other programs slow some repetitions down, so the fastest one counts, too
+        key = "fastest" if name == "step" else name
+        runs = ([run for run in each["runs"] if is_number(run.get(name))] for each in (old, new))
+        fastest, fastest_now = (min(run.get(key, run[name]) for run in each) for each in runs)
+        verdict = "worse" if fastest_now - fastest > limit * fastest else "same"
     # A change of a mean of 0 has no percentage
     absolute = unit == 1.0 or was == 0
+    suffix = f" {_UNITS[name]}" if name in _UNITS else ""
     return Measure(
         setting=setting,
         measure=_LABELS.get(name, name),
-        before=_spread(before, name),
-        now=_spread(now, name),
+        before=f"{plus_minus(was, deviation)}{suffix} (n {len(before)})",
+        now=f"{plus_minus(*mean_and_deviation(now))}{suffix} (n {len(now)})",
         change=f"{is_now - was:+.3g}" if absolute else f"{(is_now - was) / unit:+.1%}",
         allowed="any" if limit == math.inf else f"{room:.2g}" if absolute else f"{room / unit:.0%}",
         verdict=verdict,
     )
 
 
-def _fastest_is_slower(name: str, old: dict[str, Any], new: dict[str, Any], limit: float) -> bool:
-    """True if the fastest repetition, too, is slower than allowed, and for measures that are not times."""
-    if name not in ("step", "startup"):
-        return True
-    key = "fastest" if name == "step" else name
-    was, now = (min(run.get(key, run[name]) for run in each["runs"] if is_number(run.get(name))) for each in (old, new))
-    return bool(now - was > limit * was)
-
-
-def _spread(values: list[float], name: str) -> str:
-    """Such as `0.9861 ± 0.0039 (n 5)`, or `12.1 ± 0.2 ms (n 5)` for a time."""
-    unit = f" {_UNITS[name]}" if name in _UNITS else ""
-    return f"{plus_minus(*mean_and_deviation(values))}{unit} (n {len(values)})"
-
-
-def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The settings and versions that differ."""
-    settings, code = _changes(old["config"], new["config"]), _changes(before["code"], now["code"])
-    parts = [f"settings that differ: {settings}"] if settings else []
-    parts += [f"environment: {code}"] if code else []
-    return "; ".join(parts) or "The settings and versions are the same: the code or the load of the machine changed"
-
-
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    return ", ".join(f"{key} was {_short(was)}, now {_short(now)}" for key, was, now in differing(old, new))
+    def short(value: Any) -> str:
+        text = text_of(value)
+        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
-
-def _short(value: Any) -> str:
-    text = text_of(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    return ", ".join(f"{key} was {short(was)}, now {short(now)}" for key, was, now in differing(old, new))

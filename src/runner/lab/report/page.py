@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import re
@@ -52,9 +53,9 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
     rows = []
     for run in runs:
         after = continued.get(run.path)
-        values = {key: run.value(key) for key in keys}
+        given = {key: run.value(key) for key in keys}
         # Values that are lists have to be text for a table
-        values |= {key: text_of(value) for key, value in values.items() if isinstance(value, list | dict)}
+        values = {key: text_of(each) if isinstance(each, list | dict) else each for key, each in given.items()}
         rows.append(
             {
                 "name": run.name,
@@ -75,10 +76,8 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
         )
     names = dict.fromkeys(name for row in rows for name in row["curves"])
     # Pictures of the best runs are shown, as all of them would be too many
-    best_first = sorted(
-        (run for run in runs if metric in run.metrics and run.status not in WITHOUT_RESULT),
-        key=lambda run: run.metrics[str(metric)] * (1 if mode == "min" else -1),
-    )
+    ended = [run for run in runs if metric in run.metrics and run.status not in WITHOUT_RESULT]
+    best_first = sorted(ended, key=lambda run: run.metrics[str(metric)] * (1 if mode == "min" else -1))
     return {
         "metric": metric,
         "mode": mode,
@@ -147,14 +146,11 @@ def _pictures(runs: Sequence[Run]) -> list[dict[str, str]]:
     """Wrong predictions that `inspect` drew in the directories of the best runs."""
     found: list[dict[str, str]] = []
     for run in runs:
-        newest = sorted(run.path.glob("inspect/*/errors.png"))[-1:]
-        for path in newest:
-            try:
-                content = read_regular(path, _PICTURE_BYTES)
-            except OSError:
-                continue
-            if content.startswith(b"\x89PNG"):
-                found.append({"run": run.name, "src": f"data:image/png;base64,{base64.b64encode(content).decode()}"})
+        for path in sorted(run.path.glob("inspect/*/errors.png"))[-1:]:
+            with contextlib.suppress(OSError):
+                if (content := read_regular(path, _PICTURE_BYTES)).startswith(b"\x89PNG"):
+                    source = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+                    found.append({"run": run.name, "src": source})
         if len(found) >= _PICTURES:
             break
     return found

@@ -89,15 +89,12 @@ class Run:
         `val/...` are those of the best step (of averaged weights, if they decide which is best), `last/...` of the last evaluation,
         `test/...` of the test. See `MEASURED` for the others.
         """
-        found: dict[str, Any] = {}
+        found, summary = dict[str, Any](), self.summary
         # The best evaluation gives the metrics that runs are compared by
-        best, summary = self.summary.get("best"), self.summary
-        if isinstance(best, dict) and isinstance(best.get("metric"), str):
-            found = {
-                f"{best['metric'].partition('/')[0]}/loss": best.get("loss"),
-                best["metric"]: best.get("value"),
-                str(self.monitor): best.get("value"),
-            }
+        best = summary.get("best")
+        if isinstance(best, dict) and isinstance(name := best.get("metric"), str):
+            found = {f"{name.partition('/')[0]}/loss": best.get("loss")}
+            found |= dict.fromkeys((name, str(self.monitor)), best.get("value"))
         for split in ("last", "test"):
             values = summary.get(split)
             found |= {f"{split}/{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
@@ -109,8 +106,8 @@ class Run:
         """`samples_per_s` and `step_ms` (medians of the last records of training), `peak_memory_mib` (the largest)."""
         last = map(parse, lines_of(self.path / "metrics.jsonl", _TAIL))
         records = [record for record in last if record is not None and record.get("split") == "train"]
-        rates = [record["samples_per_s"] for record in records if is_number(record.get("samples_per_s"))]
-        memory = [record["peak_memory_mib"] for record in records if is_number(record.get("peak_memory_mib"))]
+        columns = {name: [record.get(name) for record in records] for name in ("samples_per_s", "peak_memory_mib")}
+        rates, memory = (list(filter(is_number, column)) for column in columns.values())
         found = {"peak_memory_mib": max(memory)} if memory else {}
         if rates and (rate := statistics.median(rates)) > 0:
             found |= {"samples_per_s": rate, "step_ms": 1000 * self.samples_per_step / rate}
@@ -119,9 +116,8 @@ class Run:
     @property
     def samples_per_step(self) -> float:
         """Samples of one optimizer step, over all processes."""
-        devices = self.config.get("devices")
-        parts = (self.config.get("data.batch_size"), self.config.get("accumulate"), devices)
-        return math.prod(float(part) for part in parts if part is not None and is_number(part))
+        parts = map(self.config.get, ("data.batch_size", "accumulate", "devices"))
+        return math.prod(float(part) for part in parts if is_number(part))
 
     @functools.cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -166,11 +162,12 @@ class Run:
     def _repr_html_(self) -> str:
         rows = {"status": self.status, "error": self.error, "time_s": self.summary.get("wall_s"), **self.metrics}
         rows |= {"overrides": " ".join(self.overrides)}
+        given = {name: value for name, value in rows.items() if value not in (None, "")}
+        texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in given.items()}
+        left = "style='text-align:left'"
         cells = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(label(name))}</th>"
-            f"<td style='text-align:left'>{html.escape(f'{value:.4g}' if isinstance(value, float) else str(value))}</td></tr>"
-            for name, value in rows.items()
-            if value not in (None, "")
+            f"<tr><th {left}>{html.escape(label(name))}</th><td {left}>{html.escape(text)}</td></tr>"
+            for name, text in texts.items()
         )
         return f"<table><caption>{html.escape(str(self.path))}</caption>{cells}</table>"
 
@@ -178,12 +175,8 @@ class Run:
 def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[Run], list[str]]:
     """The runs in folders and patterns, in order, each once; and what was noticed.
 
-    Args:
-        places: run directories, folders that hold some at any depth, files in run directories, or glob patterns.
-        key: what an error is about.
-
-    Raises:
-        UserError: if a place does not exist, or none holds a run.
+    Places are run directories, folders that hold some at any depth, files in run directories, or glob patterns. Raises a
+    `UserError` about `key` if one does not exist, or none holds a run.
     """
     # One scan for all places, so that a run that several of them hold counts once.
     scan = Scan()
@@ -210,9 +203,8 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
             # A finished run has all files, so a missing one is worth a note
             lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
             lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
-            scan.notes += [
-                f"{run.path}: {name} is missing or damaged, so the report lacks what it holds" for name in lost
-            ]
+            what = "is missing or damaged, so the report lacks what it holds"
+            scan.notes += [f"{run.path}: {name} {what}" for name in lost]
     return runs, scan.notes
 
 
@@ -260,24 +252,13 @@ def lines_of(path: Path, last: int = _LARGEST) -> list[bytes]:
         return []
 
 
-def damaged_lines(run: Run) -> int:
-    """The number of lines of `metrics.jsonl` that are not objects, such as zeros after a power cut; nothing is taken from them."""
-    lines = lines_of(run.path / "metrics.jsonl")
-    return sum(not (line.startswith(b"{") and line.endswith(b"}")) for line in lines)
-
-
 def continued_by(runs: Iterable[Run]) -> dict[Path, Path]:
     """For each run that another one in a different directory resumed from: that other one."""
-    runs = list(runs)
-    by_path = {run.path.absolute(): run.path for run in runs}
+    by_path = {run.path.absolute(): run for run in runs}
     found: dict[Path, Path] = {}
-    for run in runs:
-        before = run.summary.get("resumed_from")
-        if not isinstance(before, str):
-            continue
-        place = Path(before).absolute()
-        for parent in place.parents:
-            if parent in by_path and by_path[parent] != run.path:
-                found[by_path[parent]] = run.path
-                break
+    for path, run in by_path.items():
+        if isinstance(before := run.summary.get("resumed_from"), str):
+            parents = Path(before).absolute().parents
+            if first := next((by_path[each].path for each in parents if each in by_path and each != path), None):
+                found[first] = run.path
     return found

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections import UserList
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from runner.base.secrets import mask_text, mask_values
 from runner.config.keys import flatten
 from runner.lab.report.baseline import Comparison, baseline_text, compare, measure, read_baseline
 from runner.lab.report.page import page
-from runner.lab.report.reading import MEASURED, Run, damaged_lines, find_runs
+from runner.lab.report.reading import MEASURED, Run, find_runs, lines_of
 from runner.lab.report.table import Spread, Table, by_task, differing, differing_keys, make_tables, text_of
 from runner.sweeps.run import quoted
 from runner.sweeps.table import finished_of, print_failure
@@ -47,11 +47,7 @@ class Runs(UserList[Run]):
         return make_tables(self.data, columns, sort, seeds == "each")[0]
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time.
-
-        Raises:
-            UserError: if pandas is not installed.
-        """
+        """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time."""
         keys = differing_keys(self.data) if self.data else []
         rows = []
         for run in self.data:
@@ -76,15 +72,12 @@ class Difference:
 def difference(first: Run, second: Run) -> Difference:
     """Compare two runs; `audit a=RUN b=RUN` compares their checkpoints tensor by tensor."""
     metrics = [run.metrics | run.speed | {"time_s": run.value("time_s")} for run in (first, second)]
-    ordered = dict.fromkeys([*metrics[0], *metrics[1]])
-    numbers = [
-        (name, metrics[0].get(name), metrics[1].get(name)) for name in sorted(ordered, key=MEASURED.__contains__)
-    ]
+    names = sorted(dict.fromkeys([*metrics[0], *metrics[1]]), key=MEASURED.__contains__)
     environment = differing(flatten(first.environment), flatten(second.environment))
     return Difference(
         config=differing(first.config, second.config),
         environment=[each for each in environment if not each[0].startswith(_NOT_COMPARED)],
-        metrics=numbers,
+        metrics=[(name, metrics[0].get(name), metrics[1].get(name)) for name in names],
         sha256=(first.summary.get("weights_sha256"), second.summary.get("weights_sha256")),
     )
 
@@ -110,11 +103,7 @@ class Report:
     comparison: Comparison | None = None
 
     def to_pandas(self) -> Any:
-        """The table as a pandas DataFrame: a row for each setting, with mean and deviation.
-
-        Raises:
-            UserError: if pandas is not installed.
-        """
+        """The table as a pandas DataFrame: a row for each setting, with mean and deviation."""
         head, lines = self.table.plain()
         return _frame([dict(zip(head, line, strict=True)) for line in lines])
 
@@ -207,7 +196,13 @@ def report(
     # Mistakes are found before hundreds of files are read
     if seeds not in ("folded", "each"):
         raise UserError("seeds", f"cannot be {seeds}", "folded or each")
-    _check_files({"csv": csv, "md": md, "json": json, "html": html, "save_baseline": save_baseline})
+    files = {"csv": csv, "md": md, "json": json, "html": html, "save_baseline": save_baseline}
+    for name, file in files.items():
+        path = Path("-" if file is None else file)
+        if path.is_dir():
+            raise UserError(name, f"cannot be '{file}': it is a folder", "a file")
+        if not path.absolute().parent.is_dir():
+            raise UserError(name, f"cannot be {file}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
     if against == "":
         raise UserError("against", "is empty", "a file from save_baseline=, a run, a sweep or a folder")
     if tolerance and against is None:
@@ -223,30 +218,26 @@ def report(
     notes = list(found.notes)
     # The table needs no curves, so that reading them all is left to what does.
     for run in found if html or save_baseline or comparison else ():
-        if lines := damaged_lines(run):
-            notes.append(f"{run.path}: metrics.jsonl has {amount(lines, 'damaged line')}, skipped")
+        # Lines that are not objects, such as zeros after a power cut: nothing is taken from them
+        lines = lines_of(run.path / "metrics.jsonl")
+        if damaged := sum(not (line.startswith(b"{") and line.endswith(b"}")) for line in lines):
+            notes.append(f"{run.path}: metrics.jsonl has {amount(damaged, 'damaged line')}, skipped")
     table, *tables = make_tables(found, columns, sort, seeds == "each")
-    result = Report(
-        found,
-        table,
-        tuple(tables),
-        tuple(notes),
-        difference(found[0], found[1]) if diff or (diff is None and two) else None,
-        comparison,
-    )
-    texts: list[tuple[str | Path | None, Callable[[], str]]] = [
-        (csv, result.to_csv),
-        (md, result.to_markdown),
-        (json, lambda: json_format.dumps(result.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"),
-        (html, lambda: page(found)),
-        (save_baseline, lambda: baseline_text(measure(found))),
-    ]
-    # `-` writes to standard output, so that other programs can read it
-    for file, text in texts:
+    both = difference(*found) if diff or (diff is None and two) else None
+    result = Report(found, table, tuple(tables), tuple(notes), both, comparison)
+    texts: dict[str, Callable[[], str]] = {
+        "csv": result.to_csv,
+        "md": result.to_markdown,
+        "json": lambda: json_format.dumps(result.to_json(), indent=2, ensure_ascii=False, default=str) + "\n",
+        "html": lambda: page(found),
+        "save_baseline": lambda: baseline_text(measure(found)),
+    }
+    for name, file in files.items():
+        # `-` writes to standard output, so that other programs can read it
         if file == "-":
-            sys.stdout.write(text())
+            sys.stdout.write(texts[name]())
         elif file is not None:
-            write_atomically(Path(file), text().encode(errors="backslashreplace"), named=True)
+            write_atomically(Path(file), texts[name]().encode(errors="backslashreplace"), named=True)
     return result
 
 
@@ -263,17 +254,8 @@ def _paths(places: Iterable[Any]) -> list[str | Path]:
     return found
 
 
-def _check_files(files: Mapping[str, str | Path | None]) -> None:
-    """Refuse files that cannot be written, before anything is computed."""
-    for name, file in files.items():
-        path = Path("-" if file is None else file)
-        if path.is_dir():
-            raise UserError(name, f"cannot be '{file}': it is a folder", "a file")
-        if not path.absolute().parent.is_dir():
-            raise UserError(name, f"cannot be {file}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
-
-
 def _frame(rows: list[dict[str, Any]]) -> Any:
+    """A pandas DataFrame; raises `UserError` if pandas is not installed."""
     try:
         import pandas
     except ImportError as error:
@@ -303,71 +285,52 @@ def show(found: Report, console: Console) -> None:
     for run in found.runs:
         if run.repeat:
             print_failure(console, f"{run.path} {run.status}", run.error, str(run.path / "run.log"), run.repeat)
-    if found.difference is not None:
-        _show_difference(found, console)
-    if found.comparison is not None:
-        _show_comparison(found, console)
-
-
-def _show_difference(found: Report, console: Console) -> None:
-    both = found.difference
-    assert both is not None
-    names = [run.name for run in found.runs]
-    for title, rows in (("config", both.config), ("environment", both.environment), ("metrics", both.metrics)):
-        cells = [[name, text_of(one), text_of(other)] for name, one, other in rows]
+    if (both := found.difference) is not None:
+        names = [run.name for run in found.runs]
+        for title, rows in (("config", both.config), ("environment", both.environment), ("metrics", both.metrics)):
+            cells = [[name, text_of(one), text_of(other)] for name, one, other in rows]
+            console.line("")
+            if cells:
+                _columns(console, title, ["", *names], cells)
+            else:
+                console.line(f"{title}: no difference", "bold")
         console.line("")
-        if cells:
-            _columns(console, title, ["", *names], cells)
-        else:
-            console.line(f"{title}: no difference", "bold")
-    console.line("")
-    one, other = both.sha256
-    console.line("weights" if one != other or one is None else "weights: the same bits", "bold")
-    for name, digest in zip(names, both.sha256, strict=True):
-        console.line(f"SHA-256 {digest or 'unknown'}  {name}")
-    if one != other:
-        sides = [f"{side}={quoted(run.path)}" for side, run in zip("ab", found.runs, strict=True)]
-        console.line(f"tensor by tensor: python -m runner audit {shlex.join(sides)}")
+        one, other = both.sha256
+        console.line("weights" if one != other or one is None else "weights: the same bits", "bold")
+        for name, digest in zip(names, both.sha256, strict=True):
+            console.line(f"SHA-256 {digest or 'unknown'}  {name}")
+        if one != other:
+            sides = [f"{side}={quoted(run.path)}" for side, run in zip("ab", found.runs, strict=True)]
+            console.line(f"tensor by tensor: python -m runner audit {shlex.join(sides)}")
+    if (comparison := found.comparison) is not None:
+        console.line("")
+        title = "worse than the baseline" if comparison.worse else "no worse than the baseline"
+        console.line(title, "bold red" if comparison.worse else "bold green")
+        fields = ("setting", "measure", "verdict", "before", "now", "change", "allowed")
+        cells = [[getattr(each, name) for name in fields] for each in comparison.measures]
+        _columns(console, "", ["setting", "measure", "verdict", "baseline", "now", "change", "allowed"], cells, kept=3)
+        for line in comparison.notes:
+            console.line(line, "yellow")
+        for line in comparison.reasons:
+            console.line(f"worse: {line}", "bold red")
 
 
-def _show_comparison(found: Report, console: Console) -> None:
-    comparison = found.comparison
-    assert comparison is not None
-    console.line("")
-    title = "worse than the baseline" if comparison.worse else "no worse than the baseline"
-    console.line(title, "bold red" if comparison.worse else "bold green")
-    cells = [
-        [each.setting, each.measure, each.verdict, each.before, each.now, each.change, each.allowed]
-        for each in comparison.measures
-    ]
-    _columns(console, "", ["setting", "measure", "verdict", "baseline", "now", "change", "allowed"], cells, kept=3)
-    for line in comparison.notes:
-        console.line(line, "yellow")
-    for line in comparison.reasons:
-        console.line(f"worse: {line}", "bold red")
-
-
-def _columns(
-    console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], kept: int = 1
-) -> list[str]:
+def _columns(console: Console, title: str, head: list[str], rows: list[list[str]], kept: int = 1) -> list[str]:
     """Show a table without the columns at its right that there is no room for, and return their names.
 
     The first three of the first `kept` columns always stay, the others of them as long as there is room beside a folded name.
     """
-    cells = [[_short(clean(cell)) for cell in row] for row in rows]
-    widths = column_widths(head, cells)
-    size = console.size
+    half = _WIDEST_CELL // 2
+    plain = [[" ".join(clean(cell).split()) for cell in row] for row in rows]
+    cells = [
+        [cell if len(cell) <= 2 * half else f"{cell[:half]}...{cell[3 - half :]}" for cell in row] for row in plain
+    ]
+    widths, size, shown = column_widths(head, cells), console.size, len(head)
     room = size[0] if size is not None else int(os.environ.get("COLUMNS") or 0)
-    shown = len(head)
     while room and shown > min(kept, 3):
         name = widths[0] if shown > kept else min(widths[0], _FOLDED_NAME)
         if name + sum(2 + width for width in widths[1:shown]) <= room:
             break
         shown -= 1
-    console.table(title, list(head[:shown]), [row[:shown] for row in cells])
-    return list(head[shown:])
-
-
-def _short(cell: str) -> str:
-    cell = " ".join(cell.split())
-    return cell if len(cell) <= _WIDEST_CELL else f"{cell[: _WIDEST_CELL // 2]}...{cell[3 - _WIDEST_CELL // 2 :]}"
+    console.table(title, head[:shown], [row[:shown] for row in cells])
+    return head[shown:]

@@ -84,22 +84,16 @@ class Table:
 
     def cells(self) -> list[list[str]]:
         """The table as texts."""
-        return [
-            [
-                row.name,
-                row.status,
-                *(text_of(row.values.get(name)) for name in self.head[2:-1]),
-                "-" if row.values["time_s"] is None else duration(row.values["time_s"].mean),
-            ]
-            for row in self.rows
-        ]
+        lines = []
+        for row in self.rows:
+            seconds, values = row.values["time_s"], [text_of(row.values.get(name)) for name in self.head[2:-1]]
+            lines.append([row.name, row.status, *values, "-" if seconds is None else duration(seconds.mean)])
+        return lines
 
     def plain(self) -> tuple[list[str], list[list[Any]]]:
         """Head and lines for CSV: full numbers, mean and deviation in separate columns."""
-        head = ["runs" if self.folded else "run", *self.keys]
-        numbers = tuple(dict.fromkeys((*self.metrics, "time_s")))
-        for name in numbers:
-            head += [name, f"{name} std"] if self.folded else [name]
+        numbers, wide = dict.fromkeys((*self.metrics, "time_s")), 1 + self.folded
+        columns = [column for name in numbers for column in (name, f"{name} std")[:wide]]
         lines = []
         for row in self.rows:
             line: list[Any] = [len(row.runs) if self.folded else str(row.runs[0].path)]
@@ -107,33 +101,23 @@ class Table:
             line += [json.dumps(cell, default=str) if isinstance(cell, list | dict) else cell for cell in cells]
             for name in numbers:
                 value = row.values.get(name)
-                both = [value.mean, value.std] if isinstance(value, Spread) else [value, None]
-                line += both if self.folded else both[:1]
+                line += ((value.mean, value.std) if isinstance(value, Spread) else (value, None))[:wide]
             lines.append([*line, row.status])
-        return [*head, "status"], lines
+        return ["runs" if self.folded else "run", *self.keys, *columns, "status"], lines
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.head)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in self.cells()
-        )
+        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in self.cells()]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def make_tables(
-    runs: Sequence[Run],
-    columns: str | Iterable[str] = (),
-    sort: str | None = None,
-    each: bool = False,
+    runs: Sequence[Run], columns: str | Iterable[str] = (), sort: str | None = None, each: bool = False
 ) -> tuple[Table, ...]:
     """The table of all runs, and one of each task in the order of `by_task`.
 
-    Args:
-        runs: the runs.
-        columns: keys and metrics to show, in a list or separated by commas; empty for the keys that differ and the
-            monitored metric.
-        sort: what to sort by, with `-` in front for the largest first; None for the monitored metric, the best first.
-        each: whether repetitions have a line each.
+    `columns` and `sort` are those of `runner.report`; with `each`, repetitions have a line each.
     """
     listed = [name.strip() for name in columns.strip("[]").split(",")] if isinstance(columns, str) else columns
     names, given = names_of(runs), tuple(dict.fromkeys(name for name in listed if name))
@@ -177,8 +161,15 @@ def _table(runs: Sequence[Run], given: Sequence[str], sort: str | None, each: bo
     wanted = {*keys, *metrics, "time_s", *([by] if by else [])}
     repeated = [[run] for run in runs] if each else repetitions(runs, settings).values()
     rows = [_row(together, wanted, known) for together in repeated]
+
     # Two stable sorts: by value, and then what has no result to the end, whichever direction is asked for.
-    rows.sort(key=lambda row: _order(row.values.get(by)), reverse=sort.startswith("-") if sort else mode == "max")
+    def order(row: Row) -> tuple[bool, float, str]:
+        """Numbers in front of texts, from the smallest to the largest."""
+        value = row.values.get(by)
+        value = value.mean if isinstance(value, Spread) else value
+        return (False, value, "") if is_number(value) else (True, 0.0, str(value))
+
+    rows.sort(key=order, reverse=sort.startswith("-") if sort else mode == "max")
     rows.sort(key=lambda row: (row.values.get(by) is None, by == metric and row.is_lost()))
     return Table(keys, metrics, tuple(rows), not each and any(len(row.runs) > 1 for row in rows), by or None)
 
@@ -215,10 +206,8 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
         if key in shown or within(key, _NEVER) or not (name in given or changes_result(name)):
             continue
         # Of a run without a config, nothing is known but its overrides.
-        values = [
-            _text(run.value(key)) if run.config or key in own or key in run.choices else None
-            for run, own in zip(runs, words, strict=True)
-        ]
+        known = [bool(run.config) or key in own or key in run.choices for run, own in zip(runs, words, strict=True)]
+        values = [_text(run.value(key)) if is_known else None for run, is_known in zip(runs, known, strict=True)]
         if len({*values} - {None}) < 2 or (name not in given and any(_follows(values, preset) for preset in presets)):
             continue
         shown[key] = values
@@ -259,12 +248,6 @@ def _row(runs: list[Run], wanted: Iterable[str], metrics: set[str]) -> Row:
             different = list({_text(value): value for value in (run.value(name) for run in runs)}.values())
             values[name] = different[0] if len(different) == 1 else different
     return Row(tuple(runs), values)
-
-
-def _order(value: Any) -> tuple[bool, float, str]:
-    """Numbers in front of texts, from the smallest to the largest."""
-    value = value.mean if isinstance(value, Spread) else value
-    return (False, value, "") if is_number(value) else (True, 0.0, str(value))
 
 
 def text_of(value: Any) -> str:

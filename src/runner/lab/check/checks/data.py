@@ -1,4 +1,4 @@
-"""Checks of the images: readable, of one shape, and with the range and statistics that a model expects."""
+"""Checks of the samples: images that are readable, of one shape and of the usual range, and masks and boxes that fit them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from runner.config.targets import preferred_data
 from runner.lab.check.context import CheckContext
 from runner.lab.check.limits import LIMITS
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
-from runner.lab.check.sample import digests_of
+from runner.lab.check.sample import Annotated, digests_of
+from runner.run.model import num_classes_of
 
 _AUGMENTED = 128  # images that are augmented
 _CHANNELS = 5  # whose orders are tried
@@ -52,11 +53,8 @@ def image_shapes(context: CheckContext) -> Result:
 @check("data", any_task=True)
 def finite_images(context: CheckContext) -> Result:
     """Images with NaN or infinite values."""
-    bad = [
-        f"sample {index} of {name}"
-        for name, stats in context.stats.items()
-        for index in stats.indices[~stats.finite].tolist()
-    ]
+    found = {name: stats.indices[~stats.finite].tolist() for name, stats in context.stats.items()}
+    bad = [f"sample {index} of {name}" for name, indices in found.items() for index in indices]
     fix = "repair the data set: one such image makes the gradient of its whole batch NaN"
     return none_of(bad, "images contain NaN or infinity", fix, "no NaN and no infinity")
 
@@ -201,21 +199,15 @@ def evaluation_transform(context: CheckContext) -> Result:
     checked = 0
     for name, stats in context.stats.items():
         indices = stats.indices[:: max(1, len(stats.indices) // 8)][:8].tolist()
-        if not indices:
-            continue
         # One by one, as samples of different batches may not fit together
-        first, *others = (
-            [digest for index in indices for digest in digests_of(context.read(name, [index], epoch))]
-            for epoch in (0, 0, 1)
-        )
-        for again in others:
-            if differ := sum(a != b for a, b in zip(first, again, strict=True)):
-                evidence = f"{differ} of {len(indices)} samples of {name} differ when they are read again"
-                if not context.config.transform.sample_eval and not context.config.transform.eval:
-                    fix = "nothing if it should: each evaluation draws the same samples"
-                    return warned(f"{evidence}: the data set itself draws them", fix)
-                fix = "move random transforms from transform.eval to train, sample_eval to sample_train"
-                return failed(evidence, fix)
+        reads = [[digests_of(context.read(name, [index], epoch)) for index in indices] for epoch in (0, 0, 1)]
+        differ = [sum(a != b for a, b in zip(reads[0], again, strict=True)) for again in reads[1:]]
+        if any(differ):
+            evidence = f"{differ[0] or differ[1]} of {len(indices)} samples of {name} differ when they are read again"
+            if not context.config.transform.sample_eval and not context.config.transform.eval:
+                fix = "nothing if it should: each evaluation draws the same samples"
+                return warned(f"{evidence}: the data set itself draws them", fix)
+            return failed(evidence, "move random transforms from transform.eval to train, sample_eval to sample_train")
         checked += len(indices)
     return passed(f"{checked} samples of {len(context.stats)} splits are the same each time they are read")
 
@@ -251,15 +243,75 @@ def augmentation(context: CheckContext) -> Result:
     return graded(evidence, fix, warn=factor > LIMITS.scaled_warn or away > LIMITS.moved_warn)
 
 
-def _moments_without_padding(context: CheckContext, plain: Tensor, augmented: Tensor) -> tuple[Tensor, Tensor]:
+def _moments_without_padding(context: CheckContext, *batches: Tensor) -> list[Tensor]:
     """Mean and standard deviation of each channel of images (N, C, H, W) as the model takes them: (2, C) each.
 
     Black pixels do not count: shifts and rotations fill with them, whatever the background of the images is.
     """
-    mean, std = (plain.new_tensor(each).view(1, -1, 1, 1) for each in (context.splits.mean, context.splits.std))
-    shown = [((each + mean / std).abs() > 1e-4).any(1) for each in (plain, augmented)]
-    if int(shown[1].sum()) * len(plain) < 0.5 * int(shown[0].sum()) * len(augmented):  # almost everything is gone
+    mean, std = (batches[0].new_tensor(each).view(1, -1, 1, 1) for each in (context.splits.mean, context.splits.std))
+    shown = [((each + mean / std).abs() > 1e-4).any(1) for each in batches]
+    left, all_shown = (int(part.sum()) / len(part) for part in reversed(shown))
+    if left < 0.5 * all_shown:  # almost everything is gone
         shown = [torch.ones_like(each) for each in shown]
-    pixels = [each.movedim(1, -1)[part] for each, part in zip((plain, augmented), shown, strict=True)]
-    ours, theirs = (torch.stack([each.mean(0), each.std(0)]) for each in pixels)
-    return ours, theirs
+    pixels = [each.movedim(1, -1)[part] for each, part in zip(batches, shown, strict=True)]
+    return [torch.stack([each.mean(0), each.std(0)]) for each in pixels]
+
+
+def _annotated(context: CheckContext) -> list[tuple[str, Annotated]]:
+    """The samples with masks or boxes that were read, each with its split."""
+    found = [(name, about) for name, stats in context.stats.items() for about in stats.annotated]
+    need(found, "no sample has an image with masks or boxes of torchvision.tv_tensors")
+    return found
+
+
+@check("samples", any_task=True)
+def class_ids(context: CheckContext) -> Result:
+    """Class numbers that belong to no class: counted from 1 in masks, from 0 for boxes, whose background is 0, or colors."""
+    some, task = _annotated(context), context.training.task
+    count, ignored = num_classes_of(task), getattr(task, "ignore_index", None)
+    labels = [about.labels for _, about in some if about.labels is not None]
+    if any(len(each) for each in labels):
+        low, high = int(torch.cat(labels).min()), int(torch.cat(labels).max())
+        evidence = f"the labels of boxes are from {low} to {high}; task.num_classes={count}"
+        fix = "number the classes of boxes from 1: 0 is the background" if low < 1 else "another task.num_classes"
+        return graded(evidence, fix, fail=low < 1 or (count is not None and high > count))
+    masks = [about.values for _, about in some if about.values]
+    values = sorted(set[int]().union(*masks) - {ignored})
+    what = "there are no masks of classes, all pixels are ignored, or the task has no num_classes"
+    need(count is not None and values, what)
+    assert count is not None
+    evidence = f"values {join_names(values, 12)} in {len(masks):,} masks; "
+    evidence += f"task.num_classes={count} and ignore_index={ignored}"
+    if values[0] >= 1 and values[-1] == count:
+        return failed(evidence, "subtract 1: classes of pixels are counted from 0")
+    wrong = [value for value in values if not 0 <= value < count]
+    fix = "classes as numbers from 0 on, not as colors or 0 and 255; task.ignore_index for pixels without a class"
+    return graded(f"{evidence}: {join_names(wrong) or 'none'} belong to no class", fix, fail=bool(wrong))
+
+
+@check("samples", any_task=True)
+def mask_size(context: CheckContext) -> Result:
+    """Masks of another size than their image."""
+    masked = [(name, about) for name, about in _annotated(context) if about.masks]
+    need(masked, "there are no masks")
+    found = [f"sample {about.index} of {name}" for name, about in masked if about.masks != {about.size}]
+    fix = "a transform of the whole sample, which resizes image and mask together"
+    return none_of(found, "masks have another size than their image", fix, f"those of {len(masked):,} images fit")
+
+
+@check("samples", any_task=True)
+def box_format(context: CheckContext) -> Result:
+    """Boxes in another format than they say: with a negative size, beyond the image, or in shares of its size."""
+    some = [(about.boxes, about.size) for _, about in _annotated(context) if about.boxes is not None]
+    need(any(len(each) for each, _ in some), "there are no boxes")
+    boxes = torch.cat([each for each, _ in some])
+    size = torch.cat([torch.tensor(size[::-1]).expand(len(each), 2) for each, size in some])
+    low, high = boxes[:, :2], boxes[:, 2:]
+    degenerate, beyond = (high <= low).any(1), ((low < -1) | (high > size + 1)).any(1)
+    share, outside = float(degenerate.double().mean()), float(beyond.double().mean())
+    evidence = f"{share:.1%} of {len(boxes):,} boxes have no positive size, {outside:.1%} reach beyond their image"
+    fix = "tv_tensors.BoundingBoxes with the right format, such as XYWH for COCO, and the size of its own image"
+    if bool((boxes.abs() <= 1).all()) and float(size.min()) > 2:
+        return failed(f"all {len(boxes):,} boxes are from 0 to 1", f"pixels instead of shares of the image; {fix}")
+    warn = share > 0 or outside > LIMITS.bad_boxes_warn
+    return graded(evidence, fix, fail=max(share, outside) > LIMITS.bad_boxes_fail, warn=warn)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext
 from runner.lab.check.limits import LIMITS
-from runner.lab.check.near_duplicates import nearest_matches
 from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
-from runner.lab.check.sample import SplitStats
+from runner.lab.check.sample import SplitStats, unit_vectors
+
+_OTHERS = 3  # rank of that other picture, so that two copies of one picture do not hide each other
+_SIDE = 9  # pixels of the smallest thumbnails that have detail
 
 
 @check("labels")
@@ -19,14 +22,14 @@ def target_range(context: CheckContext) -> Result:
     """Class numbers that are out of range, or targets that are not finite."""
     if not context.classes or _label_shares(context):
         bad = sum(int((~stats.targets.float().isfinite()).sum()) for stats in context.stats.values())
-        return failed(f"{bad:,} targets are not finite", "remove these samples") if bad else passed("all are finite")
+        evidence = f"{bad:,} targets are not finite" if bad else "all are finite"
+        return graded(evidence, "remove these samples", fail=bad > 0)
     need(context.labels, "the targets are not class numbers")
     top = context.classes - 1
     for name, targets in context.labels.items():
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high > top:
-            wrong = int(((targets < 0) | (targets > top)).sum())
-            evidence = f"{wrong:,} targets of {name} are outside 0 to {top}: from {low} to {high}"
+        if wrong := int(((targets < 0) | (targets > top)).sum()):
+            evidence = f"{wrong:,} targets of {name} are outside 0 to {top}: "
+            evidence += f"from {int(targets.min())} to {int(targets.max())}"
             return failed(evidence, "number the classes from 0: subtract 1 if they are counted from 1")
     return passed(f"0 to {top} in {', '.join(context.labels)}")
 
@@ -54,7 +57,7 @@ def missing_classes(context: CheckContext) -> Result:
     if shares := _label_shares(context):
         never = (shares["train"] == 0).nonzero().flatten().tolist()
         otherwise = f"training samples have each of {context.classes} labels"
-        return none_of(never, "labels have no training sample", "remove them, or add samples", otherwise, "warn")
+        return none_of(never, "labels have no training sample", "remove them, or add samples", otherwise, warn=True)
     counts = _class_counts(context)
     ours = counts["train"]
     if empty := (ours == 0).nonzero().flatten().tolist():
@@ -98,13 +101,12 @@ def class_balance(context: CheckContext) -> Result:
             return failed(evidence, "use other data: there is nothing to distinguish")
         for name, theirs in counts.items():
             apart = float((theirs / theirs.sum() - ours / ours.sum()).abs().sum()) / 2
-            # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
             samples = len(context.labels[name])
+            # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
             if samples > 50 and apart > LIMITS.shares_apart + (context.classes / samples) ** 0.5:
-                evidence = (
-                    f"the class shares of {name} differ from train: {apart:.0%} of the samples would have to move"
-                )
-                return warned(evidence, "data.split.stratified=true, or splits from the same source")
+                moved = f"{apart:.0%} of the samples would have to move"
+                fix = "data.split.stratified=true, or splits from the same source"
+                return warned(f"the class shares of {name} differ from train: {moved}", fix)
         evidence = f"{least:,.0f} to {most:,.0f} training samples per class, the largest has {largest:.1%}"
         fix = "loss.class_weights=balanced, and other metrics than accuracy"
         warn = largest > LIMITS.frequent or most > LIMITS.imbalance * least
@@ -137,7 +139,7 @@ def leakage(context: CheckContext) -> Result:
     """Held-out images that are also in the training split, bit for bit."""
     need(context.held_out_stats, "there is no other split")
     ours = {digest: int(context.train_stats.indices[place]) for place, digest in _digests(context.train_stats)}
-    evidence, worst, most = [], "", (False, False)
+    evidence, grades = [], []
     for stats in context.held_out_stats:
         shared = [place for place, digest in enumerate(stats.digests) if digest in ours]
         evidence.append(f"{len(shared):,} of {len(stats.digests):,} of {stats.name}")
@@ -145,10 +147,11 @@ def leakage(context: CheckContext) -> Result:
             evidence[-1] += f" (sample {int(stats.indices[shared[0]])} is {ours[stats.digests[shared[0]]]} of train)"
         # Simple drawings, such as icons and digits, are alike now and then: a few of them are not leakage.
         share = len(shared) / max(1, len(stats.digests))
-        grade = len(shared) > 2 and share > LIMITS.leaked_fail, len(shared) > 1 and share > LIMITS.leaked_warn
-        most, worst = max((most, worst), (grade, stats.name))
+        fail, warn = len(shared) > 2 and share > LIMITS.leaked_fail, len(shared) > 1 and share > LIMITS.leaked_warn
+        grades.append((fail, warn, stats.name))
+    fail, warn, worst = max(grades)
     fix = f"remove them from train or from {worst}: a score on them says nothing about unseen images"
-    return graded(f"{', '.join(evidence)} are also in train", fix, fail=most[0], warn=most[1])
+    return graded(f"{', '.join(evidence)} are also in train", fix, fail=fail, warn=warn)
 
 
 @check("labels")
@@ -177,6 +180,41 @@ def near_duplicates(context: CheckContext) -> Result:
     return graded(evidence, "keep pictures of the same object in one split", warn=bool(found))
 
 
+def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find grey thumbnails (Q, 1, h, w) among others (N, 1, h, w).
+
+    Returns for each the correlation with the most similar picture, the place of that among the others, and whether both are
+    the same picture, (Q,) each.
+
+    Unrelated photographs can have a correlation of 0.9, and images of one pattern with noise 0.99, so a correlation alone
+    does not decide. The same picture occurs once: other pictures are much less similar to it.
+    """
+    correlation, place = _correlations(unit_vectors, queries, known).max(1)
+    same = correlation > LIMITS.same_thumbnail
+    if min(known.shape[2:]) >= _SIDE and len(known) >= _OTHERS:
+        best, order = _correlations(_detail, queries, known).topk(_OTHERS, 1)
+        found = (best[:, 0] > LIMITS.same_detail) & (1 - best[:, 0] < LIMITS.nearer * (1 - best[:, -1])) & ~same
+        correlation, place = torch.where(found, best[:, 0], correlation), torch.where(found, order[:, 0], place)
+        same |= found
+    return correlation, place, same
+
+
+def _correlations(vectors: Callable[[Tensor], Tensor], queries: Tensor, known: Tensor) -> Tensor:
+    """The correlation of each query, turned and mirrored as it fits best, with each of the others: (Q, N)."""
+    turns = range(4) if queries.shape[2] == queries.shape[3] else (0, 2)
+    copies = [copy for turn in turns for copy in (queries.rot90(turn, (2, 3)), queries.rot90(turn, (2, 3)).flip(-1))]
+    others = vectors(known).T
+    return torch.stack([vectors(copy) @ others for copy in copies]).amax(0)
+
+
+def _detail(images: Tensor) -> Tensor:
+    """Unit vectors without smooth gradients, which any two photographs have in common: polynomials of degree 2."""
+    down, right = torch.meshgrid(*(torch.linspace(-1, 1, side) for side in images.shape[2:]), indexing="ij")
+    terms = [torch.ones_like(down), down, right, down * right, down.square(), right.square()]
+    basis, flat = torch.linalg.qr(torch.stack(terms).flatten(1).T).Q, images.flatten(1)
+    return unit_vectors(flat - flat @ basis @ basis.T)
+
+
 @check("labels")
 def target_scale(context: CheckContext) -> Result:
     """Regression targets that are all equal, whose scale is far from 1, or that another split has in another unit."""
@@ -201,8 +239,6 @@ def target_scale(context: CheckContext) -> Result:
         if min(len(values), len(theirs)) >= LIMITS.fewest and bool(theirs.isfinite().all()):
             gap = float(ks_2samp(values.flatten().numpy(), theirs.flatten().numpy(), method="asymp").statistic)
             if gap > LIMITS.shifted + 1.6 * (1 / len(values) + 1 / len(theirs)) ** 0.5:
-                evidence += (
-                    f"; mean {float(theirs.mean()):.4g}, standard deviation {float(theirs.std()):.4g} in {stats.name}"
-                )
-                return warned(evidence, "scale the targets of every split with the statistics of train")
+                other = f"mean {float(theirs.mean()):.4g}, standard deviation {float(theirs.std()):.4g} in {stats.name}"
+                return warned(f"{evidence}; {other}", "scale the targets of every split with the statistics of train")
     return passed(evidence)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from runner.lab.check.context import CheckContext
+from runner.lab.check.context import CheckContext, shared
 from runner.lab.check.limits import LIMITS
 from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed, warned
 from runner.lab.check.sample import is_classes
@@ -27,6 +27,7 @@ def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=LIMITS.close, abs_tol=1e-5)
 
 
+@shared
 def takes_logits(context: CheckContext) -> bool:
     """True if the loss takes outputs of any size, not only probabilities."""
     targets = context.targets(context.batch)
@@ -45,7 +46,7 @@ def _free_outputs(context: CheckContext, targets: Tensor) -> tuple[Tensor, Calla
     values = targets.float()
     numbers = not context.classes and targets.is_floating_point()
     scale, shift = (values.std().clamp_min(1e-6), values.mean()) if numbers else (1.0, 0.0)
-    logits = context.cached(takes_logits)
+    logits = takes_logits(context)
 
     def scored() -> tuple[Tensor, Tensor]:
         outputs = free * scale + shift if logits else free.sigmoid()
@@ -84,11 +85,10 @@ def initial_loss(context: CheckContext) -> Result:
     with torch.no_grad():
         outputs = context.model(context.batch.images)
     value = _loss(context, outputs, targets)
-    if context.classes or not targets.is_floating_point():
-        guess, what = _loss(context, torch.zeros_like(outputs), targets), "equal outputs give"
-    else:
-        mean = targets.float().mean(0, keepdim=True).expand_as(outputs)
-        guess, what = _loss(context, mean, targets), "the mean of the targets gives"
+    guessed, what = torch.zeros_like(outputs), "equal outputs give"
+    if not context.classes and targets.is_floating_point():
+        guessed, what = targets.float().mean(0, keepdim=True).expand_as(outputs), "the mean of the targets gives"
+    guess = _loss(context, guessed, targets)
     evidence = f"{value:.4g}, where {what} {guess:.4g}"
     if context.classes and _close(guess, math.log(context.classes)):
         evidence += f" = ln {context.classes}"
@@ -105,7 +105,7 @@ def initial_loss(context: CheckContext) -> Result:
     if low and counts is not None and outputs.ndim == 2 and len(counts) == outputs.shape[1]:
         # Outputs that know only the class frequencies, as `init=prior_bias` makes them.
         shares = (counts.clamp_min(1) / counts.clamp_min(1).sum()).to(outputs)
-        known = shares.log() if context.cached(takes_logits) else shares
+        known = shares.log() if takes_logits(context) else shares
         prior = _loss(context, known.expand_as(outputs), targets)
         evidence += f", and the class shares {prior:.4g}"
         low = value < min(guess, prior) / LIMITS.high_warn
@@ -113,6 +113,7 @@ def initial_loss(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=value > LIMITS.high_fail * guess + 1, warn=high or low)
 
 
+@shared
 def _probe(context: CheckContext) -> tuple[Tensor, Tensor, Tensor]:
     """Random outputs (N, outputs), different targets (N, ...), and the loss of each output with each target (N, N)."""
     targets = context.targets(context.batch)
@@ -130,7 +131,7 @@ def _probe(context: CheckContext) -> tuple[Tensor, Tensor, Tensor]:
 @check("loss")
 def loss_of_samples(context: CheckContext) -> Result:
     """A loss that is not the mean over the samples: a sum, or one that depends on which samples are together."""
-    outputs, targets, pairs = context.cached(_probe)
+    outputs, targets, pairs = _probe(context)
     together, alone = _loss(context, outputs, targets), float(pairs.diagonal().mean())
     evidence = f"{together:.4g} for {len(pairs)} samples together, {alone:.4g} on average for each alone"
     if _close(together, alone):
@@ -144,7 +145,7 @@ def loss_of_samples(context: CheckContext) -> Result:
 @check("loss")
 def loss_broadcast(context: CheckContext) -> Result:
     """Shapes that broadcast, (B,) against (B, 1): every output is compared with every target."""
-    outputs, targets, pairs = context.cached(_probe)
+    outputs, targets, pairs = _probe(context)
     together, own, every = _loss(context, outputs, targets), float(pairs.diagonal().mean()), float(pairs.mean())
     need(not _close(own, every), "all targets are alike")
     evidence = f"{together:.4g}; each output with its own target gives {own:.4g}, all with all {every:.4g}"
@@ -174,9 +175,8 @@ def loss_minimum(context: CheckContext) -> Result:
     reached, values = reached.detach().float(), targets.float()
     if is_classes(targets):
         right = float((reached.argmax(1) == targets).float().mean())
-        return graded(
-            f"{evidence}are right for {right:.0%} of {len(targets)} samples", fix, fail=not right >= LIMITS.right
-        )
+        evidence += f"are right for {right:.0%} of {len(targets)} samples"
+        return graded(evidence, fix, fail=not right >= LIMITS.right)
     need(reached.shape == values.shape, "outputs and targets have different shapes")
     related = float(torch.corrcoef(torch.stack([reached.flatten(), values.flatten()]))[0, 1].nan_to_num())
     evidence += f"have a correlation of {related:.2f} with the targets"

@@ -44,7 +44,7 @@ def logits(context: CheckContext) -> Result:
     right = F.one_hot(targets, outputs.shape[1]).to(outputs)
     what = "rows that sum to 1: a softmax" if probabilities else f"values from {low:.3g} to {high:.3g}: a sigmoid"
     loss = context.training.loss
-    need(context.cached(takes_logits), f"{what}, and the loss takes nothing else")
+    need(takes_logits(context), f"{what}, and the loss takes nothing else")
     with torch.no_grad():
         best, certain = float(loss(right, targets)), float(loss((2 * right - 1) * _CERTAIN, targets))
     if best <= certain + 0.05:
@@ -56,15 +56,13 @@ def logits(context: CheckContext) -> Result:
 @check("outputs")
 def sample_mixing(context: CheckContext) -> Result:
     """Outputs of a sample that depend on other samples of its batch, for example after view instead of permute."""
-    images = context.batch.images[:8]
+    images, others, own = context.batch.images[:8], 0.0, 0.0
     before = _evaluated(context, images)
-    others, own = 0.0, 0.0
     for place in (0, len(images) // 2):
         changed = images.clone()
         changed[place] = images[place].flip(-1) * -1.5 + 0.5
         apart = (_evaluated(context, changed) - before).abs().flatten(1).amax(1)
-        own = max(own, float(apart[place]))
-        apart[place] = 0
+        own, apart[place] = max(own, float(apart[place])), 0
         others = max(others, float(apart.max()))
     need(max(own, others) > 1e-9, "the outputs do not depend on the images before training")
     evidence = f"changing one image changes the outputs of others by {others:.3g}, its own by {own:.3g}"
@@ -103,7 +101,7 @@ def repeatable_evaluation(context: CheckContext) -> Result:
 
 def _last_weight(context: CheckContext) -> Tensor:
     """The weight of the last layer, once BatchNorm has the statistics of the batch."""
-    name = context.cached(measure_signals).last_layer
+    name = measure_signals(context).last_layer
     need(name, "the last layer cannot be found")
     context.disable_dropout()
     with torch.no_grad():
@@ -123,9 +121,8 @@ def zero_input(context: CheckContext) -> Result:
         weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
         with_images, without = (context.model(each).float() for each in (images, torch.zeros_like(images)))
     apart, size = float((with_images - without).abs().max()), max(float(with_images.abs().max()), 1e-12)
-    evidence = (
-        f"with random weights in the last layer, outputs of images and of zeros differ by {apart:.3g}, of {size:.3g}"
-    )
+    evidence = "with random weights in the last layer, outputs of images and of zeros "
+    evidence += f"differ by {apart:.3g}, of {size:.3g}"
     fix = "check what reaches the model: empty images, dead units, unused inputs"
     return graded(evidence, fix, fail=not apart > LIMITS.used * size)
 
@@ -161,8 +158,7 @@ def output_scale(context: CheckContext) -> Result:
 
 def _output_bounds(context: CheckContext) -> tuple[float, float]:
     """Lowest and highest output for any weights of the last layer, infinite without a bound."""
-    weight, unknown = _last_weight(context), "the last layer cannot be found, or does not change the outputs"
-    reached: list[tuple[float, float]] = []
+    weight, reached = _last_weight(context), list[tuple[float, float]]()
     for size in _PUSHED:
         generator, outputs = torch.Generator().manual_seed(0), []
         for _ in range(2):
@@ -171,10 +167,11 @@ def _output_bounds(context: CheckContext) -> tuple[float, float]:
             outputs.append(_evaluated(context, context.batch.images[:_SAMPLES]))
         reached.append((float(torch.stack(outputs).min()), float(torch.stack(outputs).max())))
     _, (low, high), (lowest, highest) = reached
-    need(all(map(math.isfinite, (low, high, lowest, highest))) and lowest != highest, unknown)
-    bounded_below, bounded_above = lowest > low - 0.5 * abs(low) - 1e-3, highest < high + 0.5 * abs(high) + 1e-3
+    known = all(map(math.isfinite, (low, high, lowest, highest))) and lowest != highest
+    need(known, "the last layer cannot be found, or does not change the outputs")
     bottom, top = min(each for each, _ in reached), max(each for _, each in reached)
-    return bottom if bounded_below else -math.inf, top if bounded_above else math.inf
+    bottom = bottom if lowest > low - 0.5 * abs(low) - 1e-3 else -math.inf
+    return bottom, top if highest < high + 0.5 * abs(high) + 1e-3 else math.inf
 
 
 def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float) -> float:
@@ -182,9 +179,9 @@ def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float
     right = F.one_hot(targets, context.training.task.outputs(context.splits.classes)).float()
     low, high, loss = max(low, -_CERTAIN), min(high, _CERTAIN), context.training.loss
     inward = [share * (high - low) for share in (0.0, 0.25, 0.4, 0.5)]
-    tops, bottoms = [high - each for each in inward], [low + each for each in inward]
+    pairs = [(high - above, low + below) for above in inward for below in inward]
     with torch.no_grad():
-        return min(float(loss(right * top + (1 - right) * bottom, targets)) for top in tops for bottom in bottoms)
+        return min(float(loss(right * top + (1 - right) * bottom, targets)) for top, bottom in pairs)
 
 
 @check("outputs")
@@ -198,7 +195,7 @@ def reachable_targets(context: CheckContext) -> Result:
     targets = context.targets(context.batch)
     if is_classes(targets):
         certain = (-_CERTAIN, _CERTAIN)
-        need(context.cached(takes_logits), f"{evidence}, and the loss takes nothing else")
+        need(takes_logits(context), f"{evidence}, and the loss takes nothing else")
         guess, best, floor = (_lowest_loss(context, targets, *pair) for pair in ((0.0, 0.0), bounds, certain))
         evidence += f"; with every answer right the loss is {best:.3g}, unbounded {floor:.3g}, of a guess {guess:.3g}"
         fail = best > floor + 0.15 * max(0.0, guess - floor)

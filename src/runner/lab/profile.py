@@ -1,8 +1,9 @@
-"""Steps of the real loop in four phases: warm-up, timing, tracing, memory."""
+"""Profile training steps of the real loop: where the time and the memory go."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import statistics
 import time
@@ -13,7 +14,11 @@ from typing import Any
 
 import torch
 
-from runner.base.errors import UserError
+from runner.base.errors import DiskFull, UserError
+from runner.base.files import write_atomically, write_json
+from runner.base.secrets import mask_words
+from runner.config import stored
+from runner.config.app import Composition
 from runner.config.schema.verbs import Profile
 from runner.data.workers import loader_in_ranges
 from runner.engine.callbacks import LINES, Log
@@ -22,10 +27,16 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT, step_in_ranges
+from runner.run.describe import describe
+from runner.run.from_checkpoint import config_and_checkpoint, output_folder
 from runner.run.metrics import build_callbacks
 from runner.run.run import Run
+from runner.runtime.core_wait import core_wait, waited_for_core
 from runner.runtime.memory import Peak, memory_history, peak_memory, reset_peak_memory
-from runner.tracking.formats import amount
+from runner.tracking.environment import environment
+from runner.tracking.formats import amount, compact, percent
+from runner.tracking.verb_report import Report, mib
+from runner.train import build_run, busy
 
 DATA, HOST, DEVICE = "data", "host", "device"
 _PART = {WAIT: DATA, PREPARE: DATA, FORWARD: DEVICE, BACKWARD: DEVICE, OPTIMIZER: DEVICE}
@@ -201,3 +212,84 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
     except Diverged as error:
         raise UserError(f"{error}; a run that does not train cannot be profiled: lower optimizer.lr") from error
     return found
+
+
+def run(composition: Composition) -> float:
+    """Profile training steps; returns samples a second, for sweepers."""
+    config, found = config_and_checkpoint(composition, Profile)
+    report = Report(config.json)
+    steps = config.warmup_steps + config.steps + config.trace_steps + 1
+    # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
+    shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
+    # Without a checkpoint, the profile begins as a new run would
+    training = build_run(shortened, make_cache=found is None, fresh=found is None)
+    built = training.config  # with what comes from the data
+    config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
+    with contextlib.closing(training.data):
+        given = composition.job_dir or composition.run_dir
+        folder = output_folder(config.output, given, config.output_root, "profiles")
+        report.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
+        report.warnings(found.warnings if found else [], training.warnings)
+        since = time.perf_counter(), waited_for_core()
+        measured = measure(config, training, folder, report.line)
+        waited = core_wait(since)
+    device, ms = training.device, [1000 * step.total() for step in measured.steps]
+    step = {"mean": statistics.fmean(ms), "median": statistics.median(ms), "min": min(ms), "max": max(ms)}
+    record: dict[str, Any] = {
+        "overrides": mask_words(composition.overrides),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "precision": training.precision.name,
+        "batch_size": config.data.batch_size,
+        "accumulate": config.accumulate,
+        "steps": measured.counts,
+        "cut_short": measured.cut,
+        "unusual_steps_ms": [taken * 1000 for taken in measured.unusual],
+        "step_ms": step,
+        "samples_per_s": measured.samples / sum(each.total() for each in measured.steps),
+        "shares": measured.shares(),
+        "peak_bytes": measured.peak.bytes,
+        "peak_is": measured.peak.what,
+        "files": _write(folder, measured, stored.dump(config), device),
+        "environment": environment(),
+    }
+    # It comes last, so that where it is, the others are.
+    write_json(folder / "profile.json", record, named=True)
+    if report.json(record, folder=str(folder)):
+        return float(record["samples_per_s"])
+    late = "because budget_s is used up"
+    report.lines(*(f"{phase} ended after {measured.counts[phase]} steps, {late}" for phase in measured.cut))
+    # Unusual steps would shift the mean, so they are reported and not counted
+    if unusual := record["unusual_steps_ms"]:
+        why = "compiling or tuning for a batch of another size, or another program on this machine"
+        longest = f"which took up to {max(unusual):,.0f} ms"
+        report.line(f"skipped: {len(unusual)} of {measured.counts['timing']} steps, {longest} ({why})")
+    report.lines(
+        f"written: {', '.join(record['files'])}",
+        f"peak memory: {mib(measured.peak.bytes)} MiB, {measured.peak.what}",
+        f"step: mean {step['mean']:.3f} ms, median {step['median']:.3f} ms, {compact(record['samples_per_s'])} samples/s",
+        *busy(waited),
+        *(f"{part}: {percent(share)} of a step" for part, share in record["shares"].items()),
+    )
+    report.folder(folder)
+    return float(record["samples_per_s"])
+
+
+def _write(folder: Path, measured: Measurement, config: str, device: torch.device) -> list[str]:
+    """Write trace, table of operations and config; returns the names of the files."""
+    written = [measured.snapshot.name] if measured.snapshot is not None else []
+    if measured.profiler is not None:
+        trace = folder.resolve() / "trace.json"
+        try:
+            measured.profiler.export_chrome_trace(str(trace))
+        finally:  # torch says nothing when it cannot, and leaves a part of it under another name
+            trace.with_name(f"{trace.name}.tmp").unlink(missing_ok=True)
+        if not trace.is_file():
+            why = "is the disk full? Free some space, or set output=FOLDER"
+            raise DiskFull(f"torch could not write {folder / 'trace.json'}: {why}")
+        order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        table = measured.profiler.key_averages().table(sort_by=order, row_limit=100, max_name_column_width=72)
+        write_atomically(folder / "ops.txt", table.encode(), named=True)
+        written += ["trace.json", "ops.txt"]
+    write_atomically(folder / "config.yaml", config.encode(), named=True)
+    return [*written, "config.yaml"]

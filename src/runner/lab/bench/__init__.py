@@ -1,1 +1,0 @@
-"""Compare the toggles for speed and memory on this machine."""

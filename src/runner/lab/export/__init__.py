@@ -1,1 +1,0 @@
-"""Write a checkpoint as safetensors, torch.export, ONNX or TorchScript, each compared with the model."""
