@@ -1,7 +1,8 @@
-"""An object store with shards."""
+"""An object store with shards, and a handler of signals."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,3 +40,12 @@ def store(server: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     server.faults.clear()
     server.seen.clear()
     return server
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals SIGTERM that a handler of the test received."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    yield received
+    signal.signal(signal.SIGTERM, before)

@@ -51,9 +51,3 @@ def test_classes_may_be_kept_in_any_order():
     for number, digit in enumerate((7, 2, 5)):
         assert torch.equal(some.images[some.targets == number], whole.images[whole.targets == digit])
     assert len(some) == sum(int((whole.targets == digit).sum()) for digit in (7, 2, 5))
-
-
-@pytest.mark.parametrize("classes", [[], [3], [1, 1], [3, 10], [-1, 2]])
-def test_classes_that_there_are_not_are_refused(classes):
-    with pytest.raises(ValueError, match="two or more different digits from 0 to 9"):
-        digits(classes)

@@ -173,12 +173,6 @@ def test_folders_that_cannot_be_a_data_set_are_reported(root, prepare, message):
         image_folder(str(prepare(root)))
 
 
-@pytest.mark.parametrize("wrong", [{"image_size": 0}, {"channels": 2}, {"crop_share": 0.0}, {"crop_share": 1.1}])
-def test_values_out_of_range_are_named(root, wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        image_folder(str(root), **wrong)
-
-
 def _colour(tmp_path: Path, image: Image.Image, suffix: str = ".png", channels: int = 3, **options) -> list[int]:
     path = tmp_path / f"image{suffix}"
     image.save(path, **options)
@@ -189,54 +183,52 @@ def _colour(tmp_path: Path, image: Image.Image, suffix: str = ".png", channels: 
     return tensor[:, 0, 0].tolist()
 
 
+def _palette(*values: int) -> Image.Image:
+    image = Image.new("P", (3, 2), 5)
+    image.putpalette(values)
+    return image
+
+
+STEPS = [value for index in range(256) for value in (index, 2 * index % 256, 9)]
+COLOURED = [
+    *(("RGB", (9, 90, 200), suffix, [9, 90, 200]) for suffix in (".png", ".bmp", ".webp")),
+    ("RGB", (100, 100, 100), ".png", [100]),
+    ("L", 77, ".png", [77, 77, 77]),
+    ("L", 77, ".png", [77]),
+    ("1", 1, ".png", [255, 255, 255]),
+    ("1", 0, ".png", [0]),
+    # As JPEG: Pillow before 13 writes TIFF files of YCbCr pixels that it cannot read itself.
+    ("YCbCr", (100, 128, 128), ".jpg", [100, 100, 100]),
+    ("RGBA", (9, 9, 9, 0), ".png", [255, 255, 255]),
+    ("RGBA", (9, 90, 200, 255), ".png", [9, 90, 200]),
+    ("RGBA", (0, 0, 0, 128), ".png", [127]),
+    ("LA", (9, 0), ".png", [255]),
+]
+DEEP = {0: 0, 257: 1, 32896: 128, 65535: 255, 385: 1, 386: 2}  # scaled to 8 bits and not cut off
+
+
 @pytest.mark.parametrize(
-    ("mode", "colour", "suffix", "expected"),
+    ("image", "suffix", "options", "expected"),
     [
-        ("RGB", (9, 90, 200), ".png", [9, 90, 200]),
-        ("RGB", (9, 90, 200), ".bmp", [9, 90, 200]),
-        ("RGB", (9, 90, 200), ".webp", [9, 90, 200]),
-        ("RGB", (100, 100, 100), ".png", [100]),
-        ("L", 77, ".png", [77, 77, 77]),
-        ("L", 77, ".png", [77]),
-        ("1", 1, ".png", [255, 255, 255]),
-        ("1", 0, ".png", [0]),
-        # As JPEG: Pillow before 13 writes TIFF files of YCbCr pixels that it cannot read itself.
-        ("YCbCr", (100, 128, 128), ".jpg", [100, 100, 100]),
-        ("RGBA", (9, 9, 9, 0), ".png", [255, 255, 255]),
-        ("RGBA", (9, 90, 200, 255), ".png", [9, 90, 200]),
-        ("RGBA", (0, 0, 0, 128), ".png", [127]),
-        ("LA", (9, 0), ".png", [255]),
+        *((Image.new(mode, (16, 16), colour), suffix, {}, found) for mode, colour, suffix, found in COLOURED),
+        (Image.new("RGB", (3, 2), (1, 2, 3)), ".png", {"transparency": (1, 2, 3)}, [255, 255, 255]),
+        (_palette(*STEPS), ".png", {}, [5, 10, 9]),
+        (_palette(*STEPS), ".gif", {}, [5, 10, 9]),
+        (_palette(*[7] * 768), ".png", {"transparency": 5}, [255, 255, 255]),
+        (_palette(*[7] * 768), ".png", {"transparency": bytes([255] * 5 + [0])}, [255, 255, 255]),
+        *(
+            (Image.fromarray(np.full((2, 3), value, dtype=np.uint16)), suffix, {}, [expected] * channels)
+            for value, expected in DEEP.items()
+            for suffix in (".png", ".tif")
+            for channels in (1, 3)
+        ),
     ],
 )
-def test_modes_become_rgb_or_grey_with_white_behind_what_is_transparent(tmp_path, mode, colour, suffix, expected):
-    options = {"lossless": True} if suffix == ".webp" else {}
-    assert _colour(tmp_path, Image.new(mode, (16, 16), colour), suffix, len(expected), **options) == expected
-
-
-def test_a_transparent_colour_of_an_image_without_a_palette_becomes_white(tmp_path):
-    assert _colour(tmp_path, Image.new("RGB", (3, 2), (1, 2, 3)), transparency=(1, 2, 3)) == [255, 255, 255]
-
-
-def test_a_palette_is_looked_up(tmp_path):
-    image = Image.new("P", (3, 2), 5)
-    image.putpalette([value for index in range(256) for value in (index, 2 * index % 256, 9)])
-    assert _colour(tmp_path, image) == [5, 10, 9]
-    assert _colour(tmp_path, image, ".gif") == [5, 10, 9]
-
-
-@pytest.mark.parametrize("transparency", [5, bytes([255] * 5 + [0])])
-def test_transparent_colours_of_a_palette_become_white(tmp_path, transparency):
-    image = Image.new("P", (3, 2), 5)
-    image.putpalette([7] * 768)
-    assert _colour(tmp_path, image, transparency=transparency) == [255, 255, 255]
-
-
-@pytest.mark.parametrize("suffix", [".png", ".tif"])
-@pytest.mark.parametrize(("value", "expected"), [(0, 0), (257, 1), (32896, 128), (65535, 255), (385, 1), (386, 2)])
-def test_sixteen_bit_grey_is_scaled_and_not_cut_off(tmp_path, suffix, value, expected):
-    image = Image.fromarray(np.full((2, 3), value, dtype=np.uint16))
-    assert _colour(tmp_path, image, suffix) == [expected] * 3
-    assert _colour(tmp_path, image, suffix, channels=1) == [expected]
+def test_every_mode_becomes_rgb_or_grey_with_white_behind_what_is_transparent(
+    tmp_path, image, suffix, options, expected
+):
+    options = options | ({"lossless": True} if suffix == ".webp" else {})
+    assert _colour(tmp_path, image, suffix, len(expected), **options) == expected
 
 
 def test_cmyk_jpeg_keeps_its_colour(tmp_path):
@@ -320,7 +312,7 @@ def _bad_files() -> dict[str, bytes]:
 def test_a_truncated_or_foreign_file_is_named(tmp_path, case):
     path = tmp_path / "broken.jpg"
     path.write_bytes(_bad_files()[case])
-    with pytest.raises(UserError, match=r"cannot read the image .*broken\.jpg: .*Replace it or delete it"):
+    with pytest.raises(UserError, match=r"cannot read the image .*broken\.jpg: [^.]"):
         read_image(path, 8)
     with pytest.raises(UserError, match=r"gone\.png: no such file"):
         read_image(tmp_path / "gone.png", 8)
@@ -400,30 +392,6 @@ def test_what_a_file_is_follows_from_its_content(tmp_path, suffix):
     assert read_image(renamed, None)[:, 0, 0].tolist() == [250, 9, 1]
 
 
-def test_pictures_of_every_kind_make_one_batch(tmp_path):
-    grey = np.full((9, 7), 500, np.uint16)
-    kinds = {
-        "colour.png": Image.new("RGB", (9, 7), "red"),
-        "grey.png": Image.new("L", (7, 9), 80),
-        "deep.png": Image.fromarray(grey),
-        "clear.png": Image.new("RGBA", (9, 9), (1, 2, 3, 0)),
-        "palette.gif": Image.new("P", (20, 7), 3),
-        "ink.jpg": Image.new("CMYK", (16, 16), (9, 9, 9, 9)),
-        "black.png": Image.new("1", (8, 8)),
-    }
-    for name, image in kinds.items():
-        path = tmp_path / "all" / name
-        path.parent.mkdir(exist_ok=True)
-        image.save(path)
-    for channels in (1, 3):
-        dataset = image_folder(str(tmp_path), 6, channels)["train"]
-        (batch,) = WorkerLoader(SeededDataset(dataset, 0), BatchPlan(torch.arange(7), 7), torch.device("cpu")).batches(
-            0, 0, 1
-        )
-        assert batch.images.shape == (7, channels, 6, 6)
-        assert batch.images.dtype == torch.uint8
-
-
 def test_the_memory_of_an_image_is_bounded_by_its_pixels(tmp_path):
     path = tmp_path / "large.png"
     Image.new("RGBA", (3000, 3000)).save(path)
@@ -442,15 +410,9 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
         for color, name in enumerate(("cat", "dog")):
             for number in range(count):
                 _save(workdir / "images" / split / name / f"{number}.png", (color * 200, number, 0), (8, 8))
-    words = (
-        "data=image_folder",
-        "data.root=images",
-        "data.image_size=8",
-        "data.num_workers=0",
-        "model=mlp",
-        "model.hidden=[4]",
-    )
-    words += ("device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1", "data.batch_size=4")
+    words = ("data=image_folder", "data.root=images", "data.image_size=8", "data.num_workers=0", "model=mlp")
+    words += ("model.hidden=[4]", "device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1")
+    words += ("data.batch_size=4",)
     result = accepted("train", *words, "hydra.run.dir=mine")
     assert "images (image_folder), 3x8x8, 2 classes, 20 train, 8 val\n" in result.out
     assert "not tested: there is no test split" in result.out

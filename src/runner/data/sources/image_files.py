@@ -109,12 +109,11 @@ class BlankReplacement(ReplacementSampler):
             skipped.append(BadSample(index, one_line(error)))
             return self.image, 0
         if sample[0].shape != self.image.shape:
-            raise UserError(
-                "transform.sample_eval",
-                f"{self.path(index)} comes out of the transforms with the shape {tuple(sample[0].shape)}, and the model "
-                f"takes {tuple(self.image.shape)}",
-                "transforms that give every image the size that the model takes",
+            made, taken = tuple(sample[0].shape), tuple(self.image.shape)
+            problem = (
+                f"{self.path(index)} comes out of the transforms with the shape {made}, and the model takes {taken}"
             )
+            raise UserError("transform.sample_eval", problem)
         return sample
 
 
@@ -152,8 +151,7 @@ def files_loader(
         shape: channels, height and width of the images that the model was trained on.
         on_unreadable: called with images that cannot be read, at the latest with the batch that they belong to.
 
-    Raises:
-        UserError: if the config does not determine how to read them.
+    Raises `UserError` if the config does not determine how to read them.
     """
     files = image_files(paths, data, transforms, shape)
     everything, blank = AllSamples(len(paths)), files.blank()
@@ -171,11 +169,8 @@ def files_loader(
 
 def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) -> tuple[Any, int | None, float]:
     """Channels of the decoded files, edge of the square that they are resized to, and its share of the shorter side."""
-    dataset, (channels, height, width) = data.dataset, shape
-    size, share = None, 1.0
+    dataset, (channels, height, width), size, share = data.dataset, shape, None, 1.0
     if dataset.get("_target_") in _DECODED:
         channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
         share = dataset.get("crop_share", share) if size is not None else share
-    if not with_transforms:
-        size = height if height == width else None
-    return channels, size, share
+    return channels, size if with_transforms else height if height == width else None, share
