@@ -196,18 +196,6 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.mark.extended
-def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than_without(
-    train: Any,
-) -> None:
-    memory = train(*SMALL, "data.placement=ram").summary
-    workers = train(*SMALL, "data.placement=disk", "data.num_workers=2").summary
-    assert memory["weights_sha256"] == workers["weights_sha256"]
-    assert train(*SMALL, "transform.mix=null").summary["weights_sha256"] != memory["weights_sha256"]
-    # What is evaluated is not blended: its accuracy is a share of whole samples.
-    assert (memory["last"]["accuracy"] * 5).is_integer()
-
-
 @pytest.mark.parametrize("loss", ["cross_entropy", "focal", "bce", "mse"])
 def test_every_loss_trains_on_blended_classes(train: Any, loss: str) -> None:
     words = ["loss.label_smoothing=0.1", "loss.class_weights=balanced"] if loss == "cross_entropy" else []

@@ -19,6 +19,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from drawn_objects import read_coco
 from extended import MARK, some
 from extras import needs
 from forked import ForkedProgram
@@ -27,14 +28,12 @@ from tar_files import Members, cls, encoded, samples, write_tar
 
 from runner.base.errors import DataFailed, UserError
 from runner.data.sources import shards as module
-from runner.data.sources.detection import coco, yolo
+from runner.data.sources.detection import yolo
 from runner.data.sources.masks import segmentation_folder
 from runner.data.sources.shards import shards
 
 MASKS = ("experiment=segmentation", "data.root=shapes", "data.image_size=24")
 BOXES = ("experiment=detection", "data.root=drawn", *drawn_objects.COCO)
-FILES = {"train_images": "images/train", "train_annotations": "train.json"}
-FILES |= {"val_images": "images/val", "val_annotations": "val.json"}
 
 
 def picture(array: Any, kind: str = "PNG", **options: Any) -> bytes:
@@ -142,7 +141,7 @@ def test_boxes_and_instance_masks_are_those_of_the_annotations(
     drawn: Path, accepted: Any, masks: bool, workdir: Path
 ) -> None:
     accepted("pack", *BOXES, f"data.dataset.masks={masks}", "output=out", "shard_samples=4")
-    source = coco("drawn", **FILES, masks=masks)  # type: ignore[arg-type]
+    source = read_coco("drawn", masks=masks)
     for root in ("out", uploaded(workdir / "out")):
         check_samples(shards(root, target="boxes"), source, Path("out"))
     assert ("masks" in shards("out", target="boxes")["train"][0][1]) == masks
@@ -183,7 +182,7 @@ def test_larger_images_are_resized_with_their_polygons_and_run_lengths_are_refus
     said["annotations"][1] |= {"segmentation": [[4, 2, 8, 2, 8, 10, 4, 10]], "bbox": [4, 2, 4, 8]}
     (drawn / "train.json").write_text(json.dumps(said))
     accepted(*words, "output=out")
-    packed, source = shards("out", target="boxes")["train"], coco("drawn", **FILES, masks=True)["train"]  # type: ignore[arg-type]
+    packed, source = shards("out", target="boxes")["train"], read_coco("drawn", masks=True)["train"]
     for place, index in enumerate(numbers(Path("out/train"))):
         (image, found), (_, expected) = packed[place], source[index]
         assert image.shape == (3, 16, 20)
