@@ -6,14 +6,13 @@ damaged. It returns 'train' and 'test', and raises `UserError` if files are miss
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gzip
 import math
 import socket
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 
@@ -197,41 +196,33 @@ def _check_files(name: str, folder: Path, missing: Sequence[str], note: str) -> 
 def _read(
     read: Callable[[], dict[str, ImageArrays]], fetch: Callable[[], object] | None, name: str, folder: Path
 ) -> dict[str, ImageArrays]:
-    """Read a data set; if that fails, and there is `fetch`, one process at a time downloads it."""
+    """Read a data set; if that fails, and there is `fetch`, one process at a time downloads it, until a signal ends it."""
+
+    def stop() -> None:
+        raise DownloadStopped("data.download", f"a signal stopped the download of {name}")
+
     try:
         return read()
     except UserError as error:
         if fetch is None:
             raise
-        unread = error
-    with _downloading(name, folder, unread):
+        unread = error.problems[0].message
+    before, writing = socket.getdefaulttimeout(), reported_writing(folder, "data.root", "a writable folder with space")
+    with noticing_signals(stop) as stopped, writing, exclusive(folder / name, stopped):
+        socket.setdefaulttimeout(_SILENCE_S)
         try:
             return read()  # another process may have downloaded it in the meantime
         except DownloadStopped:
             raise
         except UserError:
-            fetch()
-    return read()
-
-
-@contextlib.contextmanager
-def _downloading(name: str, folder: Path, unread: UserError) -> Iterator[None]:
-    """Let one process at a time download, until a signal ends it; an error says what to do without a download."""
-
-    def stop() -> None:
-        raise DownloadStopped("data.download", f"a signal stopped the download of {name}")
-
-    before = socket.getdefaulttimeout()
-    writing = reported_writing(folder, "data.root", "a writable folder with space")
-    with noticing_signals(stop) as stopped, writing, exclusive(folder / name, stopped):
-        socket.setdefaulttimeout(_SILENCE_S)
-        try:
-            yield
-        except (OSError, RuntimeError, HTTPException) as error:
-            if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
-                raise
-            problem = f"downloading {name} failed: {one_line(error)}"
-            allowed = f"data.download=false with files copied by hand: {unread.problems[0].message}"
-            raise UserError("data.download", problem, allowed) from error
+            try:
+                fetch()
+            except (OSError, RuntimeError, HTTPException) as error:
+                if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+                    raise
+                problem = f"downloading {name} failed: {one_line(error)}"
+                allowed = f"data.download=false with files copied by hand: {unread}"
+                raise UserError("data.download", problem, allowed) from error
         finally:
             socket.setdefaulttimeout(before)
+    return read()
