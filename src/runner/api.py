@@ -35,7 +35,7 @@ from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
 from runner.config.sources import Sources
 from runner.data.module import callables
-from runner.data.sources.image_files import ImageFiles, image_files
+from runner.data.sources.image_files import ImageFiles
 from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating
 from runner.run.from_checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
@@ -261,7 +261,7 @@ def load(
     data = resolved.data_facts()
     task, modules = resolved.restore_model(data, place)
     steps = callables("transform.sample_eval", resolved.config.transform.sample_eval)
-    files = image_files([], resolved.config.data, steps, (data.channels, *data.image_size))
+    files = ImageFiles([], resolved.config.data, steps, (data.channels, *data.image_size))
     record = resolved.record()
     return Trained(
         model=model_of(modules).to(choose_precision(resolved.config.amp, place, resolved.config.dtype).weights),

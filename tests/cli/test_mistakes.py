@@ -271,7 +271,7 @@ plain train data=mnist data.root=nowhere data.download=true logger=none | MNIST 
 IMAGES | data.root: the class folder | images/emu has no images | remove the folder
 """,
     truncated_images: """
-IMAGES data.num_workers=1 | cannot read the image images/cat/ | .png | Replace it or delete it | data.on_error=skip
+IMAGES data.num_workers=1 | cannot read the image images/cat/ | .png | data.on_error=skip
 """,
     a_good_checkpoint: """
 EVAL ckpt_path=mien.safetensors | ckpt_path: there is no mien.safetensors | did you mean 'mine.safetensors'?

@@ -1,10 +1,12 @@
-"""An object store with shards."""
+"""An object store with shards, images with objects, and a handler of signals."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import drawn_objects
 import pytest
 from s3_server import Store, s3_store, upload
 from tar_files import cls, samples, write_tar
@@ -39,3 +41,20 @@ def store(server: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     server.faults.clear()
     server.seen.clear()
     return server
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals SIGTERM that a handler of the test received."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    yield received
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    drawn_objects.draw(tmp_path, "train", 5, 0)
+    drawn_objects.draw(tmp_path, "val", 3, 1)
+    (tmp_path / "classes.txt").write_text("tall\nwide\n")
+    return tmp_path

@@ -13,18 +13,12 @@ def _arrays(count: int = 6) -> ImageArrays:
     return ImageArrays(images, torch.arange(count) % 2, ("a", "b"))
 
 
-def test_items_are_image_and_target():
+def test_items_are_image_and_target_also_of_a_copy():
     arrays = _arrays()
-    image, target = arrays[3]
-    assert torch.equal(image, arrays.images[3])
-    assert target.item() == 1
-    assert len(arrays) == 6
-
-
-def test_pickling_keeps_everything():
-    copy = pickle.loads(pickle.dumps(_arrays()))
-    assert torch.equal(copy.images, _arrays().images)
-    assert copy.classes == ("a", "b")
+    for each in (arrays, pickle.loads(pickle.dumps(arrays))):
+        image, target = each[3]
+        assert torch.equal(image, arrays.images[3])
+        assert (target.item(), len(each), each.classes) == (1, 6, ("a", "b"))
 
 
 def test_regression_targets_have_no_classes():

@@ -125,17 +125,3 @@ def test_a_device_that_makes_all_changes_and_selects_one_gives_the_same_bits(
     here = policy(images, draws(60))
     monkeypatch.setattr(auto_augment, "_made_where_chosen", auto_augment._made_and_selected)
     assert torch.equal(policy(images, draws(60)), here)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: RandAugment(p=1.5), "p must be from 0 to 1"),
-        (lambda: RandAugment(num_ops=0), "num_ops must be at least 1"),
-        (lambda: RandAugment(magnitude=31), "magnitude from 0 to 30, got 2 and 31"),
-        (lambda: TrivialAugment(1), "num_magnitude_bins must be at least 2, got 1"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make()

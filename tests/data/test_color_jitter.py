@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scripted_draws import Scripted
 from torch import Tensor
 from torchvision.transforms.v2 import functional as reference
 
 from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.color_jitter import ColorJitter
-
-
-class Scripted(SampleRNG):
-    """Draws that are given, the same for every sample."""
-
-    def __init__(self, count: int, *values: float) -> None:
-        super().__init__(0, 0, torch.arange(count))
-        self.values = list(values)
-
-    def uniform(self) -> Tensor:
-        return torch.full((len(self.indices),), self.values.pop(0))
 
 
 def pictures(count: int = 6, channels: int = 3) -> Tensor:
@@ -82,12 +72,3 @@ def test_grey_images_take_brightness_and_contrast_and_refuse_the_rest() -> None:
     for saturation, hue in ((0.4, 0.0), (0.0, 0.1)):
         with pytest.raises(ValueError, match="3 channels, and these have 1; allowed: saturation: 0 and hue: 0"):
             ColorJitter(0, 0, saturation, hue)(images, SampleRNG(0, 0, torch.arange(6)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [((-0.1, 0, 0, 0), "at least 0"), ((0, 0, -1, 0), "at least 0"), ((0, 0, 0, 0.6), "hue must be from 0 to 0.5")],
-)
-def test_arguments_out_of_range_are_refused(arguments: tuple[float, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ColorJitter(*arguments)

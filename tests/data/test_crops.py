@@ -136,19 +136,3 @@ def test_crops_are_the_same_for_any_workers_and_any_start_and_others_in_another_
             assert torch.equal(ours.indices, theirs.indices)
     first, second = (torch.cat([batch.images for batch in read(folder, 0, epoch)]) for epoch in (0, 1))
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        ({"size": 0}, "size"),
-        ({"size": 8, "scale": [0.0, 1.0]}, "scale"),
-        ({"size": 8, "scale": [0.5, 0.2]}, "scale"),
-        ({"size": 8, "scale": [0.5, 1.5]}, "scale"),
-        ({"size": 8, "ratio": [1.0]}, "ratio"),
-        ({"size": 8, "ratio": [2.0, 1.0]}, "ratio"),
-    ],
-)
-def test_arguments_out_of_range_are_named(arguments: dict[str, object], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be"):
-        RandomResizedCrop(**arguments)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from plain_data import Plain
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
@@ -17,21 +18,6 @@ from runner.config.schema.sections import Split
 from runner.data.consistency import shared_groups
 from runner.data.sources.folders import image_folder
 from runner.data.splits import groups_of, make_splits
-
-
-class Plain(Dataset):
-    """Samples with targets and anything else that is given."""
-
-    def __init__(self, size: int, **attributes: Any) -> None:
-        self.size = size
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(1), 0
 
 
 def indices(dataset: Dataset, **keys: Any) -> dict[str, torch.Tensor]:

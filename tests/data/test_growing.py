@@ -38,8 +38,6 @@ def test_a_run_trains_on_growing_images_with_the_same_bits_for_any_workers_and_a
     assert any(not torch.equal(tensor, plain[name]) for name, tensor in weights[0].items())
 
 
-def test_images_that_are_too_small_and_epochs_out_of_order_are_refused(rejected: Any) -> None:
+def test_images_that_are_too_small_are_refused(rejected: Any) -> None:
     result = rejected("train", *WORDS, "transform.train.0.smallest=64")
     assert "smallest=64 pixels, got 32x32" in result.err
-    with pytest.raises(ValueError, match="end above begin"):
-        GrowingSize(16, 3, 3)

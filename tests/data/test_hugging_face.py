@@ -119,7 +119,7 @@ def test_without_a_network_or_the_permission_to_fetch_it_is_a_sentence(
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(UserError, match=r"does not exist, and data\.download=false"):
         hugging_face(str(tmp_path), path="some/name")
-    with pytest.raises(UserError, match=r"'some/name' could not be fetched: Couldn't reach.*\n.*save_to_disk"):
+    with pytest.raises(UserError, match=r"'some/name' from the Hub: Couldn't reach.*\n.*save_to_disk"):
         hugging_face(str(tmp_path), True, path="some/name")
 
 

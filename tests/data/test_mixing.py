@@ -190,38 +190,10 @@ def test_classes_that_cannot_be_probabilities_are_reported(targets: Tensor, clas
         Mixing(Mixup(), 0, classes)(torch.zeros(4, 1, 2, 2), targets, torch.arange(4), 0)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Mixup(0), "alpha must be from"),
-        (lambda: CutMix(-1), "alpha must be from"),
-        (lambda: Mixup(p=0), "p must be above 0 and at most 1, got 0"),
-        (lambda: CutMix(p=1.5), "p must be above 0 and at most 1, got 1.5"),
-        (lambda: OneOf([]), "at least one way to mix"),
-        (lambda: OneOf([3]), "at least one way to mix"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=2",
     "model=mlp", "model.hidden=[16]", "evaluate.test=false", "transform=mix", "data.hflip=0.5",
 )  # fmt: skip
-
-
-@pytest.mark.extended
-def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than_without(
-    train: Any,
-) -> None:
-    memory = train(*SMALL, "data.placement=ram").summary
-    workers = train(*SMALL, "data.placement=disk", "data.num_workers=2").summary
-    assert memory["weights_sha256"] == workers["weights_sha256"]
-    assert train(*SMALL, "transform.mix=null").summary["weights_sha256"] != memory["weights_sha256"]
-    # What is evaluated is not blended: its accuracy is a share of whole samples.
-    assert (memory["last"]["accuracy"] * 5).is_integer()
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "focal", "bce", "mse"])

@@ -38,7 +38,7 @@ def test_a_store_has_the_images_order_and_fingerprint_of_the_folder(
         for number in range(12):
             assert torch.equal(there[split][number][0], local[split][number][0])
     store.seen.clear()
-    monkeypatch.setattr(module, "index_of_file", None)
+    monkeypatch.setattr(module, "index_of", None)
     again = opened(store, tmp_path)
     assert store.ranges() == [], "the index was kept"
     assert again["train"].fingerprint() == local["train"].fingerprint()
@@ -73,7 +73,7 @@ def test_a_store_with_a_part_of_a_pack_is_refused(store: Store, tmp_path: Path) 
 def test_an_index_beside_a_shard_spares_reading_it(store: Store, folder: Path, tmp_path: Path) -> None:
     for path in folder.glob("*/*.tar"):
         index = packed_index(path, path.stat().st_size)
-        assert index.write(module.index_of(path, "label")) == ""
+        assert index.write(module.index_of(module.LocalShard.of(path), "label")) == ""
         upload(store, index.path)
     named = {"train": ["train/000.tar", "train/012.tar"], "val": "val/{024..024}.tar"}
     for arguments in ({}, named):

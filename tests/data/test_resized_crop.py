@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from scripted_draws import Scripted
 from torch import Tensor
 from torch.nn import functional as F
 
 from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.resized_crop import RandomResizedCrop
-
-
-class Scripted(SampleRNG):
-    """Draws that are given, the same for every sample."""
-
-    def __init__(self, *values: float) -> None:
-        super().__init__(0, 0, torch.arange(2))
-        self.values = list(values)
-
-    def uniform(self) -> Tensor:
-        return torch.full((2,), self.values.pop(0))
 
 
 def ramps(count: int, height: int, width: int) -> Tensor:
@@ -42,7 +32,7 @@ def boxes(out: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("start", "offset"), [(0.0, 0), (0.5, 2), (1.0, 4)])
 def test_a_part_is_enlarged_bilinearly(start: float, offset: int) -> None:
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    out = RandomResizedCrop((0.25, 0.25), (1.0, 1.0))(images, Scripted(0.0, 0.0, start, 0.5))
+    out = RandomResizedCrop((0.25, 0.25), (1.0, 1.0))(images, Scripted(2, 0.0, 0.0, start, 0.5))
     expected = F.interpolate(images[:, :, offset : offset + 4, 2:6], size=(8, 8), mode="bilinear", align_corners=False)
     # The outermost pixels look half a pixel over the edge of the part.
     assert torch.allclose(out[..., 1:-1, 1:-1], expected[..., 1:-1, 1:-1], atol=1e-5)
@@ -84,17 +74,3 @@ def test_parts_come_from_everywhere() -> None:
         middles = out[:, channel].mean((1, 2))
         counts = torch.histc(middles, 5, 0.25, 0.75)
         assert float(((counts - 400).square() / 400).sum()) < 25  # chi-squared, 4 degrees of freedom
-
-
-@pytest.mark.parametrize(
-    ("scale", "ratio", "words"),
-    [
-        ((0.0, 1.0), (0.75, 1.33), "scale must be two shares"),
-        ((0.5, 0.4), (0.75, 1.33), "scale must be two shares"),
-        ((0.5, 1.0), (0.0, 1.33), "ratio must be two numbers above 0"),
-        ((0.5, 1.0), (2.0, 1.0), "ratio must be two numbers above 0"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(scale: tuple[float, float], ratio: tuple[float, float], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        RandomResizedCrop(scale, ratio)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from plain_data import Plain
+from torch.utils.data import IterableDataset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Split
@@ -17,21 +18,6 @@ FRACTIONS = st.fixed_dictionaries({}, optional={"val": FRACTION, "test": FRACTIO
 
 def _leaves_some(fractions: dict[str, float], n: int) -> bool:
     return sum(fractions.values()) < 1 and sum(round(share * n) for share in fractions.values()) < n
-
-
-class Plain(Dataset):
-    """A data set of given length with or without targets."""
-
-    def __init__(self, size, targets=None):
-        self.size = size
-        if targets is not None:
-            self.targets = targets
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return torch.zeros(1), 0
 
 
 class Stream(IterableDataset):
@@ -105,12 +91,6 @@ def test_asking_for_a_test_split_leaves_the_validation_split_as_it_was(stratifie
     assert torch.equal(alone, split_indices(targets, 1000, {"val": 0.15, "test": 0.3}, 3, stratified)["val"])
 
 
-def test_a_class_of_one_sample_is_somewhere():
-    targets = torch.tensor([0] * 50 + [1])
-    splits = split_indices(targets, 51, {"val": 0.1, "test": 0.1}, 0, True)
-    assert sum(int((targets[indices] == 1).sum()) for indices in splits.values()) == 1
-
-
 def test_float_targets_are_split_at_random():
     floats = split_indices(torch.rand(50, generator=torch.Generator()), 50, {"val": 0.2}, 4, True)
     assert torch.equal(floats["val"], split_indices(None, 50, {"val": 0.2}, 4, False)["val"])
@@ -131,7 +111,7 @@ def test_fractions_that_cannot_be_are_an_error_with_the_key(fractions, n, messag
 
 
 def test_missing_splits_are_carved_from_train():
-    train = Plain(100, torch.arange(100) % 5)
+    train = Plain(100, targets=torch.arange(100) % 5)
     found = make_splits({"train": train}, Split(val=0.2, test=0.1, seed=0, stratified=True))
     assert list(found) == ["train", "val", "test"]
     assert all(dataset is train for dataset, _ in found.values())
@@ -173,7 +153,7 @@ def test_only_splits_that_the_data_do_not_have_are_taken_from_train(given, share
         ({"train": Plain(3), "validation": Plain(3)}, 0.1, "'validation'\n.*allowed: train, val and test"),
         ({"train": Plain(0)}, 0.1, "'train' split is empty"),
         ({"train": Plain(3), "test": Plain(0)}, 0.1, "'test' split is empty"),
-        ({"train": Plain(100, [0] * 99)}, 0.1, "99 entries for 100"),
+        ({"train": Plain(100, targets=[0] * 99)}, 0.1, "99 entries for 100"),
         ({"train": Plain(100)}, 0.001, r"data\.split\.val: 0\.001 of 100 .*\n.*at least 0\.01"),
         ({"train": Stream()}, 0.1, "length of its 'train' split is not known: TypeError"),
     ],
@@ -202,18 +182,18 @@ def test_targets_are_found_in_any_container():
         torch.tensor([0, 1, 2], dtype=torch.int32),
         [torch.tensor(i) for i in range(3)],
     ):
-        found = targets_of(Plain(3, raw))
+        found = targets_of(Plain(3, targets=raw))
         assert found.dtype == torch.int64
         assert found.tolist() == [0, 1, 2]
     for raw in ([0.5, 1.5], np.array([0.5, 1.5]), torch.tensor([0.5, 1.5], dtype=torch.float64)):
-        found = targets_of(Plain(2, raw))
+        found = targets_of(Plain(2, targets=raw))
         assert found.dtype == torch.float32
         assert found.tolist() == [0.5, 1.5]
 
 
 @pytest.mark.parametrize("raw", [None, ["cat", "dog"], [[1], [1, 2]], 3, {"boxes": 1}])
 def test_targets_that_are_no_numbers_are_none(raw):
-    assert targets_of(Plain(2, raw)) is None
+    assert targets_of(Plain(2, targets=raw)) is None
 
 
 def test_the_test_split_can_be_evaluated_during_training():

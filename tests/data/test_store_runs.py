@@ -113,19 +113,6 @@ def test_a_command_line_names_the_shards(folder: Path, accepted: Any) -> None:
 
 
 @pytest.mark.extended
-def test_a_run_that_is_killed_three_times_in_an_epoch_has_the_bits_of_one_that_is_not(
-    store: Store, folder: Path, workdir: Path, accepted: Any, killed: Callable[..., Path]
-) -> None:
-    whole = accepted("train", *SMALL, f"data.root={folder}")
-    words = (*SMALL, "checkpoint.every_steps=1", f"data.root={store.url}")
-    for step, workers, before in ((2, 2, ""), (4, 0, "after_2"), (5, 1, "after_4")):
-        more = (f"ckpt_path={before}",) if before else ()
-        killed(step, *words, *more, f"data.num_workers={workers}").rename(workdir / f"after_{step}")
-    resumed = accepted("train", "ckpt_path=after_5", "callbacks=none", "data.num_workers=2", f"data.root={folder}")
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_a_store_as_they_read_a_folder(ranks: int, store: Store, folder: Path, accepted: Any) -> None:
     words = (*SMALL, f"devices={ranks}", "device=cpu", "data.batch_size=6", "data.num_workers=1")

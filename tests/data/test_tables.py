@@ -139,7 +139,7 @@ def test_lines_are_counted_as_an_editor_does(write: Write) -> None:
         ({"label": ["a", "b", "a", "NaN", "b", "a"]}, {}, "data.dataset", "column 'label' in line 5 of .* is NaN"),
         ({"label": [1, 2, 0.5, 1, 2, 1]}, {}, "data.dataset", r"in line 4 of .* is 0\.5, which is not a class\n.*regression"),
         ({"label": ["a", "b", "\u00e9t\u00e9", "e\u0301te\u0301", "b", "a"]}, {}, "data.dataset",
-         r"line 5 of .* is 'e\\u0301te\\u0301', and in line 4 '\\xe9t\\xe9'.*\n.*one spelling"),
+         r"line 5 of .* is 'e\\u0301te\\u0301', and in line 4 '\\xe9t\\xe9', which look like one class"),
         ({"label": [1, 2, 1, "1.0", 2, 1]}, {}, "data.dataset", r"line 5 of .* is '1\.0', and in line 2 '1', which look"),
         ({"label": [1, 2, "x", 1, 2, 1]}, {"kind": "regression"}, "data.dataset", "line 4 of .* is 'x', which is not a finite"),
         ({"label": [1, 2, "1_0", 1, 2, 1]}, {"kind": "regression"}, "data.dataset", "line 4 of .* is '1_0'"),
@@ -174,8 +174,8 @@ def test_what_is_wrong_is_named_with_its_line(write: Write, columns: Any, option
         ("labels.csv", b"image,label\npics/0.png\n", "line 2 of .* has 1 entries, and there are 2 columns"),
         ("labels.csv", b"image,label,label\npics/0.png,a,b\n", "twice the column 'label'"),
         ("labels.csv", b"image,label\npics/0.png,\xff\n", "it is not UTF-8 text"),
-        ("labels.csv", b'image,label\npics/0.png,"a"b\n', "cannot be read after line 0"),
-        ("labels.parquet", b"PAR1 no", "cannot be read"),
+        ("labels.csv", b'image,label\npics/0.png,"a"b\n', "cannot read .*labels.csv: ',' expected"),
+        ("labels.parquet", b"PAR1 no", "cannot read "),
     ],
     ids=lambda value: "",
 )
@@ -199,7 +199,7 @@ def test_a_parquet_file_stands_for_no_more_than_it_can_hold(write: Write, tmp_pa
     same = pyarrow.DictionaryArray.from_arrays(np.zeros(count, dtype=np.int32), ["pics/0.png"])
     pyarrow.parquet.write_table(pyarrow.table({"image": same, "label": same}), tmp_path / "many.parquet")
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"many\.parquet cannot be read: 30,000,000 rows in .* bytes, and at most"):
+    with pytest.raises(UserError, match=r"many\.parquet: 30,000,000 rows in .* bytes, and at most"):
         read(tmp_path, "many.parquet")
     assert time.monotonic() < began + 5
     long = pyarrow.table({"image": [f"pics/{n % 6}.png" for n in range(300)], "label": ["x" * 300_000] * 300})
@@ -213,14 +213,6 @@ def test_a_parquet_file_stands_for_no_more_than_it_can_hold(write: Write, tmp_pa
 def test_a_null_of_parquet_is_empty(write: Write) -> None:
     with pytest.raises(UserError, match=r"column 'label' in line 3 of .* is empty"):
         read(write("labels.parquet", label=["a", "b", None, "a", "b", "a"]), "labels.parquet")
-
-
-def test_an_image_that_cannot_be_read_is_named(write: Write) -> None:
-    root = write(label=ANIMALS)
-    found = read(root)
-    (root / "pics" / "2.png").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"cannot read the image .*2\.png: "):
-        found[2]
 
 
 def test_missing_files_are_left_to_be_skipped_if_they_may_be(write: Write) -> None:

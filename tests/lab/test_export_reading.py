@@ -16,8 +16,8 @@ from extended import some
 from extras import needs
 from PIL import Image, ImageOps
 
+from runner.config.schema.sections import Data
 from runner.data.sources.image_files import ImageFiles
-from runner.data.sources.image_io import Decoding
 
 pytestmark = needs("export")
 IMAGES = 36  # each mode with each note of how the camera was held
@@ -131,8 +131,7 @@ def test_the_documentation_gives_the_pixels_that_a_model_of_any_shape_is_given(
     photographs: Path, shape: tuple[int, int, int]
 ) -> None:
     paths = sorted(photographs.iterdir())
-    size = shape[1] if shape[1] == shape[2] else None
-    files = ImageFiles(paths, shape, Decoding(size, 1 if shape[0] == 1 else 3, 1.0, 10**6), [])
+    files = ImageFiles(paths, Data(dataset={}, max_pixels=10**6), [], shape)
     for index, path in enumerate(paths):
         apart = np.abs(files[index][0].numpy().astype(int) - read(path, *shape[1:], shape[0]).astype(int))
         assert apart.max() <= 1, path

@@ -109,3 +109,10 @@ COCO = tuple(
     for what, value in (("images", f"images/{split}"), ("annotations", f"{split}.json"))
 )
 """Words that read what `draw` wrote below `data.root`."""
+
+
+def read_coco(root: str | Path, **options: Any) -> dict[str, Any]:
+    """The data sets of COCO's JSON below a folder where the splits `train` and `val` were drawn."""
+    from runner.data.sources.detection import coco
+
+    return coco(str(root), "images/train", "train.json", "images/val", "val.json", **options)

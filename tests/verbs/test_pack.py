@@ -134,7 +134,7 @@ def test_packed_images_have_the_pixels_of_the_files_and_of_arrays(pack: Any, acc
 
 def test_reading_packed_shards_begins_with_their_indexes_alone(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pack("output=out")
-    whole = {path: module.index_of(path, "") for path in sorted(Path("out/train").glob("*.tar"))}
+    whole = {path: module.index_of(module.LocalShard.of(path), "") for path in sorted(Path("out/train").glob("*.tar"))}
     monkeypatch.setattr(module, "index_of", None)
     found = shards("out")["train"]
     assert found.targets.tolist() == torch.cat([index["labels"] for index in whole.values()]).tolist()

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,12 +31,13 @@ from runner.base.files import whole
 from runner.base.reading import LARGEST_TEXT, read_regular
 from runner.base.secrets import mask_values
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
+from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.loaders import BatchPlan
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import CachedImages
+from runner.data.sources.places import reason_of
 from runner.data.splits import targets_of
 from runner.data.workers import WorkerLoader
 
@@ -51,14 +52,6 @@ class Opened(NamedTuple):
     images: CachedImages | None  # None if there are none and none are to be made, or a signal asked the run to stop
     done: str = ""  # 'opened', or 'made' and in what time
     complaint: str = ""  # why an existing file could not be used
-
-
-class _Unusable(ValueError):
-    """A cache whose files are whole, but not those that are needed."""
-
-
-class _Stopped(Exception):
-    """A signal asked the run to stop."""
 
 
 @dataclass(frozen=True)
@@ -83,54 +76,68 @@ class Cache:
         """
         path, key = self.path(split), cache_key(dataset, self.recipe)
         found = self._existing(path, key, dataset)
-        if isinstance(found, CachedImages):
-            return Opened(found, "opened")
         # Without workers, the caller may read a cache but not create one
-        if workers is None:
-            return Opened(None)
+        if found.images is not None or workers is None:
+            return found._replace(complaint="")
         with (
             noticing_signals() as stopped,
             reported_writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
             exclusive(path, stopped) as locked,
         ):
-            if stopped():
-                return Opened(None)
             # Another process may have made it while this one waited for the lock.
             found = self._existing(path, key, dataset)
-            if isinstance(found, CachedImages):
-                return Opened(found, "opened")
+            if found.images is not None:
+                return found
             # What cannot be used, and what killed processes have left, if no other process can be writing
             name = glob.escape(path.stem)
-            for pattern in (path.name, f"{name}-*.npy", f".{name}.json.*.tmp") if locked else ():
+            for pattern in (path.name, f"{name}-*.npy", f".{name}*.tmp") if locked else ():
                 for useless in path.parent.glob(pattern):
                     useless.unlink(missing_ok=True)
-            # The time begins here, after the wait for another process
-            began, example = time.perf_counter(), self._example(dataset)
-            missing: set[int] | None = set() if self.skips else None
-            decoded = _decoded(dataset, example, split, workers, missing=missing, stopped=stopped)
-            shape = (len(dataset), *example.shape)  # type: ignore[arg-type]
-            try:
-                with contextlib.closing(decoded), _writing(path, shape, decoded) as arrays:
-                    made_from = mask_values(self.recipe)
-                    known = {"made_from": made_from, "key": key, "unreadable": sorted(missing or ()), "arrays": arrays}
-                    with whole(path) as file:
-                        file.write(json.dumps(known, default=str).encode())
-            except _Stopped:
+            began = time.perf_counter()  # after the wait for another process
+            if stopped() or not self._make(path, key, dataset, split, workers, stopped=stopped):
                 return Opened(None)
-            return Opened(_read(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
+            return Opened(_read(path, key), f"made in {time.perf_counter() - began:.1f} s", found.complaint)
 
-    def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> CachedImages | str:
-        """The cache at `path`, or why it cannot be used: empty if there is no file."""
+    def _make(
+        self, path: Path, key: str, dataset: Dataset[Any], split: str, workers: int, *, stopped: Callable[[], bool]
+    ) -> bool:
+        """Decode all images into files; False, and nothing is left, if a signal asked the run to stop, as after an error."""
+        name, targets = f"{path.stem}-{secrets.token_hex(4)}", []
+        arrays = [path.with_name(f"{name}.npy"), path.with_name(f"{name}-targets.npy")]
+        example, missing = self._example(dataset), set[int]() if self.skips else None
+        shape = (len(dataset), *example.shape)  # type: ignore[arg-type]
+        with contextlib.ExitStack() as undo:
+            for array in arrays:
+                undo.callback(array.unlink, missing_ok=True)
+            decoded = _decoded(dataset, example, split, workers, missing=missing, stopped=stopped)
+            # Written and not mapped: on a full disk, the system kills a process that writes to a mapped file
+            with whole(arrays[0]) as file, contextlib.closing(decoded):
+                header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)
+                for images, some in decoded:
+                    file.write(images.contiguous().numpy().data)
+                    targets.append(some)
+            if stopped():
+                return False
+            with whole(arrays[1]) as file:
+                np.save(file, torch.cat(targets).numpy())
+            states = {array.name: _state(array) for array in arrays}
+            known = {"made_from": mask_values(self.recipe), "key": key, "unreadable": sorted(missing or ())}
+            with whole(path) as file:
+                file.write(json.dumps(known | {"arrays": states}, default=str).encode())
+            undo.pop_all()
+        return True
+
+    def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> Opened:
+        """The cache at `path`, or why it cannot be used, if there is a file."""
         if not os.path.lexists(path):
-            return ""
+            return Opened(None)
         try:
             cached = _read(path, key)
-        except (_Unusable, OSError) as error:
-            return f"{path} was rebuilt: {one_line(error)}"
         except Exception as error:  # the files may hold anything
-            return f"{path} was rebuilt: it is damaged ({one_line(error)})"
+            return Opened(None, complaint=f"{path} was rebuilt: {reason_of(error)}")
         problem = self._mismatch(cached, dataset)
-        return f"{path} was rebuilt: {problem}" if problem else cached
+        return Opened(None, complaint=f"{path} was rebuilt: {problem}") if problem else Opened(cached, "opened")
 
     def _mismatch(self, cached: CachedImages, dataset: Dataset[Any]) -> str:
         """The difference of a cache from its data set, of which a few samples are read; empty if it does not."""
@@ -163,14 +170,14 @@ class Cache:
         count: int = len(dataset)  # type: ignore[arg-type]
         chooser = ReplacementSampler(0, AllSamples(count))
         (image, target), (again, _) = chooser.read(read_twice, 0, 0, []) if self.skips else read_twice(0)
-        problems = {
-            f"keeps uint8 images, and this data set gives {_dtype(image)}": image.dtype != torch.uint8,
-            "keeps targets that are real numbers, and this data set gives complex ones": target.is_complex(),
-            "would keep one random version of each image: this data set draws another at every reading": not _same(
-                image, again
-            ),
-        }
-        if problem := next((each for each, found in problems.items() if found), ""):
+        problem = ""
+        if image.dtype != torch.uint8:
+            problem = f"keeps uint8 images, and this data set gives {_kind(image)}"
+        elif target.is_complex():
+            problem = "keeps targets that are real numbers, and this data set gives complex ones"
+        elif not _same(image, again):
+            problem = "would keep one random version of each image: this data set draws another at every reading"
+        if problem:
             allowed = "data.cache=null, or uint8 images, real targets and random changes in the section transform"
             raise UserError("data.cache", f"'disk' {problem}", allowed)
         # The disk is checked before hours of decoding
@@ -178,7 +185,7 @@ class Cache:
         if needed > (free := shutil.disk_usage(self.folder).free):
             amounts = f"{needed / _GIB:.2f} GiB, and {self.folder} has {free / _GIB:.2f} GiB free"
             allowed = "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null"
-            raise UserError("data.cache", f"{count:,} images of {_shape(image)} need {amounts}", allowed)
+            raise UserError("data.cache", f"{count:,} images of {_kind(image)} need {amounts}", allowed)
         return image
 
 
@@ -186,11 +193,11 @@ def _read(path: Path, key: str) -> CachedImages:
     """The images of a cache; raises any error if it is damaged, or was made from something else."""
     known = json.loads(read_regular(path, LARGEST_TEXT))
     if known["key"] != key:
-        raise _Unusable("it was made from other files, settings or library versions")
+        raise ValueError("it was made from other files, settings or library versions")
     images, targets = (path.with_name(name) for name in known["arrays"])
     for array in (images, targets):
         if _state(array) != known["arrays"][array.name]:
-            raise _Unusable(f"{array.name} was changed after it was made")
+            raise ValueError(f"{array.name} was changed after it was made")
     unreadable = torch.tensor(known["unreadable"], dtype=torch.int64)
     return CachedImages(images, torch.from_numpy(np.load(targets, allow_pickle=False)), unreadable)
 
@@ -199,35 +206,6 @@ def _state(path: Path) -> list[int]:
     """The size and time of a file, which show that it was changed without reading it."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns]
-
-
-@contextlib.contextmanager
-def _writing(
-    path: Path, shape: tuple[int, ...], batches: Iterable[tuple[Tensor, Tensor]]
-) -> Generator[dict[str, list[int]], None, None]:
-    """Write images and targets beside `path`, and give their names and states; after an error in the block nothing is left."""
-    name = f"{path.stem}-{secrets.token_hex(4)}"
-    arrays = [path.with_name(f"{name}.npy"), path.with_name(f"{name}-targets.npy")]
-    all_targets = []
-    try:
-        # Written and not mapped: on a full disk, the system kills a process that writes to a mapped file
-        with arrays[0].open("xb") as file:
-            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for images, targets in batches:
-                file.write(images.contiguous().numpy().data)
-                all_targets.append(targets)
-            file.flush()
-            os.fsync(file.fileno())
-        with arrays[1].open("xb") as file:
-            np.save(file, torch.cat(all_targets).numpy())
-            file.flush()
-            os.fsync(file.fileno())
-        yield {array.name: _state(array) for array in arrays}
-    except BaseException:
-        for array in arrays:
-            array.unlink(missing_ok=True)
-        raise
 
 
 def _digest(recipe: dict[str, Any]) -> Any:
@@ -277,7 +255,7 @@ def _decoded(
     missing: set[int] | None,
     stopped: Callable[[], bool],
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """All samples in order, in batches; those that cannot be read are added to `missing`, or an error if it is None."""
+    """All samples in order, in batches, until `stopped`; unreadable ones are added to `missing`, or an error if it is None."""
     count = len(dataset)  # type: ignore[arg-type]
     everything = AllSamples(count)
     # Places of samples that cannot be read hold other images, which are never used.
@@ -297,19 +275,15 @@ def _decoded(
     with contextlib.closing(loader), progress(say) as advance:
         for batch in loader.batches(0, 0, count):
             if stopped():
-                raise _Stopped
+                return
             if batch.images.dtype != torch.uint8 or batch.images.shape[1:] != example.shape:
-                kinds = f"{_dtype(example)} {_shape(example)} and {_dtype(batch.images)} {_shape(batch.images[0])}"
-                problem = f"'disk' keeps uint8 images of one size, and this data set gives {kinds}"
-                raise UserError("data.cache", problem, "data.image_size=224, for example, or data.cache=null")
+                problem = f"'disk' keeps uint8 images of one size, and this data set gives {_kind(example)}"
+                allowed = "data.image_size=224, for example, or data.cache=null"
+                raise UserError("data.cache", f"{problem} and {_kind(batch.images[0])}", allowed)
             yield batch.images, batch.targets
             done += len(batch.indices)
             advance(done)
 
 
-def _dtype(image: Tensor) -> str:
-    return str(image.dtype).removeprefix("torch.")
-
-
-def _shape(image: Tensor) -> str:
-    return "x".join(map(str, image.shape))
+def _kind(image: Tensor) -> str:
+    return f"{str(image.dtype).removeprefix('torch.')} {'x'.join(map(str, image.shape))}"

@@ -46,13 +46,10 @@ def fingerprint_data(
         common folder, and size) or `images` (checksums in shards); and with `ends`, `blocks`, of where the blocks of the
         training split end.
     """
-    result = {}
-    files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
+    result, files_of = {}, {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
     for name, (dataset, indices) in parts.items():
-        digests: dict[str, Any] = {
-            "samples": len(indices),
-            "content": _digest(_content(sources[name], indices, pairs)),
-        }
+        digests: dict[str, Any] = {"samples": len(indices)}
+        digests["content"] = _digest(_content(sources[name], indices, pairs))
         targets, files = targets_of(dataset), files_of[id(dataset)]
         if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
             digests["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
@@ -136,11 +133,8 @@ def data_changes(
 
     Facts that change at every reading, or that only one of the two has, are not compared; `identify` computes `now` again.
     """
-    if before == now:
-        return []
     # Data that are drawn again at every reading differ from themselves too; only their length can be compared.
-    again = identify()
-    found = []
+    again, found = identify() if before != now else {}, list[str]()
     for name in dict.fromkeys([*before, *now]):
         if name not in now or name not in before:
             found.append(f"there is {'no' if name not in now else 'a'} split '{name}' now")
@@ -149,17 +143,13 @@ def data_changes(
         if old["samples"] != new["samples"]:
             found.append(f"'{name}' has {new['samples']:,} samples instead of {old['samples']:,}")
             continue
-        for key, difference in _DIFFERENCES.items():
-            if key in old and key in new and old[key] != new[key] and new[key] == again[name].get(key):
-                found.append(f"'{name}' {difference}")
-                break
+        differing = (key for key in _DIFFERENCES if key in old and key in new and old[key] != new[key])
+        if key := next((key for key in differing if new[key] == again[name].get(key)), ""):
+            found.append(f"'{name}' {_DIFFERENCES[key]}")
     return found
 
 
 def class_changes(before: list[str], now: list[str]) -> list[str]:
     """`data_changes` for the names of the classes."""
-
-    def shown(names: list[str]) -> str:
-        return ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "") or "none"
-
-    return [] if before == now else [f"its classes are {shown(now)} instead of {shown(before)}"]
+    shown = [", ".join(names[:5]) + f", ... ({len(names)})" * (len(names) > 5) or "none" for names in (now, before)]
+    return [] if before == now else [f"its classes are {shown[0]} instead of {shown[1]}"]

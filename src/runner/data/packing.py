@@ -28,7 +28,7 @@ from runner.data.sources.detection import DetectionImages
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import smaller_file
 from runner.data.sources.masks import MaskFolder
-from runner.data.sources.shards import index_of, packed_index
+from runner.data.sources.shards import LocalShard, index_of, packed_index
 from runner.data.sources.tar_samples import LARGEST_CLASS, NO_IMAGES, Kind
 from runner.data.splits import Parts
 
@@ -71,11 +71,7 @@ class Packer:
         return None if index is None else len(index["labels"])
 
     def write(self, split: str, number: int) -> list[str]:
-        """Write a shard and its index; returns why images were skipped.
-
-        Raises:
-            UserError: if a sample is not an image with a class number, or the files cannot be written.
-        """
+        """Write a shard and its index; returns why images were skipped. Raises `UserError` as `sample`, or if it cannot write."""
         path, skipped, first = self.path(split, number), [], number * self.config.shard_samples
         samples = self._orders[split].slice(first, first + self.config.shard_samples).tolist()
         with replacing(path) as file:
@@ -96,7 +92,7 @@ class Packer:
             with writing(path):
                 tar.close()
         index_file = packed_index(path, path.stat().st_size, self.target)
-        index = index_of(path, "", self.target) if len(skipped) < len(samples) else NO_IMAGES
+        index = index_of(LocalShard.of(path), "", self.target) if len(skipped) < len(samples) else NO_IMAGES
         write_atomically(index_file.path, index_file.content(index))
         return skipped
 
@@ -105,11 +101,7 @@ class Packer:
         return self.config.data.on_error == "skip" and not error.problems[0].key
 
     def sample(self, split: str, index: int) -> dict[str, bytes]:
-        """The files of a sample, by their extensions.
-
-        Raises:
-            UserError: if it is not an image with a class number, a mask or boxes.
-        """
+        """The files of a sample, by their extensions; raises `UserError` if it is not an image with what `target` says."""
         dataset, name = self.parts[split][0], f"sample {index} of '{split}'"
         if self.target != "class":
             return self._with_target(dataset, index)
@@ -120,8 +112,8 @@ class Packer:
             path, content = Path(name), _png(as_tensor(image), name)
         number = as_target(target)
         if number.ndim or number.is_floating_point() or not 0 <= int(number) <= LARGEST_CLASS:
-            problem = f"the target of {name} is not a class number, and shards have one for each image"
-            raise UserError("data.dataset", problem, f"data whose targets are numbers from 0 to {LARGEST_CLASS:,}")
+            problem = f"the target of {name} is not a class number from 0 to {LARGEST_CLASS:,}"
+            raise UserError("data.dataset", f"{problem}, and shards have one for each image")
         extension, content = self._smaller(path, content)
         return {extension: content, "cls": str(int(number)).encode()}
 
@@ -145,10 +137,7 @@ class Packer:
         return {extension: content, "mask.png": _saved(picture)}
 
     def fingerprint(self, recipe: dict[str, Any]) -> str:
-        """A digest of the data, as far as is known without reading all of them, and of the versions of libraries.
-
-        `recipe` is what the data sets are built from, see `cache_key`.
-        """
+        """A digest of the data, as far as is known without reading all, and of libraries; for `recipe` see `cache_key`."""
         datasets = {split: dataset for split, (dataset, _) in self.parts.items()}
         known = [
             fingerprint_data(self.parts, datasets, pairs=self.target == "class"),
@@ -167,7 +156,7 @@ class Packer:
 
 def _png(image: Tensor, name: str) -> bytes:
     """An image, uint8 (1 or 3, H, W), without loss."""
-    if str(image.dtype) != "torch.uint8" or len(image) not in (1, 3):
+    if image.dtype != torch.uint8 or len(image) not in (1, 3):
         problem = f"{name} is {image.dtype} {tuple(image.shape)}"
         raise UserError("data.dataset", problem, "files, or images (1 or 3, height, width) of torch.uint8")
     return _saved(Image.fromarray((image[0] if len(image) == 1 else image.permute(1, 2, 0)).numpy()))

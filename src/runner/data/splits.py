@@ -55,8 +55,7 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
     source, n = datasets["train"], len(found["train"][1])
     # Folds make a validation split themselves, so a second one would compete
     if split.folds is not None and "val" in datasets:
-        problem = f"is {split.folds}, but this data set has a validation split of its own"
-        raise UserError("data.split.folds", problem, "null")
+        raise UserError("data.split.folds", f"is {split.folds}, but this data set has a validation split of its own")
     # Who brings a validation split trains on all the rest.
     test = split.test if split.test is not None else 0.0 if "val" in datasets else TEST_SHARE
     wanted = {"val": split.val if split.folds is None else 1 / split.folds, "test": test}
@@ -65,14 +64,14 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
         targets = targets_of(source) if split.stratified else None
         if targets is not None and len(targets) != n:
             problem = f"its attribute targets has {len(targets)} entries for {n} samples of 'train'"
-            raise UserError("data.dataset", problem, "one target for each sample, or no such attribute")
+            raise UserError("data.dataset", problem)
         groups = _numbered(groups_of(source, split.group)) if split.group is not None else None
         for name, indices in _divided(targets, groups, n, fractions, split).items():
             if len(indices) == 0:
                 # An empty split would fail at its first evaluation
                 problem = f"{fractions[name]} of {n} training samples is not even one"
-                allowed = f"at least {math.ceil(1000 / n) / 1000:g}, or 0 for no such split"
-                raise UserError(f"data.split.{name}", problem, allowed)
+                least = math.ceil(1000 / n) / 1000
+                raise UserError(f"data.split.{name}", problem, f"at least {least:g}, or 0 for no such split")
             found[name] = source, indices
     return {name: found[name] for name in ("train", *_HELD_OUT) if name in found}
 
@@ -83,10 +82,9 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
     except Exception as error:  # user code can raise anything
         problem = f"the length of its '{name}' split is not known: {type(error).__name__}: {error}"
         raise UserError("data.dataset", problem, "a map-style data set with __len__ and __getitem__") from error
-    if size > _MOST_SAMPLES:
-        raise UserError("data.dataset", f"its '{name}' split has {size:,} samples", f"at most {_MOST_SAMPLES:,}")
-    if size == 0:
-        raise UserError("data.dataset", f"its '{name}' split is empty")
+    if not 0 < size <= _MOST_SAMPLES:
+        much = f"has {size:,} samples, and at most {_MOST_SAMPLES:,} are read" if size else "is empty"
+        raise UserError("data.dataset", f"its '{name}' split {much}")
     return size
 
 
@@ -128,8 +126,7 @@ def _divided(
         for name, indices in splits.items():
             if len(indices) == 0:
                 problem = f"there are {int(groups.max()) + 1} groups, too few or too large for any to be in '{name}'"
-                allowed = "more groups, other shares, or a share of 0 for no such split"
-                raise UserError("data.split.group", problem, allowed)
+                raise UserError("data.split.group", problem, "other shares, or 0 for no such split")
     if split.folds is None:
         return splits
     # Folds divide what is left, so that every fold is tested on the same samples.
@@ -229,9 +226,7 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
 
     `group` is an attribute of the data set with a group for each sample; or a regular expression that is searched for in the
     path of each file of `dataset.paths`, relative to their common folder: its first group in parentheses, or the whole match.
-
-    Raises:
-        UserError: if the data set has neither, the numbers differ, or a file does not match.
+    Raises `UserError` if the data set has neither, the numbers differ, or a file does not match.
     """
     key, samples = "data.split.group", len(dataset)  # type: ignore[arg-type]
     # An attribute of the data set comes before a pattern, as it states the groups itself
@@ -241,8 +236,7 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
         counted = isinstance(values, Sequence) and not isinstance(values, str)
         if not counted or len(values) != samples:
             count = f"{len(values)} entries" if counted else f"a {type(values).__name__}"
-            problem = f"the attribute '{group}' of the data set has {count} for {samples} samples"
-            raise UserError(key, problem, "an attribute with a group for each sample")
+            raise UserError(key, f"the attribute '{group}' of the data set has {count} for {samples} samples")
         return [str(value) for value in values]
     if not hasattr(dataset, "paths"):
         problem = f"the data set has no attribute '{group}', and no files whose paths a pattern could match"
@@ -260,10 +254,7 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
         match = pattern.search(name)
         if match is None:
             problem = f"'{pattern.pattern}' is neither an attribute of the data set nor found in the path {name}"
-            allowed = "a pattern found in the path of every file, or an attribute of the data set"
-            if hasattr(dataset, "groups"):
-                allowed += ", such as groups"
-            raise UserError(key, problem, allowed)
+            raise UserError(key, problem, "groups, an attribute" if hasattr(dataset, "groups") else "")
         found.append(match[1] if pattern.groups and match[1] is not None else match[0])
     return found
 

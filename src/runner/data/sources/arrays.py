@@ -34,28 +34,24 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
 
     def __post_init__(self) -> None:
         images, targets = self.images, self.targets
+        shown = " and ".join(f"{each.dtype} {tuple(each.shape)} on {each.device}" for each in (images, targets))
         if images.dtype != torch.uint8 or images.dim() != 4 or 0 in images.shape:
-            raise ValueError(
-                f"images must be a uint8 tensor (N, C, H, W) without empty dimensions, "
-                f"got {images.dtype} {tuple(images.shape)}"
-            )
+            raise ValueError(f"images must be a uint8 tensor (N, C, H, W) without empty dimensions, got {shown}")
         if targets.dtype not in (torch.int64, torch.float32) or targets.shape != images.shape[:1]:
             raise ValueError(
-                f"targets must be an int64 or float32 tensor ({len(images)},), one for each image, "
-                f"got {targets.dtype} {tuple(targets.shape)}"
+                f"targets must be an int64 or float32 tensor ({len(images)},), one for each image, got {shown}"
             )
         if images.device.type != "cpu" or targets.device.type != "cpu":
-            raise ValueError(f"images and targets must be on the cpu, got {images.device} and {targets.device}")
+            raise ValueError(f"images and targets must be on the cpu, got {shown}")
         # Regression has numbers, and everything else class numbers
         if targets.dtype == torch.float32:
             if self.classes:
                 raise ValueError("float32 targets are for regression, which has no classes; pass classes=()")
             if not bool(torch.isfinite(targets).all()):
                 raise ValueError("targets must be finite")
-            return
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= len(self.classes):
-            raise ValueError(f"targets must index the {len(self.classes)} classes, got values from {low} to {high}")
+        elif (low := int(targets.min())) < 0 or int(targets.max()) >= len(self.classes):
+            values = f"from {low} to {int(targets.max())}"
+            raise ValueError(f"targets must index the {len(self.classes)} classes, got values {values}")
 
     def __len__(self) -> int:
         return len(self.images)

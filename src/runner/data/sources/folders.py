@@ -20,8 +20,17 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
-from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import EXTENSIONS, Files, common_part, is_hidden, list_splits, unread_warnings
+from runner.data.sources.listing import (
+    EXTENSIONS,
+    Files,
+    IndexFile,
+    common_part,
+    existing,
+    is_hidden,
+    list_splits,
+    size_of,
+    unread_warnings,
+)
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -88,13 +97,10 @@ class ImageFolder(ImageList):
     def encoded(self, index: int) -> tuple[Path, bytes | None]:
         """See `ImageList.encoded`; raises `UserError` if the file has another size than in the index."""
         path, sizes = self.path(index), self.files.sizes
-        if sizes is not None:
-            with contextlib.suppress(OSError):  # reported when it is read
-                if path.stat().st_size != sizes[index]:
-                    problem = f"{path} has another size than when the files were listed"
-                    raise UserError(
-                        "data.root", problem, f"`touch {path.parent}`, so that the next run lists them again"
-                    )
+        # A file that is gone is reported when it is read
+        if sizes is not None and size_of(os.fsencode(path)) not in (-1, int(sizes[index])):
+            problem = f"{path} has another size than when the files were listed"
+            raise UserError("data.root", problem, f"`touch {path.parent}`, so that the next run lists them again")
         return path, None
 
     def fingerprint(self) -> str:
@@ -148,10 +154,9 @@ def image_folder(
 
     Raises `UserError` if a folder is missing or empty, or the splits have different classes.
     """
-    decoding, base = Decoding(image_size, channels, crop_share, max_pixels), Path(root).expanduser()
+    decoding, base = Decoding(image_size, channels, crop_share, max_pixels), existing(root)
     if not base.is_dir():
-        what = "is not a folder" if base.exists() else "does not exist"
-        raise UserError("data.root", f"{base.absolute()} {what}", "the folder that holds the images")
+        raise UserError("data.root", f"{base.absolute()} is not a folder", "the folder that holds the images")
     named = {"train": train_folder, "val": val_folder, "test": test_folder}
     folders = {split: base / name for split, name in named.items() if (base / name).is_dir()}
     if folders and "train" not in folders:
@@ -181,11 +186,9 @@ def _class_folders(folder: Path) -> list[str]:
     names = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
     if not names:
         loose = any(entry.suffix.lower() in EXTENSIONS for entry in entries)
-        found, allowed = "there is none", "folders named like the classes"
-        if loose:
-            found, allowed = "there are only images of no class", f"data.root={folder.parent}"
+        found = "there are only images of no class" if loose else "there is none"
         problem = f"{folder.absolute()} must hold one folder of images for each class; {found}"
-        raise UserError("data.root", problem, allowed)
+        raise UserError("data.root", problem, f"data.root={folder.parent}" if loose else "")
     if names == ["images", "masks"]:  # which would train one kind of file against the other
         raise UserError("data", f"{folder.absolute()} has images and masks, and no classes", "experiment=segmentation")
     # A single folder with folders in it is most often one level too many.

@@ -13,6 +13,7 @@ from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding
+from runner.data.sources.places import Place
 from runner.data.sources.tables import Kind, Table, column_targets
 
 _SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -108,25 +109,19 @@ def _loaded(datasets: Any, root: str, path: str | None, subset: str | None, down
     """The data set of a path or a name, or a mapping of several."""
     place = Path(root).expanduser() / Path(path or ".").expanduser()
     if not place.exists() and not download:
-        problem = f"{place.absolute()} does not exist, and data.download=false"
-        raise UserError(
-            "data.dataset.path", problem, "a folder or a .parquet file, or data.download=true to fetch the name"
-        )
-    try:
-        # A path that exists is never taken for a name on the Hub.
-        if not place.exists():
+        problem, allowed = f"{place.absolute()} does not exist, and data.download=false", "a folder or a .parquet file"
+        raise UserError("data.dataset.path", problem, f"{allowed}, or data.download=true to fetch the name")
+    # A path that exists is never taken for a name on the Hub.
+    if not place.exists():
+        allowed = "a network and a name on the Hub, or a copy made with save_to_disk: data.dataset.path=<its folder>"
+        with Place(f"'{path}' from the Hub", "data.dataset.path", allowed):
             return datasets.load_dataset(str(path), subset)
+    with Place(place.absolute(), "data.dataset.path"):
         if place.is_file():
             return datasets.load_dataset("parquet", data_files=str(place))
         if any((place / name).is_file() for name in _SAVED):
             return datasets.load_from_disk(str(place))
         return datasets.load_dataset(str(place), subset)
-    except Exception as error:  # readers of a dozen formats and a network raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if place.exists():
-            raise UserError("data.dataset.path", f"{place.absolute()} cannot be read: {reason}") from error
-        allowed = "a network and a name on the Hub, or a copy made with save_to_disk: data.dataset.path=<its folder>"
-        raise UserError("data.dataset.path", f"'{path}' could not be fetched: {reason}", allowed) from error
 
 
 def _chosen(found: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[str, Any]:
@@ -148,16 +143,14 @@ def _column(key: str, given: str | None, choices: Sequence[str], features: Mappi
     """The column that is named, or the only one of `choices`; raises `UserError` if there is no such column."""
     if given is None and len(choices) == 1:
         return choices[0]
-    if given is None:
-        problem = f"is null, and {len(choices)} columns may be it"
-        raise UserError(f"data.dataset.{key}", problem, ", ".join(choices or features))
-    if given not in features:
+    if given is not None and given not in features:
         problem = f"there is no column '{given}'"
         raise UserError(f"data.dataset.{key}", problem, ", ".join(features), nearest(given, features))
-    if key == "image_key" and given not in choices:
-        raise UserError(
-            "data.dataset.image_key", f"'{given}' is not an image column", ", ".join(choices) or "none here"
+    if given is None or (key == "image_key" and given not in choices):
+        problem = (
+            f"is null, and {len(choices)} columns may be it" if given is None else f"'{given}' is not an image column"
         )
+        raise UserError(f"data.dataset.{key}", problem, ", ".join(choices or features))
     return given
 
 
@@ -175,5 +168,5 @@ def _targets(
     for row, entry in enumerate(columns[labels[0]]):
         if entry is None or not 0 <= entry < len(feature.names):
             problem = f"is {entry}, and there are {len(feature.names)} classes"
-            raise table.wrong(row, labels[0], problem, "a label in every row, or no such row")
+            raise table.wrong(row, labels[0], problem)
     return torch.tensor(columns[labels[0]], dtype=torch.int64), tuple(feature.names)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from PIL import Image
@@ -37,20 +37,35 @@ _DECODED = (
 class ImageFiles(ImageFolder):
     """Map-style data set of image files; item i is (image of `shape` (C, H, W), 0).
 
-    Files are decoded as by `runner.data.sources.folders.image_folder`, then the sample transforms follow; `size` None gives
-    them the whole image. Without transforms, the central part in the shape of `shape` is resized to it.
+    Files are decoded as by the data set of `data`, then the sample transforms follow; unless that has a size, they get the whole
+    image. Without transforms, the central part in the shape of `shape` is resized to it.
+
+    Args:
+        data, transforms: section of the config that the model was trained with, and `transform.sample_eval`.
+        shape: channels, height and width of the images that the model was trained on.
+
+    Raises `UserError` if the config does not determine how to read them.
     """
 
     def __init__(
-        self,
-        paths: Sequence[Path],
-        shape: tuple[int, int, int],
-        decoding: Decoding,
-        transforms: Sequence[SampleTransform],
+        self, paths: Sequence[Path], data: Data, transforms: Sequence[SampleTransform], shape: tuple[int, int, int]
     ) -> None:
+        dataset, share, channels, (height, width) = data.dataset, 1.0, cast(Any, shape[0]), shape[1:]
+        size = None if transforms or height != width else height
+        if dataset.get("_target_") in _DECODED:
+            channels, own = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
+            share = dataset.get("crop_share", share) if own is not None else share
+            size = own if transforms else size
+        if channels not in (1, 3):
+            problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
+            raise UserError("input", problem, "train, val or test, a split of the data")
+        try:
+            decoding = Decoding(size, channels, share, dataset.get("max_pixels") or data.max_pixels)
+        except ValueError as error:
+            raise UserError("data.dataset", str(error)) from error
         super().__init__(paths, torch.zeros(len(paths), dtype=torch.int64), (), decoding)
         self.shape = shape
-        self._transforms = list(transforms) or [functools.partial(fitted, height=shape[1], width=shape[2])]
+        self._transforms = list(transforms) or [functools.partial(fitted, height=height, width=width)]
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
@@ -109,28 +124,12 @@ class BlankReplacement(ReplacementSampler):
             skipped.append(BadSample(index, one_line(error)))
             return self.image, 0
         if sample[0].shape != self.image.shape:
-            raise UserError(
-                "transform.sample_eval",
-                f"{self.path(index)} comes out of the transforms with the shape {tuple(sample[0].shape)}, and the model "
-                f"takes {tuple(self.image.shape)}",
-                "transforms that give every image the size that the model takes",
+            made, taken = tuple(sample[0].shape), tuple(self.image.shape)
+            problem = (
+                f"{self.path(index)} comes out of the transforms with the shape {made}, and the model takes {taken}"
             )
+            raise UserError("transform.sample_eval", problem)
         return sample
-
-
-def image_files(
-    paths: Sequence[Path], data: Data, transforms: Sequence[SampleTransform], shape: tuple[int, int, int]
-) -> ImageFiles:
-    """Image files as the model takes them; for the arguments and errors see `files_loader`."""
-    channels, size, share = _decoding(data, bool(transforms), shape)
-    if channels not in (1, 3):
-        problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
-        raise UserError("input", problem, "train, val or test, a split of the data")
-    max_pixels = data.dataset.get("max_pixels") or data.max_pixels
-    try:
-        return ImageFiles(paths, shape, Decoding(size, channels, share, max_pixels), transforms)
-    except ValueError as error:
-        raise UserError("data.dataset", str(error)) from error
 
 
 def files_loader(
@@ -144,18 +143,11 @@ def files_loader(
     batch_size: int,
     on_unreadable: Callable[[Sequence[BadSample]], None],
 ) -> WorkerLoader:
-    """A loader of image files in their order, as the model takes them.
+    """A loader of `ImageFiles` in their order, with the same errors.
 
-    Args:
-        paths, prepare, device, batch_size: of the loader.
-        data, transforms: section of the config that the model was trained with, and `transform.sample_eval`.
-        shape: channels, height and width of the images that the model was trained on.
-        on_unreadable: called with images that cannot be read, at the latest with the batch that they belong to.
-
-    Raises:
-        UserError: if the config does not determine how to read them.
+    `on_unreadable` is called with images that cannot be read, at the latest with the batch that they belong to.
     """
-    files = image_files(paths, data, transforms, shape)
+    files = ImageFiles(paths, data, transforms, shape)
     everything, blank = AllSamples(len(paths)), files.blank()
     workers = workers_for_files(data.num_workers, len(paths), data.prefetch * batch_size * blank.nbytes)
     return WorkerLoader(
@@ -167,15 +159,3 @@ def files_loader(
         on_skipped=on_unreadable,
         **worker_options(data, device) | {"persistent": False},
     )
-
-
-def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) -> tuple[Any, int | None, float]:
-    """Channels of the decoded files, edge of the square that they are resized to, and its share of the shorter side."""
-    dataset, (channels, height, width) = data.dataset, shape
-    size, share = None, 1.0
-    if dataset.get("_target_") in _DECODED:
-        channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
-        share = dataset.get("crop_share", share) if size is not None else share
-    if not with_transforms:
-        size = height if height == width else None
-    return channels, size, share

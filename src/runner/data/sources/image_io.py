@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError, features
+from PIL import Image, features
 from torch import Tensor
 from torch.nn import functional as F
 
 from runner.base.errors import UserError
-from runner.base.reading import open_regular
+from runner.base.reading import LARGEST_DATA, open_regular, read_regular
 from runner.config.schema.sections import Data
+from runner.data.sources.places import Place
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2
@@ -115,7 +116,7 @@ def read_image(
     or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
-    with _explained(path), _opened(path, content, max_pixels) as opened:
+    with _opened(path, content, max_pixels) as opened:
         width, height = opened.size
         if opened.format not in _REDUCIBLE:
             opened.load()
@@ -141,7 +142,7 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
     Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, for colours without a
     palette, and for PPM files.
     """
-    with _explained(path, "mask"), _opened(path, content, max_pixels) as opened:
+    with _opened(path, content, max_pixels, "mask") as opened:
         if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
@@ -170,59 +171,42 @@ def smaller_file(
     Raises `UserError`, which names the file, if it is missing, no image or too large; truncated ones are only found if they
     are resized.
     """
-    with _explained(path):
-        if content is None:
-            with open_regular(path) as file:
-                content = file.read()
-        with _opened(path, content, max_pixels) as opened:
-            kind = str(opened.format)
-            if max_side is None or max(opened.size) <= max_side:
-                return _EXTENSIONS.get(kind, kind.lower()), content
-            if kind not in _REDUCIBLE:  # Pillow turns a TIFF when it loads it, and says so only then
-                opened.load()
-            turn, grey = _orientation(opened), opened.mode in ("1", "L", "F", *_SIXTEEN_BIT)
-            image = _as_mode(opened, "L" if grey else "RGB")
-            image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)  # large JPEGs are reduced while decoding
-            image = image.transpose(_TURNS[turn]) if turn in _TURNS else image
-            image.info.clear()
-            image.save(encoded := io.BytesIO(), "JPEG", quality=quality)
-            return "jpg", encoded.getvalue()
+    with _opened(path, content, max_pixels) as opened:
+        kind = str(opened.format)
+        if max_side is None or max(opened.size) <= max_side:
+            extension = _EXTENSIONS.get(kind, kind.lower())
+            return extension, read_regular(Path(path), LARGEST_DATA) if content is None else content
+        if kind not in _REDUCIBLE:  # Pillow turns a TIFF when it loads it, and says so only then
+            opened.load()
+        turn, grey = _orientation(opened), opened.mode in ("1", "L", "F", *_SIXTEEN_BIT)
+        image = _as_mode(opened, "L" if grey else "RGB")
+        image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)  # large JPEGs are reduced while decoding
+        image = image.transpose(_TURNS[turn]) if turn in _TURNS else image
+        image.info.clear()
+        image.save(encoded := io.BytesIO(), "JPEG", quality=quality)
+        return "jpg", encoded.getvalue()
 
 
 @contextlib.contextmanager
-def _explained(path: Path | str, kind: str = "image") -> Iterator[None]:
-    """Errors of decoding as `UserError`, which names the file."""
-    try:
-        yield
-    except (MemoryError, UserError):
-        raise
-    except Exception as error:  # Pillow's decoders raise a dozen types for damaged files, SyntaxError among them
-        text = (getattr(error, "strerror", None) or "").lower() or str(error)
-        if isinstance(error, UnidentifiedImageError):  # its text names a Python object, as the file is open
-            text = "its content is not an image of a known type"
-        reason = " ".join(text.split()) or type(error).__name__
-        raise UserError(f"cannot read the {kind} {path}: {reason}. Replace it or delete it.") from error
+def _opened(
+    path: Path | str, content: bytes | Image.Image | None, max_pixels: int, kind: str = "image"
+) -> Iterator[Any]:
+    """An image that is not decoded yet, or a copy of one in memory, as decoding at a fraction of the size changes it.
 
-
-@contextlib.contextmanager
-def _opened(path: Path | str, content: bytes | Image.Image | None, max_pixels: int) -> Iterator[Any]:
-    """An image that is not decoded yet, or a copy of one in memory, as decoding at a fraction of the size changes it."""
-    if isinstance(content, Image.Image):
-        _check_pixels(path, content, max_pixels)
-        yield content.copy()
-        return
-    file = open_regular(path) if content is None else io.BytesIO(content)
-    with file, Image.open(file, formats=_FORMATS) as opened:
-        _check_pixels(path, opened, max_pixels)
+    Errors in the block, such as of decoding, become a `UserError`, which names the file.
+    """
+    with Place(f"the {kind} {path}"), contextlib.ExitStack() as files:
+        if isinstance(content, Image.Image):
+            opened: Any = content.copy()
+        else:
+            file: Any = files.enter_context(open_regular(path) if content is None else io.BytesIO(content))
+            opened = files.enter_context(Image.open(file, formats=_FORMATS))
+        width, height = opened.size
+        if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
+            pixels = f"{width:,} x {height:,} = {width * height:,} pixels, and data.max_pixels={max_pixels}"
+            allowed = "a larger data.max_pixels, a smaller image, or data.on_error=skip"
+            raise UserError("", f"cannot read the image {path}: it has {pixels}", allowed)
         yield opened
-
-
-def _check_pixels(path: Path | str, opened: Image.Image, max_pixels: int) -> None:
-    width, height = opened.size
-    if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
-        pixels = f"{width:,} x {height:,} = {width * height:,} pixels, and data.max_pixels={max_pixels}"
-        allowed = "a larger data.max_pixels, a smaller image, or data.on_error=skip"
-        raise UserError("", f"cannot read the image {path}: it has {pixels}", allowed)
 
 
 def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tensor:
@@ -249,10 +233,8 @@ def _reduce(opened: Any, mode: Literal["RGB", "L"], region: Region, image_size: 
     """Ask a JPEG decoder for a smaller image, and return the factor."""
     if opened.format not in _REDUCIBLE:
         return 1
-    reduction = 1
-    if image_size is not None:
-        reduction = next((number for number in _REDUCTIONS if min(region[2:]) >= number * image_size), 1)
-    width, height = opened.size
+    edge, (width, height) = min(region[2:]), opened.size
+    reduction = 1 if image_size is None else next((each for each in _REDUCTIONS if edge >= each * image_size), 1)
     # Pillow takes the strongest reduction that leaves at least this size, which is the chosen one.
     opened.draft(mode, (max(1, width // reduction), max(1, height // reduction)))
     return reduction

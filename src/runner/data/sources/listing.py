@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
 import json
 import os
 import time
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from runner.base.errors import UserError, nearest_path
-from runner.data.sources.index_file import IndexFile
+from runner.base.files import write_atomically
+from runner.base.reading import LARGEST_DATA, read_regular
+from runner.data.sources.places import Place
 
 _PHOTOS = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff")
 _ENDINGS = (*_PHOTOS, ".pgm", ".ppm", ".pbm", ".pnm")
@@ -25,6 +32,7 @@ _UNREAD = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".tga", ".dng", ".cr2", ".c
 # Folders of thumbnails and metadata that systems add: of Synology, macOS, QNAP and Windows
 _NO_DATA = ("@eaDir", "__MACOSX", "@Recycle", "#recycle", "$RECYCLE.BIN", "System Volume Information")
 INDEXED_FROM = 100_000  # files; fewer are listed within a second
+_KEY = "key"  # in an index
 _RULES = 2  # to be raised when other files are listed, or in another order
 _SETTLED_S = 2.0  # a folder that changed less than this before it was read may change again within the same timestamp
 
@@ -108,7 +116,7 @@ def existing(root: str) -> Path:
     """The path of `data.root`; raises `UserError` if there is none."""
     base = Path(root).expanduser()
     if not base.exists():
-        raise UserError("data.root", f"there is no {base}", "the folder of the data", nearest_path(base))
+        raise UserError("data.root", f"{base.absolute()} does not exist", "", nearest_path(base))
     return base
 
 
@@ -116,7 +124,7 @@ def check_names(key: str, where: Path | str, names: Sequence[str]) -> None:
     """Raise `UserError` if two classes have one name."""
     counts = Counter(unicodedata.normalize("NFC", name) for name in names)
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise UserError(key, f"{where} has two classes of one name, '{twice[0]}'", "a different name for each class")
+        raise UserError(key, f"{where} has two classes of one name, '{twice[0]}'")
 
 
 def in_two_splits(kind: str, splits: Mapping[str, Iterable[object]]) -> list[str]:
@@ -156,15 +164,14 @@ def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[st
     Links to folders are followed, but not to a parent, and no folder is visited twice. `times` gets those of each folder, from
     before it is read, and zeros for links below the first folder that are not to files.
 
-    Raises:
-        UserError: if a folder cannot be read; it names the folder.
+    Raises `UserError` if a folder cannot be read; it names the folder.
     """
     seen = {folder.resolve(), *folder.resolve().parents}
     pending = [str(folder)]
     while pending:
         here = pending.pop()
-        inner, files = [], []
-        try:
+        inner, files, below = [], [], []
+        with Place(f"the folder {here}"):
             if times is not None:
                 times[here] = times_of(here)
             with os.scandir(here) as entries:
@@ -179,14 +186,10 @@ def folders_below(folder: Path, times: Times | None = None) -> Iterator[tuple[st
                     # Where such a link leads can change, and its folder does not show it
                     if linked and times is not None and not Path(entry.path).is_file():
                         times[entry.path] = [0, 0, 0]
-            below = []
             for path in sorted(inner):
                 if (real := Path(path).resolve()) not in seen:
                     seen.add(real)
                     below.append(path)
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise UserError(f"cannot read the folder {here}: {reason}. Make it readable or remove it.") from error
         yield here, sorted(files)
         pending += reversed(below)
 
@@ -196,8 +199,7 @@ def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Fi
 
     `times` gets those of all folders, see `folders_below`.
 
-    Raises:
-        UserError: if a class has no image.
+    Raises `UserError` if a class has no image.
     """
     names: list[bytes] = []
     counts, unread = [], 0
@@ -233,18 +235,22 @@ def list_splits(
         return found, []
     begun, times = time.time_ns(), {str(folder): times_of(folder) for folder in folders.values()}
     splits = {split: list_classes(folder, classes, times) for split, folder in folders.items()}
-    if sum(len(files) for files, _ in splits.values()) < INDEXED_FROM or cache_folder is None:
+    changes = [changed for changed, *_ in times.values()]
+    if (
+        cache_folder is None
+        or sum(len(files) for files, _ in splits.values()) < INDEXED_FROM
+        # Writing the index would change the folder
+        or Path(cache_folder).resolve() in {folder.resolve() for folder in folders.values()}
+        # Without a time of change for each folder, as in some network file systems, a change would not be seen
+        or max(changes) > begun - _SETTLED_S * 1e9
+        or min(changes) <= 0
+        or len(set(changes)) == 1
+    ):
         return splits, []
-    if Path(cache_folder).resolve() in {folder.resolve() for folder in folders.values()}:
-        return splits, []  # writing the index would change the folder
     splits = {
         split: (replace(files, sizes=torch.tensor([*map(size_of, files.all_names())])), numbers)
         for split, (files, numbers) in splits.items()
     }
-    changes = [changed for changed, *_ in times.values()]
-    # Without a time of change for each folder, as in some network file systems, a change would not be seen
-    if max(changes) > begun - _SETTLED_S * 1e9 or min(changes) <= 0 or len(set(changes)) == 1:
-        return splits, []
     watched = Files.of([os.fsencode(path) for path in times])
     tensors = {"times": torch.tensor(list(times.values())), "names": watched.names, "ends": watched.ends}
     for split, (files, numbers) in splits.items():
@@ -254,16 +260,15 @@ def list_splits(
 
 def _unchanged(known: Mapping[str, Tensor], splits: Mapping[str, Path]) -> dict[str, tuple[Files, Tensor]] | None:
     """What an index holds, or None if one of its folders has changed."""
-    for path, then in zip(Files(known["names"], known["ends"]).all_names(), known["times"].tolist(), strict=True):
-        try:
-            if times_of(path) != then:
-                return None
-        except OSError:
-            return None
-    fields = ("names", "ends", "sizes", "unread")
-    return {
-        split: (Files(*(known[f"{split}.{name}"] for name in fields)), known[f"{split}.classes"]) for split in splits
-    }
+    with contextlib.suppress(OSError):
+        watched = zip(Files(known["names"], known["ends"]).all_names(), known["times"].tolist(), strict=True)
+        if all(times_of(path) == then for path, then in watched):
+            fields = ("names", "ends", "sizes", "unread")
+            return {
+                split: (Files(*(known[f"{split}.{name}"] for name in fields)), known[f"{split}.classes"])
+                for split in splits
+            }
+    return None
 
 
 def times_of(path: str | bytes | Path) -> list[int]:
@@ -278,3 +283,54 @@ def size_of(path: bytes) -> int:
         return os.stat(path).st_size  # noqa: PTH116  as above
     except OSError:
         return -1
+
+
+@dataclass(frozen=True)
+class IndexFile:
+    """A file of tensors that counts only for a key, which is text."""
+
+    path: Path
+    key: str
+
+    @classmethod
+    def of(cls, folder: str, source: str, key: str) -> IndexFile:
+        """The file for a source of data, such as a path, in a folder for all of them."""
+        name = hashlib.sha256(os.fsencode(source)).hexdigest()[:16]
+        return cls(Path(folder, f"{name}.index"), f"{source}\n{key}")
+
+    def read(self) -> dict[str, Tensor] | None:
+        """The tensors; None if there is no such file, or it is damaged or has another key."""
+        with contextlib.suppress(OSError):
+            # Not mapped into memory: the file may be replaced while a run uses it
+            return self.parse(read_regular(self.path, LARGEST_DATA), self.key)
+        return None
+
+    @staticmethod
+    def parse(content: bytes, key: str) -> dict[str, Tensor] | None:
+        """The tensors of a file with that content; None if it is damaged or has another key."""
+        with contextlib.suppress(SafetensorError):
+            tensors = safetensors.torch.load(content)
+            found = tensors.pop(_KEY, torch.empty(0))
+            if found.tolist() == _stamp(key, tensors).tolist():
+                return tensors
+        return None
+
+    def write(self, tensors: dict[str, Tensor]) -> str:
+        """Write the file; returns a warning if that is not possible, or ""."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, self.content(tensors))
+        except (OSError, UserError) as error:
+            problem = f"cannot keep what is known of the files of data in {self.path.parent}: {error}"
+            return f"{problem}; each run looks again, unless data.cache_dir is a writable folder"
+        return ""
+
+    def content(self, tensors: dict[str, Tensor]) -> bytes:
+        """What the file holds."""
+        return safetensors.torch.save(tensors | {_KEY: _stamp(self.key, tensors)})
+
+
+def _stamp(key: str, tensors: dict[str, Tensor]) -> Tensor:
+    """What a file holds besides its tensors, uint8 (N,): the key, and checksums of the tensors."""
+    checksums = [(name, zlib.crc32(tensor.numpy().data)) for name, tensor in sorted(tensors.items())]
+    return torch.tensor(list(f"{key}\n{checksums}".encode(errors="surrogateescape")), dtype=torch.uint8)

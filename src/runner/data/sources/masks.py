@@ -19,6 +19,7 @@ from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import check_names, existing, images_below
+from runner.data.sources.places import Place
 
 _IGNORED = 255
 _LOOKED_AT = 8  # masks
@@ -108,10 +109,8 @@ def segmentation_folder(
     if classes is None and not listed.exists():
         allowed = "a list of names, or such a file with one name a line"
         raise UserError("data.dataset.classes", f"is null, and there is no {listed.absolute()}", allowed)
-    try:
+    with Place(listed.absolute(), "data.dataset.classes"):
         names = classes if classes is not None else read_text(listed).split("\n")
-    except (OSError, ValueError) as error:
-        raise UserError("data.dataset.classes", f"cannot read {listed.absolute()}: {error}") from error
     names = [name.strip() for name in names if name.strip()]
     check_names("data.dataset.classes" if classes else "data.root", "the list" if classes else listed, names)
     check_values(values, names)
@@ -131,7 +130,7 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     by_name = dict[str, Path]()
     for path in sorted(images_below(masks)):
         if (other := by_name.setdefault(_stem(path, masks), path)) is not path:
-            raise UserError("data.root", f"{other} and {path} are two masks of one image", "one mask of each image")
+            raise UserError("data.root", f"{other} and {path} are two masks of one image")
     unread: list[Path] = []
     files = {path: _stem(path, images) for path in sorted(images_below(images, unread))}
     if unread:

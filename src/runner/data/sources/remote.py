@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import io
 import os
 import random
 import time
@@ -13,7 +12,7 @@ import zlib
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from runner.base.errors import DataFailed, UserError
@@ -46,8 +45,7 @@ _CLIENTS: dict[tuple[int, str], Any] = {}
 def store(url: str) -> Any:
     """The client of fsspec for a URL, made once in each process, as its event loop and connections do not survive a fork.
 
-    Raises:
-        UserError: if fsspec does not know the protocol, or a package for it is not installed.
+    Raises `UserError` if fsspec does not know the protocol, or a package for it is not installed.
     """
     key = os.getpid(), "/".join(url.split("/", 3)[:3])
     if key not in _CLIENTS:
@@ -232,39 +230,29 @@ class RemoteShard:
         comparable = now.version.partition(" ")[0] == self.version.partition(" ")[0]
         return now.size != self.size or (comparable and now.version != self.version)
 
-    def opened(self) -> BinaryIO:
+    def check(self) -> None:
+        """Raise `DataFailed` if the object was replaced."""
+        if retried(self.url, self.replaced):
+            raise self.changed("it was replaced meanwhile")
+
+    def index(self) -> bytes | None:
+        """The content of the index beside it, if one was listed."""
+        return content_of(f"{self.url}.index") if self.has_index else None
+
+    def opened(self) -> Any:
         """The object as a file for reading."""
-        return io.BufferedReader(_Stream(self), _BLOCK)
+        from fsspec.spec import AbstractBufferedFile
 
+        shard = self
 
-class _Stream(io.RawIOBase):
-    """A shard as a raw file."""
+        class Opened(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
+            def _fetch_range(self, start: int, end: int) -> bytes:
+                if heard:  # reading a whole shard takes long
+                    problem = f"a signal came before all of {shard.url} was read"
+                    raise DataFailed("data.root", problem, "the same command again")
+                return shard.range(start, end)
 
-    def __init__(self, shard: RemoteShard) -> None:
-        self._shard, self._place = shard, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._shard.size}[whence]
-        return self._place
-
-    def tell(self) -> int:
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        if heard:  # reading a whole shard takes long
-            problem = f"a signal came before all of {self._shard.url} was read"
-            raise DataFailed("data.root", problem, "the same command again")
-        end = min(self._place + len(buffer), self._shard.size)
-        content = self._shard.range(self._place, end) if end > self._place else b""
-        buffer[: len(content)] = content
-        self._place += len(content)
-        return len(content)
+        return Opened(store(self.url), self.url, block_size=_BLOCK, size=self.size)
 
 
 def content_of(url: str) -> bytes | None:
@@ -295,8 +283,7 @@ def chosen(url: str) -> RemoteShard:
 def listed(url: str) -> list[RemoteShard]:
     """The shards `<url>/*.tar` in the order of names; empty if there are none.
 
-    Raises:
-        UserError: if this protocol has no lists.
+    Raises `UserError` if this protocol has no lists.
     """
     if url.startswith(("http://", "https://")):
         problem = f"{url} cannot be listed, as HTTP has no lists"

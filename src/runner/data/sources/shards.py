@@ -13,81 +13,103 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, Union
 
 import torch
 from PIL import features
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_json, read_regular
+from runner.base.reading import LARGEST_DATA, LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_json, read_regular
 from runner.config.schema.sections import Data
 from runner.data.sources.detection import objects_of, with_objects
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding, read_image, read_mask
-from runner.data.sources.index_file import IndexFile
-from runner.data.sources.listing import check_names, times_of
+from runner.data.sources.listing import IndexFile, check_names, times_of
 from runner.data.sources.masks import refuse_ignored, with_mask
-from runner.data.sources.remote import RemoteShard, chosen, content_of, listed, retried
+from runner.data.sources.places import Place
+from runner.data.sources.remote import RemoteShard, chosen, content_of, listed
 from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files, usable
 
 _RULES = 2  # to be raised when other images are found, or in another order; what `pack` writes is found by all
 MANIFEST = "pack.json"  # what `pack` writes beside the splits
 _SPLITS = ("train", "val", "test")
-_Indexed = tuple[Index, IndexFile | None]
+
+Shard = Union["LocalShard", RemoteShard]
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A tar file on disk, as `RemoteShard` is one in a store; `version` is `times_of` it."""
+
+    url: str
+    size: int
+    version: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: str | Path) -> LocalShard:
+        """The file of a path; raises `UserError` if there is none."""
+        with Place(f"the shard {path}"):
+            return cls(str(Path(path).absolute()), Path(path).stat().st_size, tuple(times_of(path)))
+
+    def read(self, start: int, length: int, checksum: int) -> bytes:
+        """Bytes with that CRC-32; raises `UserError` if they have another one."""
+        with Place(self.url), self.opened() as file:
+            content = os.pread(file.fileno(), length, start)
+        if len(content) != length or zlib.crc32(content) != checksum:
+            problem = f"{self.url} was changed or damaged after it was indexed: the image at byte {start:,}"
+            allowed = f"the file as it was, or `touch {self.url}` to index it again"
+            raise UserError("data.root", f"{problem} has another CRC-32", allowed)
+        return content
+
+    def index(self) -> bytes | None:
+        """The content of the index beside it; None if the shard was changed afterwards, as class numbers may be others."""
+        path = Path(f"{self.url}.index")
+        with contextlib.suppress(OSError):
+            return read_regular(path, LARGEST_DATA) if path.stat().st_mtime_ns >= self.version[1] else None
+        return None
+
+    def opened(self) -> BinaryIO:
+        """The file for reading."""
+        return open_regular(self.url)
+
+    def check(self) -> None:
+        """Nothing: a file that changed while it was indexed has another version at the next start."""
 
 
 class Shards(ImageList):
     """The images of some shards; for the other arguments see `ImageList`.
 
-    Args:
-        paths: of the shards, or what reads them in a store.
-        indexes: of each of them.
+    Attributes:
+        block_ends: the number of images up to the end of each shard, int64 (S,).
+        checksums: the CRC-32 of each image, int64 (N,).
     """
 
     indexed = True
 
     def __init__(
-        self, paths: Sequence[Path | RemoteShard], indexes: Sequence[Index], classes: Sequence[str], decoding: Decoding
+        self, shards: Sequence[Shard], indexes: Sequence[Index], classes: Sequence[str], decoding: Decoding
     ) -> None:
         joined = {name: torch.cat([index[name] for index in indexes]) for name in COLUMNS}
         super().__init__(joined["labels"], classes, decoding)
-        self._paths = tuple(path if isinstance(path, RemoteShard) else str(path) for path in paths)
-        self._offsets, self._lengths, self._checksums = (joined[name] for name in COLUMNS[:3])
-        # The number of images up to the end of each shard, int64 (S,)
+        self._shards = tuple(shards)
+        self._offsets, self._lengths, self.checksums = (joined[name] for name in COLUMNS[:3])
         self.block_ends = torch.tensor([len(index["labels"]) for index in indexes]).cumsum(0)
 
-    def encoded(self, index: int) -> tuple[Path | str, bytes | None]:
+    def encoded(self, index: int) -> tuple[str, bytes]:
         """See `ImageList.encoded`; raises `UserError` if the bytes are not those that were indexed, or the store fails."""
         index = range(len(self))[index]
-        shard = int(torch.searchsorted(self.block_ends, index, right=True))
-        path, offset, length = self._paths[shard], int(self._offsets[index]), int(self._lengths[index])
-        if isinstance(path, RemoteShard):
-            return f"{path.url} byte {offset}", path.read(offset, length, int(self._checksums[index]))
-        try:
-            with open_regular(path) as file:
-                content = os.pread(file.fileno(), length, offset)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-        if len(content) != length or zlib.crc32(content) != int(self._checksums[index]):
-            problem = (
-                f"{path} was changed or damaged after it was indexed: the image at byte {offset:,} has another CRC-32"
-            )
-            allowed = f"the file as it was, or `touch {path}` to index it again"
-            raise UserError("data.root", problem, allowed)
-        return Path(path, f"byte {offset}"), content
-
-    @property
-    def checksums(self) -> Tensor:
-        """The CRC-32 of each image, int64 (N,)."""
-        return self._checksums
+        shard, offset = self._shards[int(torch.searchsorted(self.block_ends, index, right=True))], self._offsets[index]
+        content = shard.read(int(offset), int(self._lengths[index]), int(self.checksums[index]))
+        return f"{shard.url} byte {int(offset)}", content
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: their bytes, settings, decoder versions."""
         versions = torch.__version__, *map(features.version, ("pil", "jpg"))
         digest = hashlib.sha256(repr((DECODING, *dataclasses.astuple(self.decoding), *versions)).encode())
-        for numbers in (self._lengths, self._checksums, self.targets):
+        for numbers in (self._lengths, self.checksums, self.targets):
             digest.update(numbers.numpy().tobytes())
         return digest.hexdigest()
 
@@ -98,16 +120,16 @@ class TargetShards(Shards):
     def __init__(self, *arguments: Any, target: Kind) -> None:
         super().__init__(*arguments)
         # These change with the samples, and are not class numbers
-        self._target, self.targets = target, self._checksums.double()
+        self._target, self.targets = target, self.checksums.double()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one sample; raises `UserError` as `encoded`, and if the image or mask cannot be used."""
         name, content = self.encoded(index)
-        files, pixels = read_files(content or b"", str(name), self._target), self.decoding.max_pixels
+        files, pixels = read_files(content, self._target), self.decoding.max_pixels
         image = read_image(name, None, self.decoding.channels, max_pixels=pixels, content=files[0])
         if self._target == "mask":
             return with_mask(image, read_mask(name, max_pixels=pixels, content=files[1]), name, name)
-        return with_objects(image, *objects_of(files[1], str(name), index))
+        return with_objects(image, *objects_of(files[1], name, index))
 
 
 def shards(
@@ -150,20 +172,20 @@ def shards(
         raise UserError("data.root", "is a URL with a password or a query, which would be stored with the run", allowed)
     decoding = Decoding(image_size if target == "class" else None, channels, crop_share, max_pixels)
     named = {"train": train, "val": val, "test": test}
-    paths, manifest = _found(base, named), _manifest(base)
+    shards, manifest = _found(base, named), _manifest(base)
     if manifest.get("samples", ...) is None:
         raise UserError("data.root", f"the pack in {base} is not finished", "the same `pack` command again")
-    every = [path for found in paths.values() for path in found]
+    every = [shard for found in shards.values() for shard in found]
     # Reading and checksums release the lock of the interpreter
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(functools.partial(_indexed, label=label, target=target, cache_folder=cache_folder), every))
-    indexes = {path: index for path, (index, _) in zip(every, made, strict=True) if len(index["labels"])}
+    indexes = {shard: index for shard, (index, _) in zip(every, made, strict=True) if len(index["labels"])}
     classes = _classes(f"{base}/classes.txt", max(int(index["labels"].max()) for index in indexes.values()), target)
     kind: Any = Shards if target == "class" else functools.partial(TargetShards, target=target)
     result = {
-        split: kind(kept, [indexes[path] for path in kept], classes, decoding)
-        for split, found in paths.items()
-        if (kept := [path for path in found if path in indexes])  # `pack` skipped all images of others
+        split: kind(kept, [indexes[shard] for shard in kept], classes, decoding)
+        for split, found in shards.items()
+        if (kept := [shard for shard in found if shard in indexes])  # `pack` skipped all images of others
     }
     for split, count in (manifest.get("samples") or {}).items() if not any(named.values()) else ():
         if (found := len(result.get(split, ()))) != count:
@@ -176,7 +198,7 @@ def shards(
     return result
 
 
-def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, list[Path | RemoteShard]]:
+def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, list[Shard]]:
     """The shards of each split: those that are named, or all in the folders of the splits, or in `base`."""
     if any(names.values()):
         if not names["train"]:
@@ -190,13 +212,14 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
         if len(set(map(os.path.normpath if is_url(base) else os.path.realpath, every))) < len(every):
             raise UserError("data.dataset", "names a shard twice, or for two splits", "each shard once")
         with ThreadPoolExecutor() as pool:
-            return {split: list(pool.map(chosen if is_url(base) else Path, some)) for split, some in places.items()}
+            return {
+                split: list(pool.map(chosen if is_url(base) else LocalShard.of, some)) for split, some in places.items()
+            }
     paths = {split: _tars(f"{base}/{split}") for split in _SPLITS}
     paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
     if not paths.get("train"):
         where = base if "train" in paths else f"{base}/train"
-        allowed = "a folder with shards, or with train/ and val/ of them"
-        raise UserError("data.root", f"{where} has no files *.tar", allowed)
+        raise UserError("data.root", f"{where} has no files *.tar", "shards, or folders train/ and val/ of them")
     return paths
 
 
@@ -224,79 +247,44 @@ def _expanded(names: str | list[str]) -> Iterator[str]:
             yield from _expanded(f"{name[: found.start()]}{number:0{len(first)}}{name[found.end() :]}")
 
 
-def _tars(folder: str) -> list[Path | RemoteShard]:
-    local = (path for path in Path(folder).glob("*.tar") if not path.name.startswith("."))
-    return [*listed(folder)] if is_url(folder) else [*sorted(local)]
+def _tars(folder: str) -> list[Shard]:
+    if is_url(folder):
+        return [*listed(folder)]
+    return [LocalShard.of(path) for path in sorted(Path(folder).glob("*.tar")) if not path.name.startswith(".")]
 
 
 def _classes(path: str, largest: int, target: Kind) -> list[str]:
     content = None
-    try:
+    with Place(path, "data.root"):
         with contextlib.suppress(FileNotFoundError):
             content = content_of(path) if is_url(path) else read_regular(Path(path), LARGEST_TEXT)
         names = re.split("\r?\n", (content or b"").decode("utf-8-sig").rstrip("\r\n"))
-    except (OSError, ValueError) as error:
-        raise UserError("data.root", f"cannot read {path}: {error}") from error
-    if content is None and target != "class":
-        numbers = "0, 1, 2, ..." if target == "mask" else "1, 2, 3, ..."
-        raise UserError("data.root", f"there is no {path}", f"the name of a class in each line, for {numbers}")
     if content is None:
+        if target != "class":
+            numbers = "0, 1, 2, ..." if target == "mask" else "1, 2, 3, ..."
+            raise UserError("data.root", f"there is no {path}", f"the name of a class in each line, for {numbers}")
         return []
     if largest - (target == "boxes") >= len(names):  # labels begin with 1
         raise UserError("data.root", f"a sample is of class {largest}, and {path} has only {len(names)} lines")
     if "" in names:
-        raise UserError("data.root", f"{path} has an empty line", "a name in each line")
+        raise UserError("data.root", f"{path} has an empty line")
     check_names("data.root", path, names)
     return names
 
 
-def _indexed(shard: Path | RemoteShard, label: str, target: Kind, cache_folder: str | None) -> _Indexed:
+def _indexed(shard: Shard, label: str, target: Kind, cache_folder: str | None) -> tuple[Index, IndexFile | None]:
     """The index of a shard, and the file to keep it in if it is new."""
-    if isinstance(shard, RemoteShard):
-        return _indexed_remote(shard, label, target, cache_folder)
-    with _named_errors(shard):
-        size, beside = shard.stat().st_size, packed_index(shard, shard.stat().st_size, target)
-        # A shard that was changed afterwards may have other class numbers
-        changed = not beside.path.exists() or beside.path.stat().st_mtime_ns < shard.stat().st_mtime_ns
-        if not changed and (known := usable(beside.read(), size)) is not None:
-            return known, None
-        key = json.dumps([_RULES, label, size, times_of(shard)] + [target] * (target != "class"))
-        file = None if cache_folder is None else IndexFile.of(cache_folder, str(shard.absolute()), key)
-        if file is not None and (known := usable(file.read(), size)) is not None:
-            return known, None
-        return index_of(shard, label, target), file
-
-
-def _indexed_remote(shard: RemoteShard, label: str, target: Kind, cache_folder: str | None) -> _Indexed:
-    """See `_indexed`: a file that is kept spares requests, so it is looked at first."""
     key, file = json.dumps([_RULES, label, shard.size, shard.version] + [target] * (target != "class")), None
     if cache_folder is not None and shard.version:  # without one, another object could have the same index
         file = IndexFile.of(cache_folder, shard.url, key)
+        # An index that is kept spares a request, so it is looked at first
         if (known := usable(file.read(), shard.size)) is not None:
             return known, None
-    content = content_of(f"{shard.url}.index") if shard.has_index else None
-    packed = packed_index(Path(shard.url), shard.size, target)
-    if content is not None and (known := usable(IndexFile.parse(content, packed.key), shard.size)) is not None:
-        return known, None
-    with _named_errors(shard.url):
-        with shard.opened() as opened:
-            index = index_of_file(opened, shard.url, label, target)
-        if retried(shard.url, shard.replaced):
-            raise shard.changed("it was replaced meanwhile")
-    return index, file
-
-
-@contextlib.contextmanager
-def _named_errors(shard: Path | str) -> Iterator[None]:
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # tarfile raises a dozen types for damaged headers
-        deep = "its headers are nested too deeply" if isinstance(error, RecursionError) else ""
-        reason = getattr(error, "strerror", None) or deep or str(error) or type(error).__name__
-        problem = f"cannot read the shard {shard}: {reason}. Restore it, or remove it from the folder."
-        raise UserError(problem) from error
+    if (content := shard.index()) is not None:
+        packed = packed_index(Path(shard.url), shard.size, target)
+        if (known := usable(IndexFile.parse(content, packed.key), shard.size)) is not None:
+            return known, None
+    return index_of(shard, label, target), file
 
 
 def packed_index(shard: Path, size: int, target: Kind = "class") -> IndexFile:
@@ -305,12 +293,12 @@ def packed_index(shard: Path, size: int, target: Kind = "class") -> IndexFile:
     return IndexFile(shard.with_name(f"{shard.name}.index"), key)
 
 
-def index_of(shard: Path, label: str, target: Kind = "class") -> Index:
+def index_of(shard: Shard, label: str, target: Kind = "class") -> Index:
     """Read a shard once, and note where its images are.
 
-    Raises:
-        UserError: if it has no image, or its samples are not as `shards` says.
-        OSError, tarfile.TarError: if it cannot be read.
+    Raises `UserError` if it cannot be read, has no image, or its samples are not as `shards` says.
     """
-    with open_regular(shard) as file:
-        return index_of_file(file, str(shard), label, target)
+    with Place(f"the shard {shard.url}", "data.root"), shard.opened() as file:
+        index = index_of_file(file, label, target)
+        shard.check()
+        return index

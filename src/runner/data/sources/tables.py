@@ -19,6 +19,7 @@ from runner.config.schema.sections import Data
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
 from runner.data.sources.listing import absent, is_inside
+from runner.data.sources.places import Place
 
 Kind = Literal["classification", "multilabel", "regression"]
 
@@ -47,7 +48,7 @@ class Table:
         entry = self.columns[column][row]
         text = "" if entry is None else str(entry).strip()
         if not text or text.lower() == "nan":
-            raise self.wrong(row, column, "is NaN" if text else "is empty", "an entry in every row, or no such row")
+            raise self.wrong(row, column, "is NaN" if text else "is empty")
         return text
 
     def number(self, column: str, row: int) -> float:
@@ -55,7 +56,7 @@ class Table:
         text = self.text(column, row)
         number = _as_number(text)
         if not math.isfinite(number) or isinstance(self.columns[column][row], bool):
-            raise self.wrong(row, column, f"is '{text}', which is not a finite number", "numbers in this column")
+            raise self.wrong(row, column, f"is '{text}', which is not a finite number")
         return number
 
 
@@ -99,8 +100,7 @@ def image_table(
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         on_error: `skip` allows files that do not exist, which are then skipped.
 
-    Raises:
-        UserError: if the table, a column or a file is missing, or an entry is empty or of another kind; with the line.
+    Raises `UserError` if the table, a column or a file is missing, or an entry is empty or of another kind; with the line.
     """
     labels = [label_columns] if isinstance(label_columns, str) else list(label_columns)
     if not labels or len(set(labels)) < len(labels):
@@ -128,35 +128,33 @@ def _read(path: Path, keys: Mapping[str, str], delimiter: str | None) -> Table:
     if suffix not in (*_DELIMITERS, *_PARQUET):
         allowed = ", ".join((*_DELIMITERS, *_PARQUET))
         raise UserError("data.dataset.table", f"cannot be {path.name}: its suffix is unknown", allowed)
-    mark = (
-        delimiter.replace("\\t", "\t") if delimiter else _DELIMITERS.get(suffix, "")
-    )  # Hydra leaves \t as it is typed
-    read = _read_parquet(path, keys) if suffix in _PARQUET else _read_csv(path, keys, mark)
+    with Place(path, "data.dataset.table") as place:
+        if suffix in _PARQUET:
+            read = _read_parquet(path, keys)
+        else:  # Hydra leaves \t as it is typed
+            read = _read_csv(place, path, keys, (delimiter or _DELIMITERS[suffix]).replace("\\t", "\t"))
     if not read.lines:
         raise UserError("data.dataset.table", f"{path} has no rows")
     return read
 
 
-def _read_csv(path: Path, keys: Mapping[str, str], delimiter: str) -> Table:
-    line, lines = 0, []
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            names = [name.strip() for name in next(reader, [])]
-            _check_columns(path, keys, names)
-            columns: dict[str, list[Any]] = {name: [] for name in keys}
-            for row in filter(None, reader):
-                line = reader.line_num
-                if len(row) != len(names):
-                    problem = f"line {line} of {path} has {len(row)} entries, and there are {len(names)} columns"
-                    allowed = "one entry for each column; quotes around an entry with the delimiter in it"
-                    raise UserError("data.dataset.table", problem, allowed)
+def _read_csv(place: Place, path: Path, keys: Mapping[str, str], delimiter: str) -> Table:
+    lines = []
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        names = [name.strip() for name in next(reader, [])]
+        _check_columns(path, keys, names)
+        columns: dict[str, list[Any]] = {name: [] for name in keys}
+        for row in reader:
+            line = reader.line_num
+            if row and len(row) != len(names):
+                problem = f"line {line} of {path} has {len(row)} entries, and there are {len(names)} columns"
+                raise UserError("data.dataset.table", problem, "quotes around an entry with the delimiter in it")
+            if row:
+                place.part = f"what follows line {line} of "
                 lines.append(line)
                 for name, entries in columns.items():
                     entries.append(row[names.index(name)])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        text = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise UserError("data.dataset.table", f"{path} cannot be read after line {line}: {text}") from error
     return Table(path, columns, lines)
 
 
@@ -178,21 +176,17 @@ def _check_columns(path: Path, keys: Mapping[str, str], names: Sequence[str]) ->
 
 def _read_parquet(path: Path, keys: Mapping[str, str]) -> Table:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import parquet
     except ImportError as error:
         problem = f"{path.name} needs pyarrow, which is not installed"
         raise UserError("data.dataset.table", problem, "pip install 'runner[parquet]', or a .csv file") from error
-    try:
-        file, size = parquet.ParquetFile(path, read_dictionary=list(keys)), path.stat().st_size
-        _check_columns(path, keys, file.schema_arrow.names)
-        # A few kilobytes may stand for gigabytes: of rows, and of texts that a dictionary repeats
-        rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
-        bounded(rows, _ROWS_A_BYTE * size, f"rows in {size:,} bytes")
-        table = file.read(list(keys))
-        columns = {name: _entries(table[name]) for name in keys}
-    except (OSError, ValueError, ArrowException) as error:
-        reason = " ".join(str(error).split())
-        raise UserError("data.dataset.table", f"{path} cannot be read: {reason}") from error
+    file, size = parquet.ParquetFile(path, read_dictionary=list(keys)), path.stat().st_size
+    _check_columns(path, keys, file.schema_arrow.names)
+    # A few kilobytes may stand for gigabytes: of rows, and of texts that a dictionary repeats
+    rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+    bounded(rows, _ROWS_A_BYTE * size, f"rows in {size:,} bytes")
+    table = file.read(list(keys))
+    columns = {name: _entries(table[name]) for name in keys}
     return Table(path, columns, range(1, 1 + len(next(iter(columns.values())))))
 
 
@@ -216,22 +210,20 @@ def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list
     paths = [base / name for name in names]
     missing = [] if missing_allowed else [row for row, path in enumerate(paths) if absent(path)]
     if missing:
-        row, others = missing[0], f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
-        problem = f"names a file that does not exist: {absent(paths[row].absolute())}{others}"
+        others = f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+        problem = f"names a file that does not exist: {absent(paths[missing[0]].absolute())}{others}"
         where = " or ".join(str(folder.absolute()) for folder in folders)
-        raise table.wrong(row, column, problem, f"paths relative to {where}, or data.on_error=skip")
+        raise table.wrong(missing[0], column, problem, f"paths relative to {where}, or data.on_error=skip")
     return paths
 
 
 def column_targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[Tensor, tuple[str, ...]]:
     """Targets (N, ...) of the columns `labels` and the names of the classes, see `image_table`."""
     count = len(table.columns[labels[0]])
-    if kind is None and len(labels) == 1:
-        kind = "classification"
-    if kind == "classification":
-        if len(labels) > 1:
-            problem = f"is classification, which has one column of classes, and label_columns names {len(labels)}"
-            raise UserError("data.dataset.kind", problem, "multilabel or regression, or one column")
+    if kind == "classification" and len(labels) > 1:
+        problem = f"is classification, which has one column of classes, and label_columns names {len(labels)}"
+        raise UserError("data.dataset.kind", problem, "multilabel or regression, or one column")
+    if kind == "classification" or (kind is None and len(labels) == 1):
         return _classes(table, labels[0], [table.text(labels[0], row) for row in range(count)])
     numbers = torch.tensor([[table.number(label, row) for label in labels] for row in range(count)])
     binary = (numbers == 0) | (numbers == 1)
@@ -260,7 +252,7 @@ def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple
     for name, meant in numbers.items():  # 1 and 1.0, or é as macOS and Linux write it
         if (one := spellings.setdefault(meant, name)) != name:
             problem = f"is {name!a}, and in line {table.lines[names.index(one)]} {one!a}, which look like one class"
-            raise table.wrong(names.index(name), column, problem, "one spelling of each class")
+            raise table.wrong(names.index(name), column, problem)
     places = {name: place for place, name in enumerate(ordered)}
     return torch.tensor([places[name] for name in names]), tuple(ordered)
 

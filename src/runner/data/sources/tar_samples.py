@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError
 from runner.base.reading import digits
 from runner.data.sources.annotated import refuse_shares
 from runner.data.sources.detection import objects_of
@@ -46,8 +45,8 @@ def usable(index: Index | None, size: int) -> Index | None:
     return index if bool((inside & (labels >= 0) & (labels <= LARGEST_CLASS)).all()) else None
 
 
-def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class") -> Index:
-    """See `runner.data.sources.shards.index_of`: any file that can seek; `shard` is its name in messages."""
+def index_of_file(file: BinaryIO, label: str, target: Kind = "class") -> Index:
+    """See `runner.data.sources.shards.index_of`; any file that can seek. Raises `ValueError`, and as `tarfile` does."""
 
     def read(start: int, length: int) -> bytes:
         file.seek(start)
@@ -55,45 +54,40 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
 
     rows, keys, kinds, annotated = list[Any](), set[str](), set[bool](), list[Any]()
     with tarfile.open(fileobj=file, mode="r:") as tar:
-        for key, group in itertools.groupby(_files(shard, tar), key=lambda part: part[0]):
+        for key, group in itertools.groupby(_files(tar), key=lambda part: part[0]):
             files = [(extension, member) for _, extension, member in group]
             parts, (images, other) = dict(files), _chosen([extension for extension, _ in files], target)
             if key in keys or len(parts) < len(files) or len(images) > 1:
-                problem = f"{shard} has sample {key} twice, or two images of it, or other files between its own"
-                allowed = "one image of each name, with its files next to it: tar --sort=name"
-                raise UserError("data.root", problem, allowed)
+                problem = f"it has sample {key} twice, or two images of it, or other files between its own"
+                raise ValueError(f"{problem}; tar --sort=name puts those of one name next to each other")
             keys.add(key)
             # In photo.v2.jpg, v2.jpg is an extension: such as of a mask, or of an image that would be skipped silently
             for each in (each for each in parts if is_image(each) and each != other):
                 if not images or {f"{Path(each).stem}.cls", f"{Path(each).stem}.{other}"} & parts.keys():
-                    problem = f"{parts[each].name} in {shard} is the image of no sample: names end at their first dot"
-                    allowed = f"no dot before the extension of an image, or {key}{Path(each).suffix} beside it"
-                    raise UserError("data.root", problem, allowed)
+                    problem = "is the image of no sample: names of samples end at their first dot"
+                    raise ValueError(f"{parts[each].name} {problem}")
             if unread := [member.name for _, member in files if not images and is_unread(member.name)]:
-                problem = f"{unread[0]} in {shard} is an image of a type that is not read"
-                raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
+                raise ValueError(f"{unread[0]} is an image of a type that is not read")
             if not images:
                 continue
             wanted = ("cls", "json", *(images if target == "class" else ()))
             contents = {name: read(member.offset_data, member.size) for name, member in files if name in wanted}
             if target == "class":
                 start, content = parts[images[0]].offset_data, contents[images[0]]
-                number = _class_number(shard, key, contents, label)
+                number = _class_number(key, contents, label)
             elif other in parts:
                 start, last = files[0][1].offset, files[-1][1]
                 content = read(start, last.offset_data + last.size + -last.size % tarfile.BLOCKSIZE - start)
                 number = 0
                 if target == "boxes":
-                    objects, outlined = objects_of(contents["json"], f"sample {key} of {shard}")
+                    objects, outlined = objects_of(contents["json"], f"sample {key}")
                     number = max(objects.labels, default=0)
                     kinds.add(outlined)
                     annotated.append(objects)
                 if len(kinds) > 1:
-                    problem = f"sample {key} of {shard} has outlines, or has none, as others"
-                    raise UserError("data.root", problem, "the key 'outlines' in all samples, or in none")
+                    raise ValueError(f"sample {key} has outlines, or has none, as others")
             else:
-                problem = f"sample {key} of {shard} has no {target}"
-                raise UserError("data.root", problem, f"{key}.{other} next to the image")
+                raise ValueError(f"sample {key} has no {target}, {key}.{other} next to the image")
             rows.append((start, len(content), zlib.crc32(content), number))
         # tarfile takes a file that was cut between two members for a whole one, and does not look behind the end
         file.seek(tar.offset)
@@ -103,14 +97,14 @@ def index_of_file(file: BinaryIO, shard: str, label: str, target: Kind = "class"
             raise tarfile.ReadError("something follows the end of its files, such as another tar file")
     refuse_shares(annotated, "data.root", "boxes in pixels, or null as size")
     if not rows:
-        raise UserError("data.root", f"the shard {shard} has no images")
+        raise ValueError("it has no images")
     return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
 
 
-def read_files(content: bytes, name: str, target: Kind) -> tuple[bytes, bytes]:
+def read_files(content: bytes, target: Kind) -> tuple[bytes, bytes]:
     """The files of a sample with a mask or boxes: its image, and its mask or boxes; `content` is the bytes that are indexed."""
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
-        parts = {extension: content[file.offset_data :][: file.size] for _, extension, file in _files(name, tar)}
+        parts = {extension: content[file.offset_data :][: file.size] for _, extension, file in _files(tar)}
     (image,), other = _chosen(parts, target)
     return parts[image], parts[other]
 
@@ -123,7 +117,7 @@ def _chosen(extensions: Collection[str], target: Kind) -> tuple[list[str], str]:
     return [each for each in images if each != other], other
 
 
-def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """Key, extension and place of each file of a sample; hidden ones, and those without an extension, belong to none."""
     while (member := tar.next()) is not None:
         tar.members.clear()  # type: ignore[attr-defined]  # half a kilobyte each
@@ -132,18 +126,18 @@ def _files(shard: str, tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile
         if member.isdir() or not stem or not extension or any(map(is_hidden, folder.split("/"))):
             continue
         if not member.isreg() or member.issparse():
-            problem = f"{member.name} in {shard} is a link or a sparse file"
-            raise UserError("data.root", problem, "tar files of whole files")
+            raise ValueError(f"{member.name} is a link or a sparse file")
         yield f"{folder}/{stem}" if folder else stem, extension.lower(), member
 
 
-def _class_number(shard: str, key: str, contents: Mapping[str, bytes], label: str) -> int:
+def _class_number(key: str, contents: Mapping[str, bytes], label: str) -> int:
     number: Any = None
     with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a list has no keys
         text = contents.get("cls", b"").decode()
         number = int(digits(text)) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
     if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
-        problem = f"sample {key} of {shard} has no class number"
-        allowed = f"a number from 0 to {LARGEST_CLASS:,} next to the image, in {key}.cls, or in {key}.json as '{label}'"
-        raise UserError("data.root", problem, allowed)
+        places = f"in {key}.cls, or in {key}.json as '{label}'"
+        raise ValueError(
+            f"sample {key} has no class number, from 0 to {LARGEST_CLASS:,} and next to the image: {places}"
+        )
     return number

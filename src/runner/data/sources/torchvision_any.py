@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError, nearest
 from runner.data.sources.annotated import clipped
-from runner.data.sources.detection import reason_of
 from runner.data.sources.masks import check_values, renumbered
+from runner.data.sources.places import Place
 from runner.instrument.nested import mapped_items
 
 _CHOOSERS = ("train", "split", "image_set")  # arguments that name a split
@@ -32,11 +32,9 @@ class Boxes(Dataset[tuple[Any, Any]]):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         file = self._wrapped.annotations[index]
-        try:
+        allowed = "objects of the 20 classes of Pascal VOC, with a bndbox of whole numbers; data=coco for others"
+        with Place(file, "data.dataset", allowed):
             image, target = self._wrapped[index]
-        except (LookupError, TypeError, ValueError) as error:
-            allowed = "objects of the 20 classes of Pascal VOC, with a bndbox of whole numbers; data=coco for others"
-            raise UserError("data.dataset", f"{file} cannot be used: {reason_of(error)}", allowed) from error
         for number, box in enumerate(target["boxes"].tolist()):
             if wrong := clipped(box, tuple(image.shape[:0:-1]))[1]:
                 raise UserError(f"the box in object {number} of {file} {wrong}")

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from runner.base.errors import UserError
 from runner.data.sample_rng import SampleRNG
@@ -66,12 +67,10 @@ class RandomShift:
 
 def _padded(images: Tensor, up: int, left: int, padding: Padding) -> Tensor:
     """`images` with `up` more rows above and below, and `left` more columns on both sides; any dtype."""
-    batch, channels, height, width = images.shape
-    padded = images.new_zeros((batch, channels, height + 2 * up, width + 2 * left))
-    rows = padded.narrow(2, up, height)
-    rows.narrow(3, left, width).copy_(images)
+    padded = F.pad(images, (left, left, up, up))  # of other paddings, it has no bytes
     if padding != "zeros":
-        for part, axis, margin, size in ((rows, 3, left, width), (padded, 2, up, height)):
+        height, width = images.shape[-2:]
+        for part, axis, margin, size in ((padded.narrow(2, up, height), 3, left, width), (padded, 2, up, height)):
             low, high = part.narrow(axis, 0, margin), part.narrow(axis, margin + size, margin)
             if padding == "edge":
                 low.copy_(part.narrow(axis, margin, 1).expand_as(low))

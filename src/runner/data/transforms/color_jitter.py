@@ -48,10 +48,10 @@ class ColorJitter:
             ValueError: if saturation or hue is to change, and there are not 3 channels.
         """
         if (self.saturation or self.hue) and images.shape[1] != 3:
-            raise ValueError(
-                f"ColorJitter changes saturation and hue of images with 3 channels, and these have {images.shape[1]}; "
-                "allowed: saturation: 0 and hue: 0"
+            found = (
+                f"ColorJitter changes saturation and hue of images with 3 channels, and these have {images.shape[1]}"
             )
+            raise ValueError(f"{found}; allowed: saturation: 0 and hue: 0")
         white = 255.0 if images.dtype == torch.uint8 else 1.0
         pixels = images.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         # Every operation rounds separately, and none sums floats: a sample has the same bits in any batch.

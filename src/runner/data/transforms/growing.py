@@ -29,9 +29,8 @@ class GrowingSize:
         """Reduce `images`."""
         height, largest = images.shape[-2:]
         if height != largest or largest < self.smallest:
-            raise ValueError(
-                f"images must be square with at least smallest={self.smallest} pixels, got {height}x{largest}"
-            )
+            wanted = f"square with at least smallest={self.smallest} pixels"
+            raise ValueError(f"images must be {wanted}, got {height}x{largest}")
         share = (rng.epoch - self.begin) / (self.end - self.begin)
         if share >= 1 or largest == self.smallest:
             return images

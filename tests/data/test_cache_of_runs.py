@@ -1,0 +1,161 @@
+"""The cache of decoded images through the configuration: the same batches with it as without."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from extended import some
+from PIL import Image
+from read_splits import read_splits
+
+from runner.base.errors import UserError
+from runner.config.schema.sections import Data, Normalize, Split, Transform
+from runner.data import cache as cache_module
+from runner.data.loaders import MemoryLoader
+from runner.data.module import DataModule
+from runner.data.workers import WorkerLoader
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for number in range(24):
+        folder = tmp_path / "photos" / ("train" if number < 18 else "test") / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (20 + number, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+AUGMENTED = Transform(
+    train=[
+        {"_target_": "runner.data.transforms.augment.RandomShift"},
+        {"_target_": "runner.data.transforms.augment.RandomFlip"},
+    ]
+)
+NOISY = Transform(sample_train=[{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": None}])
+
+
+def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> DataModule:
+    settings: dict[str, Any] = {"image_size": 16, "batch_size": 5, "num_workers": 0, "split": Split(val=0.2)}
+    node = {"_target_": "runner.data.sources.folders.image_folder"}
+    data = Data(dataset=node, root=str(root), **(settings | keys))
+    return read_splits(data, transform, batch_size=4)
+
+
+def assert_same_batches(one: DataModule, other: DataModule) -> None:
+    assert (one.mean, one.std, one.classes) == (other.mean, other.std, other.classes)
+    assert torch.equal(one.class_counts, other.class_counts)  # type: ignore[arg-type]
+    for first, second in zip(
+        (one.train, one.val, one.test, one.train_for_eval),
+        (other.train, other.val, other.test, other.train_for_eval),
+        strict=True,
+    ):
+        assert first is not None
+        assert second is not None
+        for epoch in (0, 1):
+            batches = zip(first.loader.batches(epoch, 0, 4), second.loader.batches(epoch, 0, 4), strict=True)
+            for ours, theirs in batches:
+                for name in ("images", "targets", "indices"):
+                    assert torch.equal(getattr(ours, name), getattr(theirs, name))
+                    assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+
+
+CASES: dict[str, tuple[Transform, dict[str, Any]]] = {
+    "usual": (AUGMENTED, {}),
+    "in RAM": (AUGMENTED, {"placement": "ram"}),
+    "statistics given": (AUGMENTED, {"normalize": Normalize(mean=[0.5], std=[0.2])}),
+    "one by one": (AUGMENTED, {"placement": "disk"}),
+    "sample transforms": (NOISY, {"num_workers": 2}),
+}
+
+
+@pytest.mark.parametrize("case", some([*CASES], 0, 3, 4))
+def test_batches_are_the_same_bits_with_it_and_without(photos: Path, case: str) -> None:
+    transform, keys = CASES[case]
+    reference = put_together(photos, transform, **{key: value for key, value in keys.items() if key != "placement"})
+    for _ in range(2):
+        splits = put_together(photos, transform, cache="disk", **keys)
+        assert_same_batches(reference, splits)
+        read = transform is NOISY or keys.get("placement") == "disk"
+        assert isinstance(splits.train.loader, WorkerLoader if read else MemoryLoader)
+        assert splits.warnings == []
+        splits.close()
+
+
+def rows(splits: DataModule) -> dict[str, tuple[str, str]]:
+    return {label: (value, reason) for label, value, reason in splits.choices}
+
+
+def test_the_files_are_beside_the_images_or_where_configured(photos: Path, tmp_path: Path) -> None:
+    first = rows(put_together(photos, cache="disk"))
+    assert first["data path"] == ("cache file", "0.0 MiB of images, and the CPU computes")
+    for split in ("train", "test"):
+        path, done = first[f"{split} cache"]
+        assert Path(path).parent == tmp_path / "photos.cache"
+        assert done.startswith("made in")
+    assert rows(put_together(photos, cache="disk"))["test cache"][1] == "opened"
+    put_together(photos, cache="disk", cache_dir=str(tmp_path / "elsewhere"))
+    assert len(list((tmp_path / "elsewhere").glob("*.json"))) == 2
+    assert rows(put_together(photos, cache="disk", placement="ram"))["data path"] == ("in RAM", "as set")
+
+
+def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
+    def read_once(placement: Any = "auto") -> DataModule:
+        node = {"_target_": "runner.data.sources.folders.image_folder"}
+        data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0, placement=placement)
+        return read_splits(data, batch_size=4, make_cache=False)
+
+    splits = read_once()
+    assert rows(splits) == rows(read_once())
+    assert rows(splits)["data path"] == ("workers", "images are read one by one")
+    assert splits.warnings == []
+    in_ram = read_once("ram")
+    assert rows(in_ram) == rows(splits)
+    assert in_ram.warnings == ["data.placement=ram has no effect: data.cache was not made"]
+    assert not (tmp_path / "photos.cache").exists()
+    put_together(photos, cache="disk")
+    assert rows(read_once())["train cache"][1] == "opened"
+
+
+def test_a_changed_file_is_decoded_again(photos: Path) -> None:
+    put_together(photos, cache="disk")
+    changed = next((photos / "train" / "a").iterdir())
+    Image.new("RGB", (30, 30), (200, 10, 10)).save(changed)
+    splits = put_together(photos, cache="disk")
+    (warning,) = splits.warnings
+    assert "was rebuilt: it was made from other files" in warning
+    assert rows(splits)["test cache"][1] == "opened"
+    assert_same_batches(put_together(photos), splits)
+
+
+@pytest.mark.parametrize("key", ["sample_train", "sample_eval"])
+def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other(photos: Path, key: str) -> None:
+    crops = Transform(**{key: [{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": 16}]})
+    with pytest.raises(UserError, match=rf"transform.{key}.0 crops from whole images\n.*allowed: data.cache=null"):
+        put_together(photos, crops, cache="disk")
+
+
+def test_a_run_that_is_asked_to_stop_meanwhile_goes_on_from_the_files(
+    photos: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = cache_module._decoded
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return decoded(*args, **named)
+
+    monkeypatch.setattr(cache_module, "_decoded", interrupted)
+    splits = put_together(photos, cache="disk", placement="ram")
+    assert handled == [signal.SIGTERM]
+    assert splits.warnings == [
+        "data.cache was not made: a signal asks the run to stop",
+        "data.placement=ram has no effect: data.cache was not made",
+    ]
+    assert_same_batches(put_together(photos), splits)
