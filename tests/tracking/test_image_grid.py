@@ -9,8 +9,7 @@ import pytest
 from extended import some
 from PIL import Image
 
-from runner.tracking.image_grid import Tile, image_grid
-from runner.tracking.plots import fit
+from runner.tracking.plots import Tile, fit, image_grid
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from runner.base.files import finite
 from runner.base.reading import read_regular
@@ -37,7 +36,7 @@ class Progress:
     total_epochs: int = 0
     seconds_left: float | None = None
     device: str = ""
-    train: dict[str, float] = field(default_factory=dict)
+    train: dict[str, float | None] = field(default_factory=dict)
     metric: str = ""
     last: float | None = None
     best: float | None = None
@@ -47,7 +46,7 @@ class Progress:
     @property
     def share(self) -> float:
         """The part of the steps that is complete, 0 to 1."""
-        return min(1.0, self.global_step / self.total_steps) if self.total_steps > 0 else 0.0
+        return max(0, min(self.global_step, self.total_steps)) / self.total_steps if self.total_steps > 0 else 0.0
 
 
 class ProgressFile:
@@ -77,24 +76,12 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """The progress of the run in a folder; None without a file that can be read."""
+    """The progress of the run in a folder; None without a file that makes sense."""
     # The file may be half written, of another version, or made by somebody else
+    from pydantic import TypeAdapter
+
     try:
         found = json.loads(read_regular(folder / NAME))
-        known = {name: found[name] for name in asdict(Progress())}
+        return TypeAdapter(Progress).validate_python({name: found[name] for name in asdict(Progress())})
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    whole, numbers = ("global_step", "total_steps", "epoch", "total_epochs"), ("seconds_left", "last", "best", "time")
-    if not all(_is_number(known[name]) for name in whole):
-        return None
-    known |= {name: int(known[name]) for name in whole}
-    known |= {name: known[name] if _is_number(known[name]) else None for name in (*numbers, "best_step")}
-    known |= {name: str(known[name]) for name in ("device", "metric")}
-    # Wrong values are dropped one by one, as most of the file is still useful
-    train = known["train"] if isinstance(known["train"], dict) else {}
-    known["train"] = {str(name): value for name, value in train.items() if _is_number(value)}
-    return Progress(**{**known, "time": known["time"] or 0.0})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < 2**63
