@@ -233,6 +233,23 @@ def test_the_grad_scaler_skips_a_step_that_is_not_finite_and_takes_the_others(fu
     assert same(model, plain)
 
 
+def test_a_flag_on_the_device_keeps_a_step_from_changing_anything() -> None:
+    model, plain = network(), network()
+    optimizer, reference = Muon(model.parameters(), fused=True), Muon(plain.parameters(), fused=True)
+    assert optimizer.obeys_flag
+    assert not Muon(model.parameters(), fused=False).obeys_flag
+    for flag in (1.0, 0.0, 1.0, 0.0):
+        gradients(model)
+        optimizer.found_inf = torch.tensor(flag)  # type: ignore[attr-defined]
+        if flag:
+            next(model.parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
+        else:
+            gradients(plain)
+            reference.step()
+        optimizer.step()
+    assert same(model, plain)
+
+
 def test_zero_grad_reaches_every_parameter() -> None:
     model = network()
     gradients(model)
