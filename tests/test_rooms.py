@@ -184,8 +184,8 @@ BUDGET = {
     "config": 4_056,
     "data": 8_342,  # boxes, outlines and names of all readers are checked alike
     "distributed": 883,
-    "engine": 2_954,
-    "instrument": 633,  # attributes of a task, which a trial puts back
+    "engine": 2_938,
+    "instrument": 631,  # attributes of a task, which a trial puts back
     "lab": 6_729,
     "launch": 1_029,
     "models": 1_359,
