@@ -191,7 +191,7 @@ BUDGET = {
     "models": 1_359,
     "optim": 1_214,
     "run": 4_252,
-    "runtime": 1_440,
+    "runtime": 1_392,
     "sweeps": 2_078,
     "tasks": 779,
     "tracking": 2_026,

@@ -91,16 +91,16 @@ def checkpoint_activations(
     _try_backward(model, send, autocast)
 
     shown = str(setting).lower() if isinstance(setting, bool) else str(setting)
-    names = tuple(name for name, _ in blocks)
+    what, warnings = "recomputed in marked functions", list[str]()
     if blocks:
         counts = Counter(type(module).__name__ for _, module in blocks)
         kinds = ", ".join(counts if len(counts) == 1 else (f"{count} {kind}" for kind, count in counts.items()))
-        return Recomputed(names, shown, f"recomputed in {len(names)} block{'s' * (len(names) != 1)}, {kinds}")
-    if _marked_functions_ran:
-        return Recomputed(names, shown, "recomputed in marked functions")
-    advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
-    warning = f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}"
-    return Recomputed(names, shown, "nothing recomputed", [warning])
+        what = f"recomputed in {len(blocks)} block{'s' * (len(blocks) != 1)}, {kinds}"
+    elif not _marked_functions_ran:
+        what = "nothing recomputed"
+        advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
+        warnings = [f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}"]
+    return Recomputed(tuple(name for name, _ in blocks), shown, what, warnings)
 
 
 def checkpointed(function: Callable[P, R]) -> Callable[P, R]:

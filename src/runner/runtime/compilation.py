@@ -28,13 +28,17 @@ _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-n
 _SHAPES = {False: "for each batch size", None: "for other batch sizes when they come", True: "for all batch sizes"}
 
 
-class CompileMeter:
-    """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward."""
+class CompileReport:
+    """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward.
+
+    As a callback, it reports that when the first compiled step has ended, and keeps the time apart from training.
+    """
 
     def __init__(self) -> None:
         from torch._dynamo import utils
 
-        self._utils, self._made = utils, time.time()
+        self.line: Callable[[str], object] = str  # gets the report
+        self._utils, self._made, self._reported = utils, time.time(), 0.0
         self._before = (0.0, 0, 0)
         self._before = (self.seconds, self.graphs, self.graph_breaks)
 
@@ -59,6 +63,30 @@ class CompileMeter:
         frames: list[Any] = self._utils.get_compilation_metrics()
         return sum(bool(frame.recompile_reason) and (frame.start_time or 0.0) >= self._made for frame in frames)
 
+    def on_step(self, loop: Any) -> None:
+        """Take off what compiling took since the last step, and report the first time."""
+        total, before = self.seconds, self._reported
+        if total == before:
+            return
+        # Time spent on compiling is not training, or the throughput would look wrong
+        loop.paused_s += total - before
+        self._reported = total
+        if before:
+            return
+        graphs, breaks = self.graphs, self.graph_breaks
+        counts = f"{graphs} graph{'s' * (graphs != 1)}, {breaks} graph break{'s' * (breaks != 1)}"
+        more = "; TORCH_LOGS=graph_breaks shows where" if breaks else ""
+        self.line(f"compiled in {total:.1f} s by the end of step {loop.state.position.global_step}: {counts}{more}")
+
+    def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
+        """The same for what was compiled for the evaluation."""
+        self.on_step(loop)
+
+    def summary(self) -> dict[str, Any]:
+        """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
+        seconds = round(self.seconds, 3)
+        return {"compile_s": seconds, "graph_breaks": self.graph_breaks, "recompilations": self.recompilations}
+
 
 @dataclass
 class Compilation:
@@ -66,7 +94,7 @@ class Compilation:
 
     what: Literal["model", "step"]
     options: Compiler  # arguments of `torch.compile`
-    meter: CompileMeter = field(default_factory=CompileMeter)
+    report: CompileReport = field(default_factory=CompileReport)
     # (images, targets) -> loss, for `step`; None for `model`
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
     optimizer: str = ""  # what became of the optimizer's step, a clause
@@ -205,38 +233,3 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
 
     optimizer.step = step  # type: ignore[assignment, method-assign]
     return "and the optimizer's step"
-
-
-class CompileReport:
-    """Reports what compiling cost when the first compiled step has ended, and keeps its time apart from training."""
-
-    def __init__(self, meter: CompileMeter, line: Callable[[str], None]) -> None:
-        self._meter, self._line, self._seconds = meter, line, 0.0
-
-    def on_step(self, loop: Any) -> None:
-        """Take off what compiling took since the last step, and report the first time."""
-        total, before = self._meter.seconds, self._seconds
-        if total == before:
-            return
-        # Time spent on compiling is not training, or the throughput would look wrong
-        loop.paused_s += total - before
-        self._seconds = total
-        if before:
-            return
-        step, graphs, breaks = loop.state.position.global_step, self._meter.graphs, self._meter.graph_breaks
-        counts = f"{graphs} graph{'s' * (graphs != 1)}, {breaks} graph break{'s' * (breaks != 1)}"
-        more = "; TORCH_LOGS=graph_breaks shows where" if breaks else ""
-        self._line(f"compiled in {total:.1f} s by the end of step {step}: {counts}{more}")
-
-    def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
-        """The same for what was compiled for the evaluation."""
-        self.on_step(loop)
-
-    def summary(self) -> dict[str, Any]:
-        """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
-        meter = self._meter
-        return {
-            "compile_s": round(meter.seconds, 3),
-            "graph_breaks": meter.graph_breaks,
-            "recompilations": meter.recompilations,
-        }

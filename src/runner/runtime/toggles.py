@@ -37,7 +37,10 @@ class Toggled:
 
     def reports(self, line: Callable[[str], None]) -> list[CompileReport]:
         """The callback that reports what compiling cost, if anything is compiled."""
-        return [CompileReport(self.compilation.meter, line)] if self.compilation else []
+        if self.compilation is None:
+            return []
+        self.compilation.report.line = line
+        return [self.compilation.report]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""
