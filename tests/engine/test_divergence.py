@@ -48,33 +48,6 @@ def test_a_run_that_diverges_ends_with_status_3_and_nothing_that_is_not_finite(
     assert "weights_sha256" not in result.summary
 
 
-@pytest.mark.extended
-def test_checkpoints_from_before_remain_and_resume(
-    run: Any, train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workdir / "spoil.py").write_text(
-        """
-import torch
-class Spoil:
-    def __init__(self, step: int): self.step = step
-    def on_step(self, loop):
-        if loop.state.position.global_step == self.step:
-            with torch.no_grad(): next(loop.state.model.parameters())[0] = float("nan")
-""",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "spoil")
-    words = ("+callbacks.spoil._target_=spoil.Spoil", "+callbacks.spoil.step=15", "log.every_steps=1000")
-    result = run(*SMALL, *words)
-    assert result.status == 3
-    assert "the gradients of step 16 (epoch 3) are not finite: weights are not finite" in result.summary["error"]
-    assert "step_0000000012.safetensors" in all_finite(result.directory)
-    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 12
-    rest = train(f"ckpt_path={result.directory}", "callbacks.spoil.step=99")
-    assert rest.summary["weights_sha256"] == train(*SMALL[1:], "logger=none").summary["weights_sha256"]
-
-
 def test_moments_that_are_not_finite_are_not_saved_either(
     run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
