@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
-from runner.runtime import compilation as compilation_module
-from runner.runtime.compilation import (
+from runner.runtime import toggles
+from runner.runtime.toggles import (
     Compilation,
     CompileReport,
     compile_learner,
@@ -38,7 +38,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(function, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", tracing)
-    monkeypatch.setattr(compilation_module, "missing_compiler", lambda device: "")
+    monkeypatch.setattr(toggles, "missing_compiler", lambda device: "")
 
 
 def loop_at(step: int) -> Any:
@@ -170,7 +170,7 @@ def test_an_optimizer_that_gains_nothing_is_left_alone() -> None:
 
 
 def test_modes_of_cuda_graphs_elsewhere_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_module, "missing_compiler", lambda device: "")
+    monkeypatch.setattr(toggles, "missing_compiler", lambda device: "")
     for mode, same in (("reduce-overhead", "default"), ("max-autotune", "max-autotune-no-cudagraphs")):
         options = Compiler(mode=mode)  # type: ignore[arg-type]
         (said,) = compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "step", options).warnings

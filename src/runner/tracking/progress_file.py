@@ -18,30 +18,20 @@ _PERIOD_S = 2.0
 
 @dataclass
 class Progress:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        global_step: complete optimizer steps, of `total_steps`; 0 for an unknown total, as for the epochs.
-        epoch: the current one, from 1.
-        seconds_left: until the last step; None if not known yet.
-        device: where it trains.
-        train: metrics logged last.
-        metric: name of the monitored metric, its last value, and its best one with the step of that.
-        time: when this was written, in Unix seconds.
-    """
-
-    global_step: int = 0
-    total_steps: int = 0
-    epoch: int = 0
+    global_step: int = 0  # complete optimizer steps
+    total_steps: int = 0  # 0 if unknown, as for the epochs
+    epoch: int = 0  # the current one, from 1
     total_epochs: int = 0
-    seconds_left: float | None = None
-    device: str = ""
-    train: dict[str, float | None] = field(default_factory=dict)
-    metric: str = ""
-    last: float | None = None
-    best: float | None = None
+    seconds_left: float | None = None  # until the last step; None if not known yet
+    device: str = ""  # where it trains
+    train: dict[str, float | None] = field(default_factory=dict)  # metrics logged last
+    metric: str = ""  # name of the monitored metric
+    last: float | None = None  # its last value
+    best: float | None = None  # its best one, and the step of that
     best_step: int | None = None
-    time: float = 0.0
+    time: float = 0.0  # when this was written, in Unix seconds
 
     @property
     def share(self) -> float:
