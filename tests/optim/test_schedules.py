@@ -275,17 +275,3 @@ def test_a_scheduler_of_torch_gives_the_rates_that_torch_gives(
 def test_a_scheduler_that_torch_lacks_or_refuses_is_a_mistake(given: dict[str, Any], reason: str) -> None:
     with pytest.raises((UserError, ValueError, TypeError), match=reason):
         Torch(20, **given)
-
-
-def test_a_run_with_a_scheduler_of_torch_resumes_to_the_same_bits(train: Any, workdir: Any) -> None:
-    words = (
-        "scheduler=torch",
-        "scheduler.name=OneCycleLR",
-        "scheduler.options={max_lr: 0.03}",
-        "scheduler.interval=step",
-    )
-    words += ("epochs=2", "model=mlp")
-    whole = train(*words, "checkpoint.every_steps=15", "hydra.run.dir=whole")
-    middle = next((workdir / "whole/checkpoints").glob("step_*"))
-    again = train(f"ckpt_path={middle}")
-    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]

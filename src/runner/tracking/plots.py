@@ -105,9 +105,8 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     axes.tick_params(length=0)
     axes.set_xlabel("predicted class", fontsize=0.85 * heading)
     axes.set_ylabel("true class", fontsize=0.85 * heading)
-    axes.set_title(
-        "\n".join(textwrap.wrap(title, round(1.8 * 72.0 * side / heading))), fontsize=heading, parse_math=False
-    )
+    lines = textwrap.wrap(title, round(1.8 * 72.0 * side / heading))
+    axes.set_title("\n".join(lines), fontsize=heading, parse_math=False)
     axes.spines[:].set_color("#bbbbbb")
     # Numbers in the cells of a large matrix could not be read
     if count <= _NUMBERS_UP_TO:
@@ -167,10 +166,8 @@ def rate_curve(
         axes.axvline(rate, ymax=height, color=colour, linewidth=1.5, linestyle=dashes, label=f"{name}: {rate:.2g}")
     # Limited, because a diverging loss would press everything else onto one line.
     low, high = min(losses), max(smoothed[0], min(smoothed))
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.5 * (high - low))
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate (optimizer.lr, log scale)")
-    axes.set_ylabel("training loss")
+    limits = low - 0.05 * (high - low), high + 0.5 * (high - low)
+    axes.set(xscale="log", ylim=limits, xlabel="learning rate (optimizer.lr, log scale)", ylabel="training loss")
     axes.set_title(title, parse_math=False)
     _plain(axes)
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower left")
