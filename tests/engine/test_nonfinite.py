@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.engine import nonfinite
 from runner.engine.errors import Diverged
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.state import RunningMean
@@ -141,6 +143,10 @@ def test_an_optimizer_that_has_to_be_asked_says_so(bench: Any) -> None:
         return NonFiniteGuard(state.model, state.optimizer, "raise", scaled).waits
 
     assert [waits(optimizer) for optimizer in (FUSED, ADAMW, PLAIN, RMSPROP, muon)] == [False] * 2 + [True] * 3
+    # On a GPU, of which the device without memory takes the place here, a class may see to it itself, as Muon does
+    for device in ("cpu", "meta"):
+        optimizer: Any = SimpleNamespace(obeys_flag=True, param_groups=[{"params": [torch.empty(1, device=device)]}])
+        assert nonfinite._obeys_flag(optimizer) == (device != "cpu")
     # The scaler of fp16 asks for a number unless the optimizer's kernel takes its flag.
     assert [waits(optimizer, True) for optimizer in (ADAMW, RMSPROP, muon)] == [False, True, True]
 

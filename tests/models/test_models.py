@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.models.airbench import Airbench
+from runner.models.drop_path import DropPath, linear_rates
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18
 from runner.models.small_cnn import SmallCNN
@@ -231,3 +232,50 @@ def test_a_new_convolution_of_airbench_passes_its_inputs_on(place: int) -> None:
     layer = Airbench(1, 5, widths=(12, 16, 16)).stages[1][place]
     images = torch.randn(2, layer.in_channels, 6, 6)
     torch.testing.assert_close(layer(images)[:, : layer.in_channels], images)
+
+
+def test_drop_path_drops_a_share_of_the_samples_whole_and_scales_up_the_rest() -> None:
+    dropped = DropPath(0.25)(torch.ones(4000, 2, 3))
+    per_sample = dropped.flatten(1)
+    assert torch.equal(per_sample.amin(1), per_sample.amax(1))
+    assert per_sample[:, 0].unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert (per_sample[:, 0] == 0).double().mean().item() == pytest.approx(0.25, abs=0.03)
+    assert dropped.mean().item() == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("module", [DropPath(0.0), DropPath(0.5).eval()], ids=["rate 0", "evaluating"])
+def test_drop_path_leaves_a_branch_as_it_is_otherwise_and_draws_nothing(module: DropPath) -> None:
+    branch = torch.randn(4, 3)
+    before = torch.get_rng_state()
+    assert module(branch) is branch
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rates_of_drop_path_rise_linearly_to_that_of_the_last_block() -> None:
+    assert linear_rates(0.4, 4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+    def rates(model: nn.Module) -> list[float]:
+        return [module.rate for module in model.modules() if isinstance(module, DropPath)]
+
+    assert rates(ViT(1, (8, 8), 3, dim=12, depth=2, drop_path=0.2)) == pytest.approx([0.1, 0.2])
+    assert rates(ResNet18(1, 3, width=4, drop_path=0.8)) == pytest.approx([0.1 * n for n in range(1, 9)])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **rates: ViT(1, (8, 8), 3, dim=12, depth=2, **rates),
+        lambda **rates: ResNet18(1, 3, width=4, **rates),
+    ],
+    ids=["vit", "resnet"],
+)
+@pytest.mark.parametrize("key", ["drop_path", "dropout"])
+def test_drop_path_and_dropout_act_while_training_and_only_then(build: Callable[..., nn.Module], key: str) -> None:
+    images = torch.randn(8, 1, 8, 8)
+    model = build(**{key: 0.5})
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+    assert build().state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(ValueError, match=f"{key} must be at least 0 and below 1"):
+        build(**{key: 1.0})
