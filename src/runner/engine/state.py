@@ -55,8 +55,7 @@ class RunningMean:
 
     def read(self) -> float:
         """The mean since `reset`, 0 over no samples; waits for the device."""
-        total, samples = self._totals()
-        return float(total) / max(1, samples)
+        return self.read_any() or 0.0
 
     def reset(self) -> None:
         """Start again from zero."""

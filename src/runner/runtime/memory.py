@@ -45,7 +45,11 @@ def peak_memory(device: torch.device) -> Peak:
         return Peak(torch.cuda.max_memory_allocated(device), f"most allocated for tensors on {device}")
     if device.type == "mps":
         return Peak(torch.mps.driver_allocated_memory(), "held by the driver of mps now")
-    return Peak(_peak_resident(), "most resident memory of the process")
+    try:
+        size = int(re.findall(rb"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_bytes())[0]) * 1024
+    except (OSError, IndexError):
+        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Peak(size, "most resident memory of the process")
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -91,12 +95,3 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
-
-
-def _peak_resident() -> int:
-    try:
-        return int(re.findall(rb"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_bytes())[0]) * 1024
-    except (OSError, IndexError):
-        pass
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

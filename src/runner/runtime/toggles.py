@@ -141,7 +141,12 @@ def compile_learner(
     # Without a compiler of the system, the first step would fail with a page of torch's messages
     if missing := missing_compiler(device):
         raise UserError("compile", f"{what if what == 'step' else 'true'} {missing}", "install it, or compile=false")
-    _configure(deterministic, mixed)
+    from torch._inductor import config
+
+    # The compiler's own switches are the process's. Round to 16 bits where autocast does: left to itself the compiler computes
+    # again in 32 bits what it had rounded, does not find the largest value among the results, and gives NaN for the gradient
+    # of `amax`.
+    config.deterministic, config.emulate_precision_casts = deterministic, mixed
     compilation = Compilation(what, options)
     # The mode still works without CUDA graphs, so it is worth a warning only
     if device.type != "cuda" and (other := _WITHOUT_GRAPHS.get(options.mode)):
@@ -160,16 +165,6 @@ def compile_learner(
 
         compilation.objective = _with_user_errors(torch.compile(objective, **arguments))
     return compilation
-
-
-def _configure(deterministic: bool, mixed: bool) -> None:
-    """Set the compiler's own switches, which are the process's."""
-    from torch._inductor import config
-
-    config.deterministic = deterministic
-    # Round to 16 bits where autocast does. Left to itself the compiler computes again in 32 bits what it had rounded,
-    # does not find the largest value among the results, and gives NaN for the gradient of `amax`.
-    config.emulate_precision_casts = mixed
 
 
 def forget_compiled() -> None:
