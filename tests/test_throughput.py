@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics
-from runner.runtime.peak_flops import PeakFlops
+from runner.runtime.hardware_metrics import HardwareMetrics, PeakFlops, choose_hardware_metrics
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=60", "data.image_size=8", "data.batch_size=8", "epochs=1", "model=small_cnn",

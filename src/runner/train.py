@@ -42,13 +42,11 @@ from runner.run.run_record import RunRecord
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_parts, build_step, slow_guard
 from runner.run.validate import validate_limits
-from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
-from runner.runtime.toggles import toggle
+from runner.runtime.toggles import CompileReport, forget_compiled, toggle
 from runner.tracking.formats import WEIGHTS_STEP, aligned
-from runner.tracking.metrics_buffer import MetricsBuffer
-from runner.tracking.skipped_steps import SkippedSteps
+from runner.tracking.reporting import MetricsBuffer, SkippedSteps
 
 
 def build_run(

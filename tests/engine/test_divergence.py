@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from runner.checkpoint.file import read
+from runner.engine.diagnosis import watch_finite
+from runner.engine.errors import Diverged
+from runner.engine.step import train_step
 
 SMALL = (
     "train", "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
@@ -48,33 +52,6 @@ def test_a_run_that_diverges_ends_with_status_3_and_nothing_that_is_not_finite(
     assert "weights_sha256" not in result.summary
 
 
-@pytest.mark.extended
-def test_checkpoints_from_before_remain_and_resume(
-    run: Any, train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workdir / "spoil.py").write_text(
-        """
-import torch
-class Spoil:
-    def __init__(self, step: int): self.step = step
-    def on_step(self, loop):
-        if loop.state.position.global_step == self.step:
-            with torch.no_grad(): next(loop.state.model.parameters())[0] = float("nan")
-""",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "spoil")
-    words = ("+callbacks.spoil._target_=spoil.Spoil", "+callbacks.spoil.step=15", "log.every_steps=1000")
-    result = run(*SMALL, *words)
-    assert result.status == 3
-    assert "the gradients of step 16 (epoch 3) are not finite: weights are not finite" in result.summary["error"]
-    assert "step_0000000012.safetensors" in all_finite(result.directory)
-    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 12
-    rest = train(f"ckpt_path={result.directory}", "callbacks.spoil.step=99")
-    assert rest.summary["weights_sha256"] == train(*SMALL[1:], "logger=none").summary["weights_sha256"]
-
-
 def test_moments_that_are_not_finite_are_not_saved_either(
     run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,3 +70,42 @@ class Overflow:
     assert result.status == 3, result.out
     assert "exp_avg_sq is not finite after step 4; it was not saved" in result.summary["error"]
     assert all_finite(result.directory) == ["last.safetensors", "step_0000000002.safetensors"]
+
+
+class Log(nn.Module):
+    """The logarithm, of which that of a negative number is NaN."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.log()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.5, r"in step 7 the output of 2 \(Log\) is the first that is not finite"),
+        (float("inf"), "in step 7 the images of the batch have values that are not finite"),
+    ],
+)
+def test_watch_finite_names_the_first_output_before_any_weight_changes(bench: Any, value: float, words: str) -> None:
+    small = bench(build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 8), Log(), nn.ReLU(), nn.Linear(8, 3)))
+    state = small.state()
+    state.position.global_step = 6
+    before = state.model[1].weight.clone()
+    watch_finite(state)
+    batch = next(iter(small.source.batches(0, 0, 1)))
+    batch = batch._replace(data=(torch.full_like(batch.images, value), batch.targets))
+    with pytest.raises(Diverged, match=words):
+        train_step(state, small.step_parts(state.model), batch, 1.0, len(batch.targets), update=True)
+    assert torch.equal(state.model[1].weight, before)
+    state.model.eval()
+    with pytest.raises(Diverged, match="in the evaluation after step 6"), torch.inference_mode():
+        state.model(batch.images)
+
+
+def test_a_sound_run_that_watches_for_finite_outputs_ends_with_the_same_bits(train: Any, run: Any) -> None:
+    words = ("model=mlp", "model.hidden=[8]", "epochs=1", "limit.train_batches=3", "transform=none")
+    plain, looked_at = train(*words), train(*words, "debug=nan")
+    assert looked_at.summary["weights_sha256"] == plain.summary["weights_sha256"]
+    wild = run("train", "threads=1", "logger=none", *words, "debug=nan", "optimizer=sgd", "optimizer.lr=1e30")
+    assert wild.status == 3
+    assert "is the first that is not finite" in wild.err

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,26 +38,6 @@ def model() -> Model:
     made = Model().train()
     made.frozen.eval()
     return made
-
-
-def test_modes_buffers_gradients_and_generators_are_left_alone(bench: Any, model: Model) -> None:
-    one = bench()
-    model(one.images).sum().backward()
-    modes = {name: module.training for name, module in model.named_modules()}
-    buffers = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
-    metric = Classification(3).metrics(torch.device("cpu"))
-    evaluate(model, one.source, Supervised(model, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics=metric)
-    assert {name: module.training for name, module in model.named_modules()} == modes
-    assert modes["first"]
-    assert not modes["frozen"]
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in buffers.items())
-    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert all(torch.equal(a, b) for a, b in zip(gradients, after, strict=True))
-    assert torch.equal(torch.get_rng_state(), generators[0])
-    assert random.getstate() == generators[1]
-    assert np.random.get_state()[1].tolist() == generators[2]  # type: ignore[index,union-attr]
 
 
 def test_the_model_is_in_evaluation_and_inference_mode(bench: Any, model: Model) -> None:

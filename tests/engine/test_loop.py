@@ -130,25 +130,7 @@ def test_evaluations_come_as_often_as_asked_and_at_the_end(
     bench: Any, keys: dict[str, Any], expected: list[int]
 ) -> None:
     assert evaluations(bench(10, limits=limits(**{"epochs": 4, **keys}))) == expected
-
-
-def test_without_a_validation_split_nothing_is_evaluated(bench: Any) -> None:
-    assert evaluations(bench(10, validate=False)) == []
-
-
-def test_a_callback_ends_training_at_the_boundary_it_asks_at(bench: Any) -> None:
-    class Enough(Diary):
-        def on_step(self, loop: Loop) -> None:
-            super().on_step(loop)
-            if loop.state.position.global_step == 2:
-                loop.request_stop("it is enough")
-
-    diary = Enough()
-    loop = bench(10).loop(diary)
-    loop.run()
-    assert diary.book[-4:] == ["step 2:0.2", "evaluation 2:0.2", "boundary 2:0.2", "end 2:0.2"]
-    assert loop.stop_reason == "it is enough"
-    assert loop.finished
+    assert evaluations(bench(10, limits=limits(**{"epochs": 4, **keys}), validate=False)) == []
 
 
 @pytest.mark.parametrize(
@@ -183,7 +165,7 @@ def test_a_run_that_a_callback_ends_is_evaluated_and_saved_once_at_its_last_step
     limits = {"epochs": 5, "max_steps": None, "evaluate_every_steps": 2}
     loop = bench(limits=limits).loop(asking, log, Seen(), Checkpointing(None, None, save))
     loop.run()
-    assert loop.state.position.global_step == at
+    assert (loop.state.position.global_step, loop.stop_reason) == (at, "it is enough")
     assert evaluated.count(at) == 1
     assert [save for save in saved if save[0] == at] == [(at, False)]
     if method in ("on_step", "on_log"):

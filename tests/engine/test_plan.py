@@ -30,12 +30,6 @@ def windows(plan: EpochPlan) -> list[list[tuple[int, float]]]:
 
 
 @given(plans)
-def test_the_weights_of_a_window_sum_to_1(plan: EpochPlan) -> None:
-    for window in windows(plan):
-        assert sum(weight for _, weight in window) == pytest.approx(1, abs=1e-12)
-
-
-@given(plans)
 def test_windows_divide_the_batches_and_only_the_last_is_shorter(plan: EpochPlan) -> None:
     found = windows(plan)
     assert len(found) == plan.steps

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.engine.plan import EpochPlan
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, clip_gradients, train_step
+from runner.engine.step import clip_gradients, train_step
 from runner.runtime.precision import choose_precision
 
 CPU = torch.device("cpu")
@@ -174,9 +174,3 @@ def test_a_step_never_waits_for_the_device(bench: Any, waits: Any, accumulate: i
         assert waits.found == []
         state.meter.read()
         assert waits.found == ["_local_scalar_dense"], "the counter does not see what it should"
-
-
-def test_parts_have_no_clipping_unless_asked() -> None:
-    parts = StepConfig(lambda data: data)
-    assert parts.clip_norm is None
-    assert parts.clip_value is None

@@ -73,21 +73,17 @@ def test_what_is_set_is_kept(options: dict[str, Any], arguments: dict[str, bool]
 
 
 @pytest.mark.parametrize(
-    ("parameters", "sparse", "options", "words"),
+    ("parameters", "sparse", "words"),
     [
-        (SMALL, False, {"differentiable": True}, "fused kernels do not support differentiable=true"),
-        (SMALL, True, {}, "fused kernels do not support sparse gradients"),
-        (COMPLEX, False, {}, "requires all the params to be floating point Tensors"),
+        (SMALL, True, "fused kernels do not support sparse gradients"),
+        (COMPLEX, False, "requires all the params to be floating point Tensors"),
     ],
 )
-def test_fused_where_it_cannot_be_had_is_a_sentence(
-    parameters: list[Any], sparse: bool, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(
-        UserError, match=rf"^optimizer.fused: true is not supported: .*{words}.*\n.*allowed: null or false"
-    ):
-        choose("AdamW", parameters, sparse, fused=True, **options)
-    found = choose("AdamW", parameters, sparse, **options)
+def test_fused_where_it_cannot_be_had_is_a_sentence(parameters: list[Any], sparse: bool, words: str) -> None:
+    said = rf"^optimizer.fused: true is not supported: .*{words}.*\n.*allowed: null or false"
+    with pytest.raises(UserError, match=said):
+        choose("AdamW", parameters, sparse, fused=True)
+    found = choose("AdamW", parameters, sparse)
     assert found.arguments == {"fused": False, "foreach": False}
     assert words in found.reason
 
@@ -201,3 +197,16 @@ def test_a_loaded_state_follows_the_settings_of_the_optimizer_that_loads_it() ->
 def test_a_run_says_how_its_weights_are_updated(words: tuple[str, ...], row: str, train: Any) -> None:
     result = train(*words, "data=synthetic", "data.dataset.samples=24", "max_steps=2", "evaluate.test=false")
     assert row in result.out
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("AdamW", {"fused": False, "capturable": True}, "If capturable=True"),
+        ("RMSprop", {"capturable": True}, "If capturable=True"),
+        ("NAdam", {"differentiable": True}, "a leaf Variable that requires grad"),
+    ],
+)
+def test_an_optimizer_that_cannot_take_a_step_is_a_sentence(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=rf"^optimizer: {name} cannot take a step: {words}.*\n.*allowed: "):
+        choose(name, **options)

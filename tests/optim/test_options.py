@@ -91,16 +91,6 @@ def test_an_option_file_lists_every_argument_of_the_project_s_own_components(pat
         assert set(options) - {"_target_", "defaults"} == arguments
 
 
-@every_file
-def test_every_key_is_explained_and_the_file_says_what_it_is_and_how_it_is_run(path: Path) -> None:
-    title, command, *keys = path.read_text().splitlines()
-    assert title.startswith("# ")
-    assert title.endswith(".")
-    assert command.startswith("# python -m runner train ")
-    assert f"{path.parent.name}={path.stem}" in command
-    assert all("  # " in line for line in keys if not line.startswith(("defaults:", "  - ")))
-
-
 def test_foreach_and_fused_together_are_a_sentence(rejected: Any) -> None:
     result = rejected("train", "optimizer.foreach=true", "optimizer.fused=true", "threads=1", "debug=smoke")
     assert "optimizer.fused: is true, and so is optimizer.foreach" in result.err

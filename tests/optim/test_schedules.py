@@ -37,18 +37,9 @@ def test_the_factor_follows_from_the_step_alone(build: Any, total: int, warmup: 
     used, fresh = build(total_steps=total, warmup=warmup), build(total_steps=total, warmup=warmup)
     forwards = {step: used.factor(step) for step in sorted(steps)}
     used.observe(1.0)
-    used.load_state_dict(used.state_dict())
+    assert used.state_dict() == {}
     assert {step: used.factor(step) for step in steps} == forwards
     assert {step: fresh.factor(step) for step in reversed(steps)} == forwards
-
-
-@every_schedule
-@given(total=st.integers(1, 500), warmup=warmups, step=st.integers(0, 10_000))
-@settings(deadline=None, max_examples=60)
-def test_the_factor_stays_between_0_and_1_even_past_the_end(build: Any, total: int, warmup: float, step: int) -> None:
-    schedule = build(total_steps=total, warmup=warmup)
-    assert 0 <= schedule.factor(step) <= 1
-    assert schedule.factor(0) > 0
 
 
 @every_schedule
@@ -66,11 +57,14 @@ def test_the_warm_up_rises_to_its_border_without_a_jump(build: Any, total: int, 
 
 
 @every_schedule
-@given(total=st.integers(1, 300), warmup=st.floats(0, 0.8))
+@given(total=st.integers(1, 300), warmup=st.floats(0, 0.8) | st.integers(1, 300).map(float))
 @settings(deadline=None, max_examples=60)
-def test_the_factor_is_0_in_no_step_and_never_rises_after_the_warm_up(build: Any, total: int, warmup: float) -> None:
+def test_the_factor_is_0_in_no_step_at_most_1_and_never_rises_after_the_warm_up(
+    build: Any, total: int, warmup: float
+) -> None:
     schedule = build(total_steps=total, warmup=warmup)
-    assert all(schedule.factor(step) > 0 for step in range(total))
+    assert all(0 < schedule.factor(step) <= 1 for step in range(total))
+    assert 0 <= schedule.factor(10_000) <= 1
     falling = [schedule.factor(step) for step in range(schedule.warmup_steps, total + 20)]
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(falling))
 
@@ -80,13 +74,6 @@ def test_a_warm_up_below_1_is_a_share_and_from_1_on_a_number_of_steps(build: Any
     assert build(total_steps=200, warmup=0.25).warmup_steps == 50
     assert build(total_steps=200, warmup=1.0).warmup_steps == 1
     assert build(total_steps=200, warmup=80.0).warmup_steps == 80
-
-
-@every_schedule
-def test_pure_schedules_have_no_state(build: Any) -> None:
-    schedule = build(total_steps=10)
-    schedule.observe(0.3)
-    assert schedule.state_dict() == {}
 
 
 def test_linear_warm_up_has_equal_increments() -> None:
@@ -116,21 +103,6 @@ def test_one_cycle_goes_from_one_part_in_div_through_1_to_final() -> None:
     assert schedule.factor(1000) == pytest.approx(0.01)
 
 
-def test_one_cycle_follows_torch_s_within_a_step() -> None:
-    total = 400
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    reference = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1.0, total_steps=total, pct_start=0.3, cycle_momentum=False
-    )
-    schedule = OneCycle(total_steps=total)
-    for step in range(total):
-        assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=0.015)
-        optimizer.step()
-        if step + 1 < total:
-            reference.step()
-
-
 def test_step_drops_every_so_many_epochs() -> None:
     schedule = Step(total_steps=60, steps_per_epoch=5, every=3, gamma=0.1)
     factors = [schedule.factor(step) for step in (0, 14, 15, 29, 30, 1500)]
@@ -153,13 +125,6 @@ def observed(schedule: Plateau, metrics: list[float]) -> list[float]:
         schedule.observe(metric)
         factors.append(schedule.factor(10_000))
     return factors
-
-
-def test_plateau_drops_after_its_patience_and_stops_at_its_floor() -> None:
-    schedule = Plateau(total_steps=100, mode="min", factor=0.5, patience=1, min_factor=0.2)
-    metrics = [1.0, 0.9, 0.9, 0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]
-    factors = observed(schedule, metrics)
-    assert factors == pytest.approx([1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2, 0.2])
 
 
 @given(
@@ -304,17 +269,3 @@ def test_a_scheduler_of_torch_gives_the_rates_that_torch_gives(
 def test_a_scheduler_that_torch_lacks_or_refuses_is_a_mistake(given: dict[str, Any], reason: str) -> None:
     with pytest.raises((UserError, ValueError, TypeError), match=reason):
         Torch(20, **given)
-
-
-def test_a_run_with_a_scheduler_of_torch_resumes_to_the_same_bits(train: Any, workdir: Any) -> None:
-    words = (
-        "scheduler=torch",
-        "scheduler.name=OneCycleLR",
-        "scheduler.options={max_lr: 0.03}",
-        "scheduler.interval=step",
-    )
-    words += ("epochs=2", "model=mlp")
-    whole = train(*words, "checkpoint.every_steps=15", "hydra.run.dir=whole")
-    middle = next((workdir / "whole/checkpoints").glob("step_*"))
-    again = train(f"ckpt_path={middle}")
-    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
-from runner.runtime import compilation as compilation_module
-from runner.runtime.compilation import (
+from runner.runtime import toggles
+from runner.runtime.toggles import (
     Compilation,
-    CompileMeter,
     CompileReport,
     compile_learner,
     compile_optimizer,
@@ -39,7 +38,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(function, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", tracing)
-    monkeypatch.setattr(compilation_module, "missing_compiler", lambda device: "")
+    monkeypatch.setattr(toggles, "missing_compiler", lambda device: "")
 
 
 def loop_at(step: int) -> Any:
@@ -65,7 +64,8 @@ def test_compiling_is_timed_and_reported_in_one_line() -> None:
     names = list(model.state_dict())
     lines: list[str] = []
     done = compile_learner(model, nn.CrossEntropyLoss(), CPU, "model", Compiler())
-    report, loop = CompileReport(done.meter, lines.append), loop_at(1)
+    report, loop = done.report, loop_at(1)
+    report.line = lines.append
     assert report.summary() == {"compile_s": 0.0, "graph_breaks": 0, "recompilations": 0}
     targets = torch.tensor([0, 1])
     for _ in range(3):
@@ -92,10 +92,10 @@ def test_a_meter_counts_its_own_run_alone() -> None:
         return inputs * 2
 
     torch.compile(double)(torch.ones(3))
-    meter = CompileMeter()
+    meter = CompileReport()
     assert (meter.seconds, meter.graphs, meter.graph_breaks, meter.recompilations) == (0.0, 0, 0, 0)
     torch.compiler.reset()
-    meter = CompileMeter()
+    meter = CompileReport()
     torch.compile(double)(torch.ones(4))
     assert meter.seconds > 0, "after a reset of the compiler too"
 
@@ -135,7 +135,7 @@ def test_a_compiled_optimizer_follows_the_learning_rate_and_is_compiled_once(
         optimizer = kind([weight], lr=0.1, **options)
         if compiled:
             assert compile_optimizer(optimizer, Compiler()) == "and the optimizer's step"
-        meter = CompileMeter()
+        meter = CompileReport()
         graphs = []
         for step in range(4):
             weight.grad = torch.cos(weight.detach())
@@ -170,7 +170,7 @@ def test_an_optimizer_that_gains_nothing_is_left_alone() -> None:
 
 
 def test_modes_of_cuda_graphs_elsewhere_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_module, "missing_compiler", lambda device: "")
+    monkeypatch.setattr(toggles, "missing_compiler", lambda device: "")
     for mode, same in (("reduce-overhead", "default"), ("max-autotune", "max-autotune-no-cudagraphs")):
         options = Compiler(mode=mode)  # type: ignore[arg-type]
         (said,) = compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "step", options).warnings
@@ -199,7 +199,7 @@ def test_the_compiler_times_no_kernels_where_algorithms_are_deterministic_and_ro
 
 
 def test_the_row_of_the_header_says_what_is_compiled() -> None:
-    done = Compilation("step", Compiler(dynamic=None), CompileMeter(), optimizer="and the optimizer's step")
+    done = Compilation("step", Compiler(dynamic=None), optimizer="and the optimizer's step")
     label, value, reason = done.row()
     assert (label, value) == ("compiled", "forward and loss together, and the optimizer's step")
     assert reason == "compile=step, mode default, for other batch sizes when they come"

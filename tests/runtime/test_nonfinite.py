@@ -128,9 +128,3 @@ def test_a_weight_is_not_healed_by_skipping_and_nothing_spoilt_is_saved(faulty: 
     assert result.status == 3, result.out
     assert "is not finite after step 15; it was not saved" in result.err
     assert finite(result.directory)
-
-
-def test_another_choice_is_refused(rejected: Any) -> None:
-    result = rejected("train", "on_nonfinite=ignore")
-    assert "on_nonfinite: cannot be ignore" in result.err
-    assert "allowed: raise or skip" in result.err

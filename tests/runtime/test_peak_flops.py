@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.runtime.peak_flops import kind_of, listed_peak, peak
+from runner.runtime.hardware_metrics import kind_of, listed_peak, peak
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -142,18 +142,6 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resumi
     assert epochs == [1, 2], "each epoch was evaluated once"
 
 
-def test_a_second_signal_ends_the_process_at_once(start: Any, here: Path) -> None:
-    process = start("+callbacks.slow._target_=slow.Slow", "+callbacks.slow.step_s=30")
-    wait_for(here / "steps", process)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert process.poll() is None, "the first one waits for the step to end"
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)  # its step takes 30 s
-    # On a busy machine Python sees both together, and handles the one with the smaller number first.
-    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-
-
 @pytest.mark.slow
 @pytest.mark.extended
 def test_killed_again_and_again_it_ends_with_the_same_bits(start: Any, here: Path, train: Any, reference: Any) -> None:

@@ -93,7 +93,7 @@ def test_the_bar_has_room_for_waiting_that_costs_and_lines_have_all_gauges(tmp_p
     console.start(100, 2, 0)
     console.advance(1, 1)
     console.metrics("train", {"loss": 0.4, "data_wait": wait, "peak_memory_mib": 700.0, "mfu": 0.31}, 1, 1)
-    console._draw(1, "epoch 1")
+    console._draw("epoch 1")
     console.stop()
     bar, *below = stream.getvalue().rpartition("\r")[0].rpartition("\r")[2].split("\n")
     assert ("data wait" in bar) == shown

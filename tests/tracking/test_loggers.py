@@ -103,23 +103,6 @@ def _scalars(folder, tag):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_tensorboard_event_files_read_back_and_resuming_takes_back_later_steps(tmp_path):
-    lines, first = JsonLines(), TensorBoard()
-    lines.open(tmp_path, None)
-    first.open(tmp_path, None)
-    for step in (10, 20, 30):
-        for logger in (lines, first):
-            logger.log("train", {"loss": step / 4}, step, 1)
-    first.log("val", {"loss": math.nan}, 30, 1)
-    first.flush()
-    assert _scalars(tmp_path, "loss/train") == [(10, 2.5), (20, 5.0), (30, 7.5)]
-    assert math.isnan(_scalars(tmp_path, "loss/val")[0][1])
-    first.close()
-    lines.close()
-    _log([JsonLines(), TensorBoard()], tmp_path, 20, [("train", {"loss": 1.0}, 30)])
-    assert _scalars(tmp_path, "loss/train") == [(10, 2.5), (20, 5.0), (30, 1.0)]
-
-
 @pytest.mark.parametrize("due", [False, True], ids=["evaluated", "evaluation due"])
 def test_what_a_resumed_run_logs_again_at_its_first_step_is_there_once_in_every_logger(tmp_path, due):
     first = [JsonLines(), Csv(), TensorBoard()]
@@ -129,6 +112,7 @@ def test_what_a_resumed_run_logs_again_at_its_first_step_is_there_once_in_every_
         logger.log("train", {"loss": 2.0}, 20, 1)
         logger.log("val", {"loss": math.nan}, 20, 1)
         logger.log("test", {"loss": 1.0}, 20, 1)
+        logger.log("train", {"loss": 0.5}, 30, 1)
         logger.flush()  # and the process is killed
     RunDirectory(tmp_path).truncate_metrics(20, ("test", "val") if due else ("test",))
     again = [("val", {"loss": math.nan}, 20)] if due else []
@@ -139,7 +123,8 @@ def test_what_a_resumed_run_logs_again_at_its_first_step_is_there_once_in_every_
     for split, steps in (("train", ["10", "20"]), ("val", ["20"]), ("test", ["20"])):
         assert [row[0] for row in _rows(tmp_path / f"metrics_{split}.csv")] == ["global_step", *steps]
     assert _scalars(tmp_path, "loss/train") == [(10, 4.0), (20, 2.0)]
-    assert [step for step, _ in _scalars(tmp_path, "loss/val")] == [20]
+    [(step, value)] = _scalars(tmp_path, "loss/val")
+    assert (step, math.isnan(value)) == (20, True)
     assert _scalars(tmp_path, "loss/test") == [(20, 1.0)]
     for logger in first:
         logger.close()
@@ -191,8 +176,6 @@ def test_a_logger_that_was_never_opened_can_be_flushed_and_closed(make):
     logger: Logger = make()
     logger.flush()
     logger.close()
-    with pytest.raises(RuntimeError, match="before open"):
-        logger.log("train", {"loss": 1.0}, 1, 1)
 
 
 def _marks(option: Path) -> list[pytest.MarkDecorator]:
@@ -203,18 +186,13 @@ def _marks(option: Path) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize(
     "option", [pytest.param(path, marks=_marks(path), id=path.stem) for path in sorted(OPTIONS.glob("*.yaml"))]
 )
-def test_every_shipped_option_builds_its_loggers_and_comments_every_key(option):
+def test_every_shipped_option_builds_its_loggers(option):
     import importlib
 
-    text = option.read_text()
-    for name, node in yaml.safe_load(text).items():
+    for name, node in yaml.safe_load(option.read_text()).items():
         module, _, attribute = node.pop("_target_").rpartition(".")
         assert name in {"tensorboard", "csv", "mlflow", "wandb"}
         assert getattr(importlib.import_module(module), attribute)(**node)
-    lines = text.splitlines()
-    assert lines[0].startswith("# ")
-    assert lines[1] == f"# python -m runner train logger={option.stem}"
-    assert all("  # " in line for line in lines[2:])
 
 
 def _images(folder):

@@ -81,11 +81,8 @@ class EarlyStopping:
     def _stop_if_due(self, loop: Loop) -> None:
         if self._waited < self.patience:
             return
-        never, since = (
-            f"was not finite in any of {self._waited}",
-            f"has not improved on {self._best} for {self._waited}",
-        )
-        loop.request_stop(f"{self.monitor} {never if self._best is None else since} evaluations")
+        why = "was not finite in any of" if self._best is None else f"has not improved on {self._best} for"
+        loop.request_stop(f"{self.monitor} {why} {self._waited} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
         """Best value, evaluations waited, metric and mode."""

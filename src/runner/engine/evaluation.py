@@ -80,7 +80,11 @@ def evaluate(
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             if metrics and "outputs" not in found:
                 raise BadMetric(f"the evaluation gives no outputs for {', '.join(metrics)}", "outputs and targets")
-            outputs = mapped_items(found.get("outputs"), Tensor, _as_float32)
+            outputs = mapped_items(
+                found.get("outputs"),
+                Tensor,
+                lambda each: each.to(torch.float32, copy=True) if each.is_floating_point() else each,
+            )
             # The repeated batch of such a rank counts for nothing
             if number < own_batches:
                 parts.add(
@@ -89,12 +93,6 @@ def evaluate(
         reshard(model)
         # Only here do the ranks exchange what they found
         return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
-
-
-def _as_float32(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.float() if tensor.dtype != torch.float32 else tensor.clone()
 
 
 class _Parts:

@@ -142,6 +142,10 @@ def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _obeys_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """True if every update is made by a kernel that does nothing when `found_inf` says so."""
+    """True if every update is made by a kernel that does nothing when `found_inf` says so, or by a class that sees to it."""
+    # On the CPU nothing has to be waited for, and a class would copy weights for nothing
+    if getattr(optimizer, "obeys_flag", False):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        return not any(weight.device.type == "cpu" or is_divided(weight) for weight in weights)
     known = type(optimizer).__module__.startswith("torch.optim") and "step" not in vars(optimizer)
     return known and all(group.get("fused") for group in optimizer.param_groups)

@@ -20,8 +20,6 @@ _LEAST_FALL = 0.05  # share of the first smoothed loss; if it falls less, no rat
 # A loss is as good as the lowest if it exceeds it by no more than this share of the whole fall, also on a log scale.
 _VALLEY, _VALLEY_LOG = 0.1, 0.2
 
-_Window = list[tuple[Any, int, float, bool]]  # batch, size, weight, whether the step ends, see EpochPlan.parts
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -93,7 +91,9 @@ def range_test(
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
         # Without the bias towards the initial 0 (Kingma & Ba 2015).
         smoothed.append(mean / (1 - _SMOOTHING ** len(losses)))
-        if smoothed[-1] > _diverged(smoothed):
+        # A multiple of the lowest loss, except near or below zero, where that is noise
+        first, low = smoothed[0], min(smoothed)
+        if smoothed[-1] > max(low + (_DIVERGED - 1) * abs(low), low + _VALLEY * (first - low)):
             stopped = f"the loss is {_DIVERGED:g} times its lowest at a rate of {rate:.3g}"
             break
         if guard is not None and guard.found():
@@ -114,7 +114,10 @@ def suggest(curve: Curve) -> Suggestions:
             f"from {smoothed[0]:.4g} to {smoothed[lowest]:.4g} at best{because}"
         )
     # If the loss is level over many rates, noise decides where it is lowest, but not where it begins to rise.
-    level = _level(smoothed)
+    # "About as low" also by its logarithm, because a high first loss could hide a rise.
+    first, low = smoothed[0], smoothed[lowest]
+    level = low + _VALLEY * (first - low)
+    level = min(level, low * (first / low) ** _VALLEY_LOG) if low > 0 else level
     edge = curve.rates[max(place for place, loss in enumerate(smoothed) if loss <= level)]
     # The rates are evenly spaced on a logarithmic scale, so differences between steps are slopes.
     slopes = [smoothed[place + 1] - smoothed[place - 1] for place in range(1, lowest)] or [0.0]
@@ -123,26 +126,13 @@ def suggest(curve: Curve) -> Suggestions:
     return Suggestions(edge, edge / 5, bottom, bottom / 10, curve.rates[steepest])
 
 
-def _level(smoothed: Sequence[float]) -> float:
-    """The loss that is about as low as the lowest; also by its logarithm, because a high first loss could hide a rise."""
-    first, low = smoothed[0], min(smoothed)
-    level = low + _VALLEY * (first - low)
-    return min(level, low * (first / low) ** _VALLEY_LOG) if low > 0 else level
-
-
-def _diverged(smoothed: Sequence[float]) -> float:
-    """The loss above which the test ends; a multiple of the lowest, except near or below zero, where that is noise."""
-    first, low = smoothed[0], min(smoothed)
-    return max(low + (_DIVERGED - 1) * abs(low), low + _VALLEY * (first - low))
-
-
-def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[_Window]:
-    """The batches of each step, epoch after epoch."""
+def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[list[tuple[Any, int, float, bool]]]:
+    """The batches of each step, epoch after epoch, each with what `EpochPlan.parts` says of it."""
     for epoch in itertools.count():
         # Only request batches that are used: workers would read the others in vain.
         count = min(plan.steps, steps)
         batches = source.batches(epoch, 0, min(plan.batches, count * plan.accumulate))
-        window: _Window = []
+        window = []
         for batch, part in zip(batches, plan.parts(0), strict=False):
             window.append((batch, *part))
             if part[-1]:

@@ -55,8 +55,7 @@ class RunningMean:
 
     def read(self) -> float:
         """The mean since `reset`, 0 over no samples; waits for the device."""
-        total, samples = self._totals()
-        return float(total) / max(1, samples)
+        return self.read_any() or 0.0
 
     def reset(self) -> None:
         """Start again from zero."""
@@ -213,19 +212,18 @@ def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> 
 def load_weights(model: nn.Module, weights: dict[str, Any], what: str = "model") -> None:
     """Load a complete state dict; `ValueError` names the first tensors that do not fit, and `what` they do not fit."""
     own = model.state_dict()
+    both = [(name, weights[name], own[name]) for name in own if name in weights]
     # All problems at once, as one mistake usually causes many
     problems = {
         "missing": [name for name in own if name not in weights],
         "unexpected": [name for name in weights if name not in own],
         "of another shape": [
-            f"{name} {tuple(weights[name].shape)} for {tuple(own[name].shape)}"
-            for name in own
-            if name in weights and weights[name].shape != own[name].shape
+            f"{name} {tuple(saved.shape)} for {tuple(now.shape)}"
+            for name, saved, now in both
+            if saved.shape != now.shape
         ],
         "of another kind": [
-            f"{name} {weights[name].dtype} for {own[name].dtype}"
-            for name in own
-            if name in weights and kind_of(weights[name]) != kind_of(own[name])
+            f"{name} {saved.dtype} for {now.dtype}" for name, saved, now in both if kind_of(saved) != kind_of(now)
         ],
     }
     if any(problems.values()):

@@ -81,11 +81,7 @@ VIEWS: dict[str, tuple[View, ...]] = {
 def views_named(names: Sequence[str]) -> list[View]:
     """The original image and the views of each name, seen in each view of the other names too."""
     sets = dict.fromkeys((_SAME, *VIEWS[name]) for name in names)
-    return [partial(reduce, _seen, views) for views in product(*sets)]
-
-
-def _seen(images: Tensor, view: View) -> Tensor:
-    return view(images)
+    return [partial(reduce, lambda images, view: view(images), views) for views in product(*sets)]
 
 
 class TTAModel(nn.Module):

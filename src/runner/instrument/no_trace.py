@@ -143,14 +143,9 @@ def _is_writable(buffer: Tensor) -> bool:
     return all(stride for stride, size in pairs if size > 1)
 
 
-@contextlib.contextmanager
-def preserved_buffers(*modules: object) -> Iterator[None]:
+def preserved_buffers(*modules: object) -> contextlib.AbstractContextManager[None]:
     """Put back the buffers of modules, see `SavedBuffers`."""
-    saved = SavedBuffers(*modules)
-    try:
-        yield
-    finally:
-        saved.restore()
+    return _restored(SavedBuffers(*modules))
 
 
 class SavedRNG:
@@ -178,10 +173,13 @@ class SavedRNG:
             torch.mps.set_rng_state(self._apple)
 
 
-@contextlib.contextmanager
-def preserved_rng() -> Iterator[None]:
+def preserved_rng() -> contextlib.AbstractContextManager[None]:
     """Put back the global random generators, see `SavedRNG`."""
-    saved = SavedRNG()
+    return _restored(SavedRNG())
+
+
+@contextlib.contextmanager
+def _restored(saved: SavedBuffers | SavedRNG) -> Iterator[None]:
     try:
         yield
     finally:

@@ -67,7 +67,10 @@ def classifier(
             raise _wrong_size(name, image_size, error) from error
     else:
         model = _with_weights(name, entry) if fetch_weights else _shaped_like(name, entry, options)
-        _replace_head(model, num_classes)
+        # Squeezenet classifies with a 1x1 convolution
+        path, old = [each for each in model.named_modules() if isinstance(each[1], nn.Linear | nn.Conv2d)][-1]
+        if len(old.weight) != num_classes:
+            model.set_submodule(path, new_layers(old, [num_classes]))
     if in_channels != 3:
         _replace_stem(model, in_channels, pretrained=entry is not None)
     if image_size is not None:
@@ -194,14 +197,6 @@ def _shaped_like(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
     if hasattr(model, "transform_input"):
         model.transform_input = True  # type: ignore[assignment]
     return model
-
-
-def _replace_head(model: nn.Module, num_classes: int) -> None:
-    """Replace the model's last layer by a new one with `num_classes` outputs, unless it has them already."""
-    layers = [found for found in model.named_modules() if isinstance(found[1], nn.Linear | nn.Conv2d)]
-    path, old = layers[-1]  # squeezenet classifies with a 1x1 convolution
-    if len(old.weight) != num_classes:
-        model.set_submodule(path, new_layers(old, [num_classes]))
 
 
 def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:

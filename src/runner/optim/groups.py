@@ -49,9 +49,7 @@ def parameter_groups(
         UserError: if a pattern matches no parameter.
     """
     # Parameters of the loss come first, so that the head stays the last matrix.
-    of_loss = list(loss.named_parameters("loss")) if loss is not None else []
-    pairs = [*of_loss, *model.named_parameters()]
-    named = dict(pairs)
+    named = dict([*(loss.named_parameters("loss") if loss is not None else ()), *model.named_parameters()])
     # Biases, norms and embeddings are usually exempt from decay
     if no_decay == "auto":
         spared = tables(model) | {f"loss.{name}" for name in (tables(loss) if loss is not None else ())}
@@ -64,7 +62,7 @@ def parameter_groups(
     last = max(deep.values(), default=0)
     groups: dict[str, dict[str, Any]] = {}
     last_matrix: dict[str, int] = {}
-    for index, (name, parameter) in enumerate(pairs):
+    for index, (name, parameter) in enumerate(named.items()):
         if not parameter.requires_grad:
             continue
         # Parameters with the same label share a group, because kernels work on a group at a time.
@@ -142,8 +140,6 @@ def _matches(key: str, patterns: Iterable[str], named: Mapping[str, object]) -> 
     known = [".".join(parts[:end]) for parts in pieces for end in range(1, len(parts) + 1)]
     found = []
     for pattern in patterns:
-        parts = matching(key, pattern, known, "module or parameter")
-        found += [
-            (pattern, name) for name in named if name in parts or any(name.startswith(f"{part}.") for part in parts)
-        ]
+        parts = tuple(f"{part}." for part in matching(key, pattern, known, "module or parameter"))
+        found += [(pattern, name) for name in named if f"{name}.".startswith(parts)]
     return found

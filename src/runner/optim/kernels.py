@@ -73,10 +73,25 @@ def choose_kernels(
         if node.get("foreach") is False:
             reason = f"{reason}, and {key}.foreach=false"
         else:
-            differentiable = bool(node.get("differentiable"))
-            _, foreach = _default_to_fused_or_foreach([*parameters], differentiable, use_fused=False)
+            _, foreach = _default_to_fused_or_foreach([*parameters], differentiable=False, use_fused=False)
             chosen, reason = "foreach" if foreach else "", f"auto: {reason}; torch's default"
-    return Kernels({kind: kind == chosen for kind in has}, chosen or "one tensor after the other", reason)
+    arguments = {kind: kind == chosen for kind in has}
+    if target is not Muon:
+        _require_a_step(component, key, arguments, parameters[0])
+    return Kernels(arguments, chosen or "one tensor after the other", reason)
+
+
+def _require_a_step(component: Component, key: str, kernels: dict[str, bool], like: Tensor) -> None:
+    """Update one number, as torch refuses some arguments no earlier, such as `capturable=true` with weights on the CPU."""
+    weight = torch.zeros(1, device=like.device, dtype=like.dtype, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    try:
+        component.target([weight], **{**component.arguments, **kernels}).step()
+    except (AssertionError, RuntimeError) as error:
+        problem = f"{component.target.__name__} cannot take a step: {first_line(error)}"
+        raise UserError(key, problem, "other arguments, or another optimizer") from error
+    except Exception:  # reported where the optimizer itself is built
+        return
 
 
 def _against_fused(node: Mapping[str, Any], name: str, parameters: Sequence[Tensor], sparse: bool) -> str:
@@ -85,8 +100,6 @@ def _against_fused(node: Mapping[str, Any], name: str, parameters: Sequence[Tens
         return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
     if node.get("momentum") and node.get("dampening"):
         return "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
-    if node.get("differentiable"):
-        return "fused kernels do not support differentiable=true"
     if any(map(is_divided, parameters)) and name not in ("Adam", "AdamW", "Muon"):
         return f"the fused kernel of {name} does not support weights that are divided among processes"
     try:
@@ -103,9 +116,7 @@ def start_momentum(optimizer: Optimizer) -> None:
     torch allocates the buffers without initialising them, and the kernel writes nothing if gradients are not finite: the next
     step would then use whatever was in memory.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if group.get("fused") and group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -125,7 +136,7 @@ def plain_step(optimizer: Optimizer) -> Callable[[], object]:
 
     def step() -> None:
         # Hooks can be registered later, so each step looks
-        if any(hooks) or optimizer.defaults.get("differentiable"):
+        if any(hooks):
             optimizer.step()
             return
         with torch.no_grad():

@@ -22,11 +22,7 @@ def lamb(
     """timm's LAMB (You et al., arXiv:1904.00962): Adam whose step for each tensor has a norm relative to the tensor's.
 
     Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        betas: decay rates of the running averages of the gradient and its square.
-        eps: added to the denominator.
-        weight_decay: decoupled weight decay.
+        params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`.
         max_grad_norm: norm to which all gradients together are clipped; None does not clip.
 
     Raises:

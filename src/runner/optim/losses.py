@@ -31,9 +31,7 @@ class _ClassLoss(nn.Module):
         self.ignore_index = ignore_index
         if num_classes is not None and num_classes < 2:
             # The softmax of a single output is always 1, so nothing would be learned.
-            raise ValueError(
-                f"num_classes must be at least 2 to choose between, got {num_classes}; for one number use loss=mse"
-            )
+            raise ValueError(f"num_classes must be at least 2, got {num_classes}; for one number use loss=mse")
         self.num_classes = num_classes
         # Not persistent: it follows from config and data, and a checkpoint only contains the model's tensors.
         self.register_buffer("weight", _class_weights(class_weights, num_classes, class_counts), persistent=False)
@@ -242,10 +240,8 @@ def _check_matrix(logits: Tensor, num_classes: int | None) -> None:
 
 
 def _mismatch(logits: Tensor, targets: Tensor, allowed: str) -> str:
-    return (
-        f"targets {str(targets.dtype).removeprefix('torch.')} {tuple(targets.shape)} do not fit "
-        f"logits {tuple(logits.shape)}; expected: {allowed}"
-    )
+    kind = str(targets.dtype).removeprefix("torch.")
+    return f"targets {kind} {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}; expected: {allowed}"
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:
@@ -272,19 +268,13 @@ def _positive_weights(
     if given is None:
         return None
     if isinstance(given, str):
-        if given != "auto":
-            raise ValueError(f"pos_weight must be a number, a list of numbers, 'auto' or null, got '{given}'")
-        if label_counts is None:
-            raise ValueError(
-                "pos_weight=auto needs a data set with an attribute targets, in which labels can be counted"
-            )
+        counts = _counted(given, "auto", "pos_weight", label_counts, "a data set with an attribute targets")
         # A label that never occurs would have an infinite weight
-        if empty := (label_counts[1] == 0).nonzero().flatten().tolist():
-            raise ValueError(f"pos_weight=auto needs training samples with every label; labels without: {empty}")
-        if full := (label_counts[0] == 0).nonzero().flatten().tolist():
-            raise ValueError(f"pos_weight=auto needs training samples without every label; labels of all: {full}")
+        for row, words in ((1, "with every label; labels without"), (0, "without every label; labels of all")):
+            if bad := (counts[row] == 0).nonzero().flatten().tolist():
+                raise ValueError(f"pos_weight=auto needs training samples {words}: {bad}")
         # The ratio of negatives to positives gives both the same total weight
-        weights = label_counts[0].double() / label_counts[1]
+        weights = counts[0].double() / counts[1]
     else:
         weights = torch.tensor(given if isinstance(given, Sequence) else [given], dtype=torch.float64)
         if not bool((torch.isfinite(weights) & (weights > 0)).all()):
@@ -301,24 +291,28 @@ def _class_weights(
     if given is None:
         return None
     if isinstance(given, str):
-        if given != "balanced":
-            raise ValueError(f"class_weights must be a list of numbers, 'balanced' or null, got '{given}'")
-        if class_counts is None:
-            raise ValueError("class_weights=balanced needs data with classes, whose samples can be counted")
-        if empty := (class_counts == 0).nonzero().flatten().tolist():
+        counts = _counted(given, "balanced", "class_weights", class_counts, "data with classes")
+        if empty := (counts == 0).nonzero().flatten().tolist():
             raise ValueError(f"class_weights=balanced needs training samples of every class; classes without: {empty}")
         # The inverse frequency gives every class the same total weight
-        weights = 1.0 / class_counts.double()
+        weights = 1.0 / counts.double()
     else:
         weights = torch.tensor(given, dtype=torch.float64)
-        if weights.ndim != 1 or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
-            raise ValueError(f"class_weights must be a list of numbers that are not negative, got {list(given)}")
-        if not weights.any():
-            raise ValueError("class_weights must not all be 0")
+        if weights.ndim != 1 or not bool((torch.isfinite(weights) & (weights >= 0)).all() and weights.any()):
+            raise ValueError(f"class_weights must be numbers that are not negative, and not all 0, got {list(given)}")
     if num_classes is not None and len(weights) != num_classes:
         raise ValueError(f"class_weights must have one weight for each of {num_classes} classes, got {len(weights)}")
     # With a mean of 1, the loss keeps its scale, and so does the learning rate
     return (weights / weights.mean()).float()
+
+
+def _counted(given: str, word: str, name: str, counts: Tensor | None, needed: str) -> Tensor:
+    """The counts of training samples that weights given as a word follow from."""
+    if given != word:
+        raise ValueError(f"{name} must be numbers, '{word}' or null, got '{given}'")
+    if counts is None:
+        raise ValueError(f"{name}={word} needs {needed}, whose samples can be counted")
+    return counts
 
 
 class NoLoss(nn.Module):

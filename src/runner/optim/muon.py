@@ -13,15 +13,11 @@ from torch.optim import Optimizer
 
 _log = logging.getLogger(__name__)
 
-_Part = Literal["muon", "adamw"]
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, from Jordan's post
 
 
 class _Muon(Optimizer):
     """What `torch.optim.Muon` computes, also for kernels, which are matrices (outputs, all else), and normalised weights."""
-
-    def __init__(self, groups: list[dict[str, Any]], **defaults: Any) -> None:
-        super().__init__(groups, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -33,6 +29,8 @@ class _Muon(Optimizer):
     def _update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
+        flag: Any = getattr(self, "found_inf", None)
+        kept = [] if flag is None else [(each, each.clone()) for each in (weight, state["momentum_buffer"])]
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         matrix = _orthogonal(update.flatten(1), group["ns_steps"])
@@ -44,6 +42,8 @@ class _Muon(Optimizer):
             scale = 1.0
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(matrix.view_as(weight), alpha=-group["lr"] * scale)
+        for tensor, before in kept:
+            tensor.copy_(torch.where(flag > 0, before, tensor))
 
 
 def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
@@ -56,9 +56,6 @@ def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if len(matrix) > matrix.shape[1] else wide
-
-
-_KINDS: dict[_Part, Callable[..., Optimizer]] = {"muon": _Muon, "adamw": torch.optim.AdamW}
 
 
 class Muon(Optimizer):
@@ -115,11 +112,11 @@ class Muon(Optimizer):
         own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         own["normalize"] = normalize
         adamw = {"betas": (betas[0], betas[1]), "eps": eps, "foreach": foreach, "fused": fused}
-        self._options: dict[_Part, dict[str, Any]] = {
+        self._options: dict[str, dict[str, Any]] = {
             "muon": {"lr": lr, "weight_decay": weight_decay, **own},
             "adamw": {"lr": adamw_lr, "weight_decay": weight_decay, **adamw},
         }
-        self._parts: dict[_Part, Optimizer] = {}
+        self._parts: dict[str, Optimizer] = {}
         self._kernels = kernels
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -135,10 +132,11 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, split into the matrices for Muon and the rest for AdamW."""
-        parts: dict[_Part, list[Any]] = {"muon": [], "adamw": []}
+        parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for item in _listed(param_group["params"]):
-            is_hidden = _tensor(item).ndim == 2 or (self._kernels and _tensor(item).ndim > 3)
-            is_hidden = is_hidden and _tensor(item) is not self._head
+            is_hidden = (tensor := _tensor(item)) is not self._head and (
+                tensor.ndim == 2 or (self._kernels and tensor.ndim > 3)
+            )
             parts["muon" if is_hidden else "adamw"].append(item)
         for algorithm, items in parts.items():
             if items:
@@ -146,7 +144,7 @@ class Muon(Optimizer):
         if self._parts:  # the constructor connects its groups itself
             self._connect()
 
-    def _add_part(self, algorithm: _Part, group: dict[str, Any]) -> None:
+    def _add_part(self, algorithm: str, group: dict[str, Any]) -> None:
         options = self._options[algorithm]
         if "lr" in group and algorithm == "adamw":
             reference = self._options["muon"]["lr"]
@@ -158,13 +156,13 @@ class Muon(Optimizer):
 
     def _connect(self) -> None:
         """Share groups and state with the inner optimizers, after either was replaced."""
-        for algorithm, kind in _KINDS.items():
+        for algorithm, options in self._options.items():
             groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
             if not groups:
                 continue
-            if algorithm not in self._parts:
-                self._parts[algorithm] = kind(groups, **self._options[algorithm])
-            part = self._parts[algorithm]
+            if (part := self._parts.get(algorithm)) is None:
+                part = _Muon(groups, options) if algorithm == "muon" else torch.optim.AdamW(groups, **options)
+            self._parts[algorithm] = part
             for group in groups:
                 group.update({name: value for name, value in part.defaults.items() if name not in group})
             part.param_groups = groups
@@ -179,6 +177,11 @@ class Muon(Optimizer):
         self._parts = self.__dict__.get("_parts", {})
         self._connect()
 
+    @property
+    def obeys_flag(self) -> bool:
+        """Whether a step does nothing while the attribute `found_inf`, a tensor, is above 0, as with torch's fused kernels."""
+        return all(group["algorithm"] == "muon" or group["fused"] for group in self.param_groups)
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have gradients; returns the loss of `closure`, which computes the gradients again."""
         loss = None
@@ -186,6 +189,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part in self._parts.values():
+            part.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
             part.step()
         return loss
 

@@ -302,9 +302,8 @@ class Plateau:
         _check({"mode": mode, "factor": factor, "patience": patience, "min_factor": min_factor, "threshold": threshold})
         self._sign = 1.0 if mode == "max" else -1.0
         self._drop, self._patience, self._min_factor, self._threshold = factor, patience, min_factor, threshold
-        self._current = 1.0
+        self._current, self._waited = 1.0, 0
         self._best = -math.inf  # of the metric times the sign, so that larger is better
-        self._waited = 0
 
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""

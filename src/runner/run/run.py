@@ -23,8 +23,7 @@ from runner.run.init_from import InitialWeights
 from runner.run.length import RunLength
 from runner.run.metrics import Monitor
 from runner.run.model import example_batch, model_of
-from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics
-from runner.runtime.peak_flops import kind_of
+from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics, kind_of
 from runner.runtime.precision import Precision
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import Task

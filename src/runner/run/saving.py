@@ -41,7 +41,7 @@ from runner.run.run import Run
 from runner.run.run_record import RunRecord
 from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger, Watched
-from runner.tracking.metrics_buffer import MetricsBuffer
+from runner.tracking.reporting import MetricsBuffer
 
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 

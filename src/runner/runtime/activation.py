@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from runner.base.errors import UserError, first_line
@@ -87,20 +88,22 @@ def checkpoint_activations(
     else:
         blocks = named_blocks(model, [setting] if isinstance(setting, str) else setting, _KEY, "true")
     for name, module in blocks:
-        _recompute(module, name)
+        # It keeps its place, and its state dict its names. As methods these follow it when it is copied: a copy computes with
+        # its own weights.
+        module.__dict__ |= {_PLAIN: module.forward, _NAME: name, "forward": types.MethodType(_forward, module)}
     _try_backward(model, send, autocast)
 
     shown = str(setting).lower() if isinstance(setting, bool) else str(setting)
-    names = tuple(name for name, _ in blocks)
+    what, warnings = "recomputed in marked functions", list[str]()
     if blocks:
         counts = Counter(type(module).__name__ for _, module in blocks)
         kinds = ", ".join(counts if len(counts) == 1 else (f"{count} {kind}" for kind, count in counts.items()))
-        return Recomputed(names, shown, f"recomputed in {len(names)} block{'s' * (len(names) != 1)}, {kinds}")
-    if _marked_functions_ran:
-        return Recomputed(names, shown, "recomputed in marked functions")
-    advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
-    warning = f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}"
-    return Recomputed(names, shown, "nothing recomputed", [warning])
+        what = f"recomputed in {len(blocks)} block{'s' * (len(blocks) != 1)}, {kinds}"
+    elif not _marked_functions_ran:
+        what = "nothing recomputed"
+        advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
+        warnings = [f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}"]
+    return Recomputed(tuple(name for name, _ in blocks), shown, what, warnings)
 
 
 def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
@@ -126,12 +129,6 @@ def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
         return _twice(function, args, kwargs, modules, function.__qualname__)  # type: ignore[no-any-return]
 
     return either
-
-
-def _recompute(module: nn.Module, name: str) -> None:
-    """Have a module computed again in backward. It keeps its place, and its state dict its names."""
-    # As methods these follow the module when it is copied: a copy computes with its own weights.
-    module.__dict__ |= {_PLAIN: module.forward, _NAME: name, "forward": types.MethodType(_forward, module)}
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +173,8 @@ def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callabl
     inner = [module for root in modules for module in root.modules() if module._buffers]
     # Running statistics change nothing about the output of torch's own norms while they are updated, so these need not be
     # remembered from the forward pass on, which saves a copy of each in every step.
-    seen = [(module, module._buffers if _is_norm(module) else _copies(module._buffers)) for module in inner]
+    norms = {each for each in inner if isinstance(each, _NormBase) and type(each).__module__.startswith("torch.nn.")}
+    seen = [(module, module._buffers if module in norms else _copies(module._buffers)) for module in inner]
 
     @contextlib.contextmanager
     def computing_again() -> Iterator[None]:
@@ -196,10 +194,6 @@ def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callabl
                 module._buffers.update(buffers)
 
     return lambda: (contextlib.nullcontext(), computing_again())
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).__module__.startswith("torch.nn.")
 
 
 def _copies(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -1,7 +1,8 @@
-"""Figures about the machine that go into the log lines of training."""
+"""Figures about the machine that go into the log lines of training, and the peaks of GPUs that they refer to."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,9 +13,73 @@ import torch
 from runner.base.errors import UserError, first_line
 from runner.instrument.flops import Flops
 from runner.runtime.memory import peak_memory
-from runner.runtime.peak_flops import Kind, PeakFlops, peak
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # asking the system for the memory of the process takes longer than a small step
+
+Kind = Literal["bf16", "fp16", "tf32", "float32"]
+"""The format that matrix products are computed in."""
+
+# Dense, with float32 accumulation, in 1e12 operations a second: bf16, fp16, tf32, float32, from the vendor's data sheets and
+# white papers, which often give twice that, with structured sparsity. None: the GPU has no such units, and is far slower.
+_PEAKS: dict[str, tuple[float | None, float, float | None, float]] = {
+    r"GB200|B200": (2250, 2250, 1125, 75),
+    r"H[12]00 NVL": (835.5, 835.5, 417.5, 60),
+    r"H100 PCIe": (756, 756, 378, 51),
+    r"H100|H200|GH200": (989.5, 989.5, 494.7, 67),
+    r"A100|A800": (312, 312, 156, 19.5),
+    r"A30": (165, 165, 82, 10.3),
+    r"A10": (125, 125, 62.5, 31.2),
+    r"A40": (149.7, 149.7, 74.8, 37.4),
+    r"L40S": (362, 362, 183, 91.6),
+    r"L40": (181, 181, 90.5, 90.5),
+    r"L4": (121, 121, 60, 30.3),
+    r"RTX 6000 Ada": (364.2, 364.2, 182.1, 91.1),
+    r"RTX A6000": (154.8, 154.8, 77.4, 38.7),
+    r"RTX 5090(?! D)": (209.5, 209.5, 104.8, 104.8),
+    r"RTX 4090(?! D)": (165.2, 165.2, 82.6, 82.6),
+    r"RTX 3090 Ti": (80, 80, 40, 40),
+    r"RTX 3090": (71, 71, 35.6, 35.6),
+    r"V100S": (None, 130, None, 16.4),
+    r"V100-PCIE": (None, 112, None, 14),
+    r"V100": (None, 125, None, 15.7),
+    r"T4": (None, 65, None, 8.1),
+}
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """The most operations a second."""
+
+    flops: float  # operations a second
+    kind: Kind  # what they compute in
+    source: str  # where the figure is from, for people
+
+
+def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
+    """The format of matrix products, as torch is set."""
+    if autocast is not None:
+        return "bf16" if autocast is torch.bfloat16 else "fp16"
+    rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if rounded else "float32"
+
+
+def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
+    """The peak of a GPU according to its maker; None for one that is not in the table, or a part of one (MIG)."""
+    # A part of a GPU, or one with less power, is slower than the data sheet of its name
+    if "MIG" in name or "Laptop" in name or "Max-Q" in name:
+        return None
+    for pattern, (bf16, fp16, tf32, single) in _PEAKS.items():
+        if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![0-9A-Za-z])", name):
+            if kind == "tf32" and tf32 is None:  # a GPU without it computes as if it were not allowed
+                kind = "float32"
+            figure = {"bf16": bf16, "fp16": fp16, "tf32": tf32, "float32": single}[kind]
+            return PeakFlops(figure * 1e12, kind, f"data sheet of {name}, dense {kind}") if figure else None
+    return None
+
+
+def peak(device: torch.device, kind: Kind) -> PeakFlops | None:
+    """The peak of a device according to its maker; None if it is not listed."""
+    return listed_peak(torch.cuda.get_device_name(device), kind) if device.type == "cuda" else None
 
 
 @dataclass

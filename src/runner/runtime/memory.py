@@ -45,32 +45,29 @@ def peak_memory(device: torch.device) -> Peak:
         return Peak(torch.cuda.max_memory_allocated(device), f"most allocated for tensors on {device}")
     if device.type == "mps":
         return Peak(torch.mps.driver_allocated_memory(), "held by the driver of mps now")
-    return Peak(_peak_resident(), "most resident memory of the process")
+    try:
+        size = int(re.findall(rb"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_bytes())[0]) * 1024
+    except (OSError, IndexError):
+        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Peak(size, "most resident memory of the process")
 
 
-def reset_peak_memory(device: torch.device) -> bool:
-    """Start `peak_memory` again.
+def reset_peak_memory(device: torch.device) -> None:
+    """Start `peak_memory` again, where the system can; elsewhere the peak stays that of the whole life of the process.
 
     On the CPU, memory that was freed but kept for later allocations is returned first, as far as the C library can,
     so that one measurement is not hidden by the last.
-
-    Returns:
-        Whether the peak was reset; where it was not, `peak_memory` is that of the whole life of the process.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return True
     if device.type != "cpu" or not sys.platform.startswith("linux"):
-        return False
+        return
     # Free memory in the C library counts as used, so it goes back to the system first
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
-    try:
+    with contextlib.suppress(OSError):
         # Documented in proc(5): 5 resets the peak of the resident set to what it is now.
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -87,26 +84,14 @@ def memory_history(path: Path) -> Iterator[Path]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory for the next allocation instead of returning it to the system.
+def keep_freed_memory() -> None:
+    """Make the C library keep freed memory for the next allocation instead of returning it to the system, if it is glibc.
 
     By default glibc maps every tensor of more than 32 MiB and unmaps it again when it is freed, so that each step of training
     waits for the system to clear the same pages again, 4 KiB at a time. Keeping them changes no result; the process stays as
     large as it has been at most.
-
-    Returns:
-        Whether the C library supports it.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
-
-
-def _peak_resident() -> int:
-    try:
-        return int(re.findall(rb"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_bytes())[0]) * 1024
-    except (OSError, IndexError):
-        pass
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)

@@ -81,10 +81,6 @@ def choose_precision(
     if kind == "bf16":
         return Precision(device, torch.bfloat16, None, name="bf16 mixed", reason=reason, warnings=warnings)
     scaler = torch.amp.GradScaler(device.type)
-    # Not every device has the kernels of GradScaler
-    if device.type not in ("cpu", "cuda") and not _scales(device):
-        problem = f"fp16 needs its loss scaled, which torch {torch.__version__} cannot do on {device.type}"
-        raise UserError("amp", problem, "amp=bf16 or amp=false")
     return Precision(device, torch.float16, scaler, name="fp16 mixed, scaled loss", reason=reason, warnings=warnings)
 
 
@@ -113,16 +109,3 @@ def has_matrix_units(device: torch.device) -> bool:
         return False
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in _MATRIX_UNITS)
-
-
-def _scales(device: torch.device) -> bool:
-    """True if scaling the loss works on a device, which is only found out by trying."""
-    weight = torch.ones(1, device=device, requires_grad=True)
-    scaler = torch.amp.GradScaler(device.type)
-    try:
-        scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
-        scaler.step(torch.optim.SGD([weight], lr=0.0))
-        scaler.update()
-    except Exception:  # backends raise different errors for what they lack
-        return False
-    return True

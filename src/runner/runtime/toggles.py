@@ -1,19 +1,237 @@
-"""The toggles of speed and memory that change a model in place, put together in the order in which they must be."""
+"""The toggles of speed and memory that change a model in place, in the order in which they must be: what is computed again in
+backward, and compilation by `torch.compile`, of the model or of the step.
+
+What torch says about compiling is private (`torch._dynamo.utils`, `torch._dynamo.exc`, `torch._inductor.config`);
+tests/runtime/test_compilation.py fails if it changes.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import sys
+import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
 from runner.runtime.activation import Recomputed, Send, checkpoint_activations
-from runner.runtime.compilation import Compilation, CompileReport, compile_learner, compile_optimizer
+from runner.runtime.device import missing_compiler
 from runner.runtime.precision import Precision
+
+# Modes that replay kernels as CUDA graphs, and what they amount to without.
+_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+_SHAPES = {False: "for each batch size", None: "for other batch sizes when they come", True: "for all batch sizes"}
+
+
+class CompileReport:
+    """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward.
+
+    As a callback, it reports that when the first compiled step has ended, and keeps the time apart from training.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo import utils
+
+        self.line: Callable[[str], object] = str  # gets the report
+        self._utils, self._made, self._reported = utils, time.time(), 0.0
+        self._before = (0.0, 0, 0)
+        self._before = (self.seconds, self.graphs, self.graph_breaks)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent compiling."""
+        return float(self._utils.calculate_time_spent()["total_wall_time"] - self._before[0])
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled."""
+        return int(self._utils.counters["stats"]["unique_graphs"] - self._before[1])
+
+    @property
+    def graph_breaks(self) -> int:
+        """Places where code could not be compiled and runs in Python."""
+        return sum(self._utils.counters["graph_break"].values()) - self._before[2]
+
+    @property
+    def recompilations(self) -> int:
+        """Frames that were compiled again."""
+        frames: list[Any] = self._utils.get_compilation_metrics()
+        return sum(bool(frame.recompile_reason) and (frame.start_time or 0.0) >= self._made for frame in frames)
+
+    def on_step(self, loop: Any) -> None:
+        """Take off what compiling took since the last step, and report the first time."""
+        total, before = self.seconds, self._reported
+        if total == before:
+            return
+        # Time spent on compiling is not training, or the throughput would look wrong
+        loop.paused_s += total - before
+        self._reported = total
+        if before:
+            return
+        graphs, breaks = self.graphs, self.graph_breaks
+        counts = f"{graphs} graph{'s' * (graphs != 1)}, {breaks} graph break{'s' * (breaks != 1)}"
+        more = "; TORCH_LOGS=graph_breaks shows where" if breaks else ""
+        self.line(f"compiled in {total:.1f} s by the end of step {loop.state.position.global_step}: {counts}{more}")
+
+    def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
+        """The same for what was compiled for the evaluation."""
+        self.on_step(loop)
+
+    def summary(self) -> dict[str, Any]:
+        """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
+        seconds = round(self.seconds, 3)
+        return {"compile_s": seconds, "graph_breaks": self.graph_breaks, "recompilations": self.recompilations}
+
+
+@dataclass
+class Compilation:
+    """The compiled parts of a run."""
+
+    what: Literal["model", "step"]
+    options: Compiler  # arguments of `torch.compile`
+    report: CompileReport = field(default_factory=CompileReport)
+    # (images, targets) -> loss, for `step`; None for `model`
+    objective: Callable[[Tensor, Tensor], Tensor] | None = None
+    optimizer: str = ""  # what became of the optimizer's step, a clause
+    warnings: list[str] = field(default_factory=list)  # what people should know
+
+    def row(self) -> tuple[str, str, str]:
+        """Label, value and reason for people."""
+        parts = "the model" if self.what == "model" else f"forward and loss together, {self.optimizer}"
+        reason = f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}"
+        return "compiled", parts, reason
+
+
+def compile_learner(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
+    what: Literal["model", "step"],
+    options: Compiler,
+    *,
+    deterministic: bool = False,
+    mixed: bool = False,
+) -> Compilation:
+    """Compile a model, or model and loss together, in place: the names in its state dict stay as they are.
+
+    Nothing is compiled before it is first called, so this costs little.
+
+    Args:
+        model: the model on its device, with all that changes its forward already done.
+        loss: (logits, targets) -> scalar.
+        device: of both.
+        what: `model`, which serves evaluations too, or `step`, after which evaluations run as they are.
+        options: arguments of `torch.compile`. With `dynamic=False`, the batch size alone decides which kernel computes a
+            batch, so a resumed run repeats every bit.
+        deterministic: have the compiler choose no kernel by timing it.
+        mixed: forward passes run under autocast.
+
+    Raises:
+        UserError: without the compiler that the device needs.
+    """
+    # Without a compiler of the system, the first step would fail with a page of torch's messages
+    if missing := missing_compiler(device):
+        raise UserError("compile", f"{what if what == 'step' else 'true'} {missing}", "install it, or compile=false")
+    from torch._inductor import config
+
+    # The compiler's own switches are the process's. Round to 16 bits where autocast does: left to itself the compiler computes
+    # again in 32 bits what it had rounded, does not find the largest value among the results, and gives NaN for the gradient
+    # of `amax`.
+    config.deterministic, config.emulate_precision_casts = deterministic, mixed
+    compilation = Compilation(what, options)
+    # The mode still works without CUDA graphs, so it is worth a warning only
+    if device.type != "cuda" and (other := _WITHOUT_GRAPHS.get(options.mode)):
+        compilation.warnings.append(
+            f"compiler.mode={options.mode}: there are no CUDA graphs on {device.type}, so it does what the mode {other} does"
+        )
+    arguments = dataclasses.asdict(options)
+    # Compiled in place: a wrapper would put a prefix before the names in the state dict
+    if what == "model":
+        model.compile(**arguments)
+        model._compiled_call_impl = _with_user_errors(model._compiled_call_impl)
+    else:
+
+        def objective(images: Tensor, targets: Tensor) -> Tensor:
+            return loss(model(images), targets)
+
+        compilation.objective = _with_user_errors(torch.compile(objective, **arguments))
+    return compilation
+
+
+def forget_compiled() -> None:
+    """Drop what earlier runs in this process compiled: torch runs a model uncompiled once there are too many variants."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _with_user_errors(compiled: Any) -> Any:
+    """A compiled callable that raises a UserError where compiling fails."""
+    # Imported here, as it takes a second that runs without compilation need not spend
+    from torch._dynamo import exc
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except (exc.Unsupported, exc.BackendCompilerFailed, exc.FailOnRecompileLimitHit) as error:
+            key, allowed = "compile", "a change in the model, or compile=false"
+            if isinstance(error, exc.Unsupported):
+                key, allowed = "compiler.fullgraph", f"compiler.fullgraph=false, {allowed}"
+            raise UserError(key, textwrap.shorten(str(error), 200), allowed) from error
+
+    return call
+
+
+def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> str:
+    """Compile an optimizer's step in place, where that pays and works.
+
+    The learning rate goes in as a tensor while the step runs, as the compiler would compile again for every number.
+
+    Returns:
+        What was done and why, a clause.
+    """
+    # Each of these is faster, or at least correct, as it is
+    kind, groups = type(optimizer), optimizer.param_groups
+    if any(group.get("fused") for group in groups):
+        return "the optimizer's step is one kernel already"
+    if not kind.__module__.startswith("torch.optim"):
+        return f"the step of {kind.__name__} as it is"
+    if any(isinstance(group["lr"], Tensor) for group in groups):
+        return "the optimizer's step as it is, as its rate is a tensor"
+    for group in groups:
+        # The compiler joins the updates itself, and some classes refuse a rate in a tensor beside foreach.
+        if group.get("foreach"):
+            group["foreach"] = False
+    # Without the hooks around a step, which cannot be compiled.
+    bare = functools.partial(inspect.unwrap(kind.step), optimizer)
+    mode = _WITHOUT_GRAPHS.get(options.mode, options.mode)
+    update = _with_user_errors(torch.compile(bare, mode=mode, dynamic=False))
+    # A rate that is a number would be compiled into the code, and every new rate compile it again
+    rates = [torch.tensor(float(group["lr"])) for group in groups]
+
+    def step(closure: None = None) -> None:
+        # Afterwards the groups have numbers again, because schedules and checkpoints expect them
+        numbers = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate.fill_(group["lr"])
+        try:
+            with torch.no_grad():
+                update()
+        finally:
+            for group, number in zip(optimizer.param_groups, numbers, strict=True):
+                group["lr"] = number
+
+    optimizer.step = step  # type: ignore[assignment, method-assign]
+    return "and the optimizer's step"
 
 
 @dataclass
@@ -37,7 +255,10 @@ class Toggled:
 
     def reports(self, line: Callable[[str], None]) -> list[CompileReport]:
         """The callback that reports what compiling cost, if anything is compiled."""
-        return [CompileReport(self.compilation.meter, line)] if self.compilation else []
+        if self.compilation is None:
+            return []
+        self.compilation.report.line = line
+        return [self.compilation.report]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""

@@ -54,19 +54,15 @@ class Background:
     rest: str = field(init=False, default="")  # how to send the rest, for people
 
     def __post_init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
         self._rows, self._wake = queue.Queue[Row](_MOST_WAITING), threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"runner-{self.name}", daemon=True)
         self._logged = self._arrived = 0
         self._trouble, self._warned, self._ended, self._complete = "", False, False, False
 
     def open(self, directory: Path, resume_step: int | None) -> None:
-        """Start the thread, unless it runs already."""
+        """Start the thread."""
         self.directory, self.resume_step = directory, resume_step
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._thread.start()
 
     def log(self, split: str, metrics: dict[str, Any], global_step: int, epoch: int) -> None:
         """Pass a row to the thread, or drop it; warn once if there is a reason."""
@@ -114,7 +110,8 @@ class Background:
                             importlib.import_module(module)
                     self.connect()
                     connected = True
-                while rows := self._next():
+                # Only this thread takes rows
+                while rows := [self._rows.get() for _ in range(min(_MOST_SENT, self._rows.qsize()))]:
                     self.send(rows)
                     self._arrived += len(rows)
                 if ended and connected:
@@ -124,12 +121,6 @@ class Background:
             except (Exception, SystemExit) as error:
                 self._complete, self._trouble = False, sentence_of(error, self.address)
                 pause = min(max(2 * pause, self.period_s), _LONGEST_PAUSE_S)
-
-    def _next(self) -> list[Row]:
-        rows = list[Row]()
-        while len(rows) < _MOST_SENT and not self._rows.empty():  # only this thread takes rows
-            rows.append(self._rows.get_nowait())
-        return rows
 
 
 def sentence_of(error: BaseException, address: str) -> str:

@@ -62,31 +62,26 @@ class Console:
 
     def __init__(self, log_file: Path | None, progress: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
-        # Only a terminal gets a bar; a file or a pipe gets lines
-        self._terminal = self._make_terminal()
-        self._wants_bar = progress is not False
+        self._log_file = log_file
         self._log: FileIO | None = None
-        self._silent = False
-        self._running = False
+        self._terminal: Terminal | None = None
+        self._wants_bar = progress is not False
+        self._silent = self._running = False
         self._due = float("inf")
         self._shown_at = perf_counter()
-        self._period = _RATE_PERIOD_S
         self._marks: deque[tuple[float, int]] = deque()
         self._progress = Progress()
         self._progress_file: ProgressFile | None = None
         self._best: Callable[[], tuple[float, int] | None] = lambda: None
         self._warnings = list[str]()
-        # What the stream cannot express becomes a question mark
-        with contextlib.suppress(AttributeError, ValueError, OSError):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # a stream that is None, closed, or not of text
+            # Only a terminal gets a bar; a file or a pipe gets lines
+            if self._stream.isatty() and os.environ.get("TERM", "").lower() not in {"dumb", "unknown"}:
+                from runner.tracking.terminal import Terminal
+
+                self._terminal = Terminal(self._stream)
+            # What the stream cannot express becomes a question mark
             self._stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-        # The log is a convenience: a run goes on without it
-        if log_file is not None:
-            try:
-                with writing(log_file):
-                    self._log = log_file.open("ab", buffering=0)
-                weakref.finalize(self, self._log.close)
-            except UserError:
-                self.warn(f"{log_file} cannot be written; the run continues without it")
 
     # Text
 
@@ -133,11 +128,11 @@ class Console:
     @property
     def size(self) -> tuple[int, int] | None:
         """Columns and rows of the terminal; None if there is none."""
-        return None if self._terminal is None or self._silent else self._terminal.size
+        return None if self._terminal is None else self._terminal.size
 
     def live(self, shown: RenderableType) -> None:
         """Draw something at the bottom of the terminal instead of what was drawn there before; nothing without a terminal."""
-        self._on_terminal(lambda terminal: terminal.draw(shown))
+        self._display(lambda terminal: terminal.draw(shown))
 
     def start(
         self,
@@ -157,20 +152,27 @@ class Console:
             best: gives its value in the best evaluation so far and the step of that, by the rule of the run.
             file: gets the progress for other processes, see `ProgressFile`.
         """
-        self._progress = Progress(total_steps=total_steps, total_epochs=total_epochs, device=device, metric=monitor)
         # Names and numbers of the best evaluation continue after a resume
+        value, step = best() or (None, None)
+        self._progress = Progress(
+            global_step=first_step,
+            total_steps=total_steps,
+            total_epochs=total_epochs,
+            device=device,
+            metric=monitor,
+            best=value,
+            best_step=step,
+        )
         self._best = best
-        self._progress.best, self._progress.best_step = best() or (None, None)
         self._progress_file = ProgressFile(file) if file is not None else None
-        self._write_progress(first_step, 0)
         # The speed before a pause or a resume says nothing about that of now
         self._marks.clear()
         self._running = True
-        self._period = _BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S
+        self._write_progress()
         # The clock starts with the first `advance`: the first step compiles and warms up, so it does not show the rate.
         self._due = 0.0
         if self._bar_on:
-            self._draw(first_step, "starting")
+            self._draw("starting")
 
     def advance(self, global_step: int, epoch: int) -> None:
         """Record that `global_step` steps are complete, in epoch `epoch` (from 1); cheap, because every step calls it."""
@@ -182,24 +184,24 @@ class Console:
         shown = [metric(name, values[name]) for name in in_order(values)]
         shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
         shown = [*self._position(global_step, epoch), *shown]
-        # An evaluation stays on the screen; training shows in the bar, where there is one.
-        if split != "train":
-            progress = self._progress
-            if (last := values.get(progress.metric.removeprefix("val/"))) is not None and split == "val":
-                progress.last, (progress.best, progress.best_step) = last, self._best() or (None, None)
-            if self._bar_on:  # steps since the last drawing were too few to move the bar
-                self._tick(global_step, epoch)
-            # A name and its value stay together when a line is wrapped
-            bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)
-            lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
-            self._show([[("  ".join(shown), "bold cyan")]], [[(line, "bold cyan")] for line in lines])
+        progress = self._progress
+        if split == "train":
+            progress.train = dict(values)
+            line = "  ".join([*shown, *self._eta(global_step)])
+            # Training shows in the bar, where there is one
+            if self._bar_on:
+                self._write_log([line])
+            else:
+                self._show([[(line, "")]])
             return
-        line = "  ".join([*shown, *self._eta(global_step)])
-        self._progress.train = dict(values)
-        if self._bar_on:
-            self._write_log([line])
-        else:
-            self._show([[(line, "")]])
+        if (last := values.get(progress.metric.removeprefix("val/"))) is not None and split == "val":
+            progress.last, (progress.best, progress.best_step) = last, self._best() or (None, None)
+        if self._bar_on:  # steps since the last drawing were too few to move the bar
+            self._tick(global_step, epoch)
+        # An evaluation stays on the screen. A name and its value stay together when a line is wrapped
+        bound = "  ".join(cell.replace(" ", _BOUND) for cell in shown)
+        lines = [line.replace(_BOUND, " ") for line in wrapped(bound, self._room, "  ")]
+        self._show([[("  ".join(shown), "")]], [[(line, "bold cyan")] for line in lines])
 
     def stop(self) -> None:
         """Remove the bar and end progress; may be called twice, or without `start`."""
@@ -208,13 +210,13 @@ class Console:
         if self._progress_file is not None:
             self._progress_file.remove()
             self._progress_file = None
-        self._on_terminal(lambda terminal: terminal.stop())
+        self._display(lambda terminal: terminal.stop())
 
     def close(self) -> None:
         """Close the log file, which gets no further line."""
+        self._log_file = None
         if self._log is not None:
             self._log.close()
-            self._log = None
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int, costs: Sequence[float] = ()) -> Iterator[Callable[..., None]]:
@@ -233,12 +235,12 @@ class Console:
                 self.line("  ".join([what, f"{begun}/{total}", *texts]))
             elif self._terminal is not None and (name or perf_counter() >= due):  # short parts would flood the terminal
                 due = perf_counter() + _COUNTED_S
-                self._on_terminal(lambda terminal: terminal.bar(what, begun / max(total, 1), f"{begun}/{total}", texts))
+                self._display(lambda terminal: terminal.bar(what, begun / max(total, 1), [f"{begun}/{total}", *texts]))
 
         try:
             yield begin
         finally:
-            self._on_terminal(lambda terminal: terminal.stop())
+            self._display(lambda terminal: terminal.stop())
 
     @property
     def _room(self) -> int | None:
@@ -246,7 +248,7 @@ class Console:
 
     @property
     def _bar_on(self) -> bool:
-        return self._running and self._wants_bar and self._terminal is not None and not self._silent
+        return self._running and self._wants_bar and self._terminal is not None
 
     def _tick(self, global_step: int, epoch: int) -> None:
         now = perf_counter()
@@ -254,58 +256,47 @@ class Console:
             self._marks.append((now, global_step))
             while len(self._marks) > 2 and now - self._marks[0][0] > _RATE_WINDOW_S:
                 self._marks.popleft()
-        self._write_progress(global_step, epoch)
+        self._progress.global_step, self._progress.epoch = global_step, epoch
+        self._write_progress()
         if self._bar_on:
-            self._draw(global_step, self._position(global_step, epoch)[0])
+            self._draw(self._position(global_step, epoch)[0])
         elif now - self._shown_at >= _QUIET_S:
-            self._show([[("  ".join([*self._position(global_step, epoch), *self._eta(global_step)]), "")]])
-        self._due = perf_counter() + self._period
+            self.line("  ".join([*self._position(global_step, epoch), *self._eta(global_step)]))
+        self._due = perf_counter() + (_BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S)
 
-    def _write_progress(self, global_step: int, epoch: int) -> None:
-        progress = self._progress
-        progress.global_step, progress.epoch = global_step, epoch
+    def _write_progress(self) -> None:
         if self._progress_file is not None:
-            progress.seconds_left = self._seconds_left(global_step)
-            self._progress_file.write(progress)
+            self._progress.seconds_left = self._seconds_left(self._progress.global_step)
+            self._progress_file.write(self._progress)
 
-    def _draw(self, global_step: int, before: str) -> None:
+    def _draw(self, before: str) -> None:
+        """Draw the bar, with the epoch, the monitored metric, memory and the last warning below it."""
+        progress, below, texts = self._progress, list[Line](), list[str]()
         # Of the gauges, the bar has room for one: if waiting costs a tenth of the time.
-        shown = [name for name in in_order(self._progress.train) if name not in HARDWARE_METRICS]
-        if self._progress.train.get("data_wait", 0.0) >= _NOTABLE_WAIT:
-            shown.append("data_wait")
-        texts = [metric(name, self._progress.train[name]) for name in shown]
+        shown = [name for name in in_order(progress.train) if name not in HARDWARE_METRICS]
+        shown += ["data_wait"] if (progress.train.get("data_wait") or 0.0) >= _NOTABLE_WAIT else []
+        after = [metric(name, progress.train[name]) for name in shown]
         # A narrow terminal crops the line at its right end, so what people look for most comes first.
-        texts[1:1] = self._eta(global_step)
-        _, after = self._position(global_step, 0)
-        share = global_step / self._progress.total_steps if self._progress.total_steps > 0 else 0.0
-        epoch, below = self._of_epoch(), self._below()
-        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts, epoch=epoch, below=below))
-
-    def _of_epoch(self) -> float | None:
-        """The complete part of the epoch; None for a single epoch or an unknown number of steps."""
-        progress = self._progress
-        if progress.total_epochs <= 1 or progress.total_steps <= 0:
-            return None
-        steps = max(1, round(progress.total_steps / progress.total_epochs))
-        return (progress.global_step - (max(progress.epoch, 1) - 1) * steps) / steps
-
-    def _below(self) -> list[Line]:
-        """The lines below the bar: the monitored metric and memory, and the last warning."""
-        progress, texts, lines = self._progress, list[str](), list[Line]()
+        after[1:1] = self._eta(progress.global_step)
+        after.insert(0, self._position(progress.global_step, 0)[1])
         if progress.last is not None:
-            best = progress.best is not None and progress.best_step is not None
-            suffix = f", best {number(progress.best)} at step {progress.best_step}" if best else ""
-            texts.append(metric(progress.metric, progress.last) + suffix)
-        if (memory := progress.train.get("peak_memory_mib")) is not None:
-            texts.append(metric("peak_memory_mib", memory))
-        lines += [[(f"  {'  '.join(texts)}", "")]] if texts else []
+            at = "" if progress.best_step is None else f", best {number(progress.best)} at step {progress.best_step}"
+            texts.append(metric(progress.metric, progress.last) + at)
+        if "peak_memory_mib" in progress.train:
+            texts.append(metric("peak_memory_mib", progress.train["peak_memory_mib"]))
+        below += [[(f"  {'  '.join(texts)}", "")]] if texts else []
         if self._warnings:
-            lines.append([(f"  {amount(len(self._warnings), 'warning')}: {self._warnings[-1]}", "yellow")])
-        return lines
+            below.append([(f"  {amount(len(self._warnings), 'warning')}: {self._warnings[-1]}", "yellow")])
+        epoch = None  # the part of it that is complete; None for a single epoch or an unknown number of steps
+        if progress.total_epochs > 1 and progress.total_steps > 0:
+            steps = max(1, round(progress.total_steps / progress.total_epochs))
+            epoch = (progress.global_step - (max(progress.epoch, 1) - 1) * steps) / steps
+        self._display(lambda terminal: terminal.bar(before, progress.share, after, epoch=epoch, below=below))
 
     def _position(self, global_step: int, epoch: int) -> list[str]:
-        epochs = f"/{self._progress.total_epochs}" if self._progress.total_epochs > 0 else ""
-        steps = f"/{self._progress.total_steps}" if self._progress.total_steps > 0 else ""
+        epochs, steps = (
+            f"/{total}" * (total > 0) for total in (self._progress.total_epochs, self._progress.total_steps)
+        )
         return [f"epoch {epoch}{epochs}", f"step {global_step}{steps}"]
 
     def _eta(self, global_step: int) -> list[str]:
@@ -313,81 +304,61 @@ class Console:
         return [] if left is None else [f"eta {duration(left)}"]
 
     def _seconds_left(self, global_step: int) -> float | None:
-        if not self._running or not self._marks or self._progress.total_steps <= 0:
+        total = self._progress.total_steps
+        if not self._running or total <= 0 or not self._marks or global_step <= self._marks[0][1]:
             return None
         time_then, step_then = self._marks[0]
-        if global_step <= step_then:
-            return None
-        seconds_per_step = (perf_counter() - time_then) / (global_step - step_then)
-        return max(0, self._progress.total_steps - global_step) * seconds_per_step
+        return max(0, total - global_step) * (perf_counter() - time_then) / (global_step - step_then)
 
     def _show(self, lines: list[Line], on_terminal: list[Line] | None = None) -> None:
         plain = ["".join(text for text, _ in line).rstrip() for line in lines]
         self._emit(plain, lambda terminal: terminal.lines(on_terminal or lines))
 
     def _emit(self, plain: list[str], draw: Callable[[Terminal], None]) -> None:
-        """Write plain lines to the log and, if nothing can be drawn on a terminal, to the stream."""
         self._shown_at = perf_counter()
         self._write_log(plain)
-        if not self._on_terminal(draw):
-            try:
+        self._display(draw, plain)
+
+    def _display(self, draw: Callable[[Terminal], None], plain: Sequence[str] = ()) -> None:
+        """Draw on the terminal, or write plain lines where there is none. Nothing that fails here may end a run."""
+        if self._silent:
+            return
+        try:
+            if self._terminal is not None:
+                draw(self._terminal)
+            elif plain:
                 self._stream.write("\n".join(plain) + "\n")
                 self._stream.flush()
-            except (AttributeError, OSError, ValueError):  # a closed standard output is None
-                self._give_up()
-
-    def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:
-        """Draw; returns False if plain lines have to be shown instead."""
-        if self._terminal is None or self._silent:
-            return self._silent
-        try:
-            draw(self._terminal)
-        except OSError:
-            self._give_up()
-        except Exception:
-            # A terminal that cannot be drawn on must not end training: plain lines from here on.
-            self._leave_terminal()
-            return False
-        return True
-
-    def _give_up(self) -> None:
-        self._silent = True
-        self._leave_terminal()
-        # A later print by other code, or the interpreter's last flush, would still end the process with an error.
-        for descriptor, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
-            if self._stream is stream:
-                with contextlib.suppress(OSError, ValueError):
-                    nowhere = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(nowhere, descriptor)
-                    os.close(nowhere)
-
-    def _leave_terminal(self) -> None:
-        """Restore stdout and stderr, which the bar redirects, whatever state the terminal is in."""
-        terminal, self._terminal = self._terminal, None
-        if terminal is not None:
-            with contextlib.suppress(Exception):
-                terminal.stop()
-
-    def _make_terminal(self) -> Terminal | None:
-        try:
-            if not self._stream.isatty() or os.environ.get("TERM", "").lower() in {"dumb", "unknown"}:
-                return None
-        except (AttributeError, ValueError, OSError):
-            return None
-        from runner.tracking.terminal import Terminal
-
-        return Terminal(self._stream)
+        except Exception as error:
+            terminal, self._terminal = self._terminal, None
+            if terminal is not None:
+                with contextlib.suppress(Exception):  # gives back stdout and stderr, which the bar redirects
+                    terminal.stop()
+            # A terminal that is there, but cannot be drawn on, gets plain lines from here on
+            if terminal is not None and not isinstance(error, OSError):
+                self._display(draw, plain)
+                return
+            self._silent = True
+            # A later print by other code, or the interpreter's last flush, would still end the process with an error.
+            for descriptor, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+                if self._stream is stream:
+                    with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
+                        os.dup2(nowhere.fileno(), descriptor)
 
     def _write_log(self, lines: list[str]) -> None:
-        if self._log is None:
+        if self._log_file is None:
             return
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         text = "".join(f"{now}  {line}".rstrip() + "\n" for line in lines)
         try:
+            if self._log is None:
+                with writing(self._log_file):
+                    self._log = self._log_file.open("ab", buffering=0)
+                weakref.finalize(self, self._log.close)
             append(self._log, text.encode("utf-8", "backslashreplace"))
         except UserError:
-            self._log = None
-            self.warn("run.log cannot be written any more; the run continues without it")
+            unwritable, self._log_file = self._log_file, None
+            self.warn(f"{unwritable} cannot be written; the run continues without it")
 
 
 def _folded(line: Line, indent: int, room: int) -> list[Line]:

@@ -38,9 +38,8 @@ def environment() -> dict[str, Any]:
     import psutil
     import torch
 
-    devices = map(
-        torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    )
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "runner": __version__,
         "python": platform.python_version(),
@@ -66,44 +65,39 @@ def environment() -> dict[str, Any]:
                 "capability": f"{device.major}.{device.minor}",
                 "multiprocessors": int(device.multi_processor_count),
             }
-            for device in devices
+            for device in map(torch.cuda.get_device_properties, range(count))
         ],
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "git": _git(),
+        "git": {"commit": commit, "dirty": None if status is None else bool(status)} if commit else None,
         "command": mask_words(sys.orig_argv),
     }
 
 
 def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
-    """The environment as (label, value) rows of a table."""
+    """The environment as (label, value) rows of a table; the last one is what another machine must share for the same bits."""
     cpu, torch, git = env["cpu"], env["torch"], env["git"]
     cuda = f"CUDA {torch['cuda']}, cuDNN {torch['cudnn']}" if torch["cuda"] else "no CUDA"
     devices = [
         (f"cuda:{index}", f"{device['name']}, {_gib(device['memory_bytes'])}, capability {device['capability']}")
         for index, device in enumerate(env["devices"])
     ]
+    threads = amount(torch["threads"], "thread")
+    bits = [f"torch {torch['version']}", threads, f"CPU with {torch['cpu_capability']}"]
+    if devices:
+        names = dict.fromkeys(f"{device['name']} ({device['capability']})" for device in env["devices"])
+        bits += [*cuda.split(", "), *names, "deterministic=true"]
     return [
         *((name, env[name]) for name in ("runner", "python", "platform", "hostname")),
         ("cpu", f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} logical cores usable, {torch['cpu_capability']}"),
         ("memory", _gib(env["memory_bytes"])),
-        ("torch build", f"{cuda}, {amount(torch['threads'], 'thread')}"),
+        ("torch build", f"{cuda}, {threads}"),
         *(devices or [("devices", "cpu only")]),
         *env["packages"].items(),
         *env["variables"].items(),
         *([("git", git["commit"] + (", with uncommitted changes" if git["dirty"] else ""))] if git else []),
         ("command", " ".join(env["command"])),
-        ("same bits need", "; ".join(same_bits_need(env))),
+        ("same bits need", "; ".join(bits)),
     ]
-
-
-def same_bits_need(env: dict[str, Any]) -> list[str]:
-    """Properties that another machine must share with this one for the same bits."""
-    torch = env["torch"]
-    needs = [f"torch {torch['version']}", amount(torch["threads"], "thread"), f"CPU with {torch['cpu_capability']}"]
-    if env["devices"]:
-        devices = dict.fromkeys(f"{device['name']} ({device['capability']})" for device in env["devices"])
-        needs += [f"CUDA {torch['cuda']}", f"cuDNN {torch['cudnn']}", *devices, "deterministic=true"]
-    return needs
 
 
 @functools.cache
@@ -123,13 +117,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _git() -> dict[str, Any] | None:
-    commit = _git_output("rev-parse", "HEAD")
-    status = _git_output("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if status is None else bool(status)} if commit else None
-
-
-def _git_output(*arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     # Optional locks could block a commit that the user makes at the same time.
     command = ["git", "--no-optional-locks", *arguments]
     try:

@@ -138,12 +138,9 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     columns, *cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in (columns, *rows)]
     widths = column_widths(columns, cells)
     right = [{is_number(row[i]) for row in cells if row[i] != "-"} == {True} for i in range(len(columns))]
-
-    def join(parts: Sequence[str]) -> str:
-        padded = (p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, widths, right, strict=False))
-        return "  ".join(padded).rstrip()
-
-    return [join(columns), join(["-" * width for width in widths]), *(join(row) for row in cells)]
+    lines = [columns, ["-" * width for width in widths], *cells]
+    padded = ([p.rjust(w) if r else p.ljust(w) for p, w, r in zip(line, widths, right, strict=False)] for line in lines)
+    return ["  ".join(line).rstrip() for line in padded]
 
 
 def column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:

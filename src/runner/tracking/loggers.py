@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from runner.base.errors import UserError, first_line
 from runner.base.files import append, finite, write_atomically, writing
@@ -24,7 +24,6 @@ from runner.tracking.jsonl import copy_until, read_records
 METRICS = "metrics.jsonl"
 _LARGEST = 2.0**128  # of 32 bits, as TensorBoard stores numbers
 _CSV_PAUSE = 100  # times the time that writing took, until the tables are written again
-T = TypeVar("T")
 
 
 class Logger(Protocol):
@@ -61,23 +60,21 @@ class JsonLines:
     """
 
     def __init__(self) -> None:
-        self._path: Path | None = None
         self._file: FileIO | None = None
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
-        self.close()
-        self._path = path = directory / METRICS
+        path = directory / METRICS
         copy_until(path, path, resume_step)
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
+        assert self._file is not None, "log() came before open()"
         record: dict[str, Any] = {"global_step": global_step, "epoch": epoch, "split": split}
         record.update({name: finite(float(value)) for name, value in metrics.items()})
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        append(_opened(self._file), line)
+        append(self._file, json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def flush(self) -> None:
         """See `Logger.flush`."""
@@ -109,7 +106,6 @@ class Csv:
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """Nothing to do: the line is in `metrics.jsonl` already."""
-        _opened(self._directory)
 
     def flush(self) -> None:
         """See `Logger.flush`."""
@@ -118,18 +114,19 @@ class Csv:
             self._due = began + _CSV_PAUSE * (time.monotonic() - began)
 
     def _write(self) -> None:
+        if self._directory is None:
+            return
         # The tables are made from metrics.jsonl, so a resume cannot leave lines in them twice
         tables: dict[str, list[dict[str, Any]]] = {}
-        for record in read_records(self._directory / METRICS) if self._directory is not None else ():
+        for record in read_records(self._directory / METRICS):
             row = {name: "nan" if value is None else value for name, value in record.items() if name != "split"}
             tables.setdefault(str(record.get("split", "")), []).append(row)
         for split, rows in tables.items():
             columns = dict.fromkeys(["global_step", "epoch", *(name for row in rows for name in row)])
-            text = io.StringIO()
-            table = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
+            table = csv.DictWriter(text := io.StringIO(), list(columns), restval="", lineterminator="\n")
             table.writeheader()
             table.writerows(rows)
-            path = _opened(self._directory) / f"metrics_{split.replace('/', '_')}.csv"
+            path = self._directory / f"metrics_{split.replace('/', '_')}.csv"
             write_atomically(path, text.getvalue().encode())
 
     def close(self) -> None:
@@ -182,7 +179,6 @@ class TensorBoard(Background):
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
-        self._start()
         self._again = _at(directory, resume_step)
         super().open(directory, resume_step)
 
@@ -245,21 +241,14 @@ class TensorBoard(Background):
         self._writer.close()
 
 
-def _opened(target: T | None) -> T:
-    if target is None:
-        raise RuntimeError("log() came before open()")
-    return target
-
-
 def _at(directory: Path, step: int | None) -> list[Row]:
     """The lines of a step in `metrics.jsonl`; empty without a step or file."""
-    path, rows = directory / METRICS, list[Row]()
-    for record in read_records(path) if step is not None and path.is_file() else ():
+    rows = list[Row]()
+    for record in read_records(directory / METRICS) if step is not None else ():
         if record.pop("global_step") == step:
             split, epoch = str(record.pop("split", "")), record.pop("epoch", 0)
-            rows.append(
-                Row(split, {name: _number(value) for name, value in record.items()}, step or 0, epoch, time.time())
-            )
+            metrics = {name: _number(value) for name, value in record.items()}
+            rows.append(Row(split, metrics, step or 0, epoch, time.time()))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn without a display: learning curves, confusion matrix, bars and range tests.
+"""Pictures of a run, drawn without a display: learning curves, confusion matrix, bars, range tests and grids of images.
 
 The suffix of `target` selects the format (`.png`, `.svg`, `.pdf`); a target that cannot be written raises `UserError`.
 """
@@ -12,13 +12,14 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from runner.base.files import write_atomically
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, compact, in_order, label
 from runner.tracking.jsonl import read_records
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -32,9 +33,11 @@ _SMOOTHED_FROM = 200
 _LOG_SCALE_FROM = 50.0
 _NUMBERS_UP_TO = 25
 _DPI = 130
-_MARGINS = (0.85, 0.2, 0.6, 0.3)  # inches left, right, below and above each axes of learning curves
+_TILE = 1.55  # width of an image in a grid, in inches
 
 Curve = tuple[list[int], list[float]]
+Pixels: TypeAlias = "np.ndarray[Any, Any]"
+"""An image: float (H, W) grey or (H, W, 3) colour, values 0 to 1."""
 
 
 def learning_curves(metrics_file: Path, target: Path) -> None:
@@ -55,13 +58,19 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
     names = in_order(curves)[:_MOST_PANELS]
     others = dict.fromkeys(split for name in names for split in curves[name] if split not in _COLOURS)
     colours = _COLOURS | dict(zip(others, itertools.cycle(_MORE_COLOURS), strict=False))
-    figure, panels = new_panels(max(1, len(names)), 3, 5.0, 3.4, fixed=True)
+    columns = min(3, max(1, len(names)))
+    rows = max(1, math.ceil(len(names) / columns))
+    # These margins fit numbers and a label beside each axes; finding the smallest ones takes longer than drawing
+    size, space = (5.0 * columns, 3.4 * rows), {"wspace": 1.05 / 3.95, "hspace": 0.9 / 2.5}
+    figure = _figure(*size, fixed=True)
+    figure.subplots_adjust(0.85 / size[0], 0.6 / size[1], 1 - 0.2 / size[0], 1 - 0.3 / size[1], **space)
+    panels = [figure.add_subplot(rows, columns, place + 1) for place in range(max(1, len(names)))]
     for axes, name in zip(panels, names, strict=False):
         _draw_metric(axes, name, curves[name], colours)
     if not names:
         panels[0].text(0.5, 0.5, "no metrics have been logged", ha="center", va="center", color="#555555")
         panels[0].set_axis_off()
-    save_picture(figure, target, fixed=True)
+    _save(figure, target, fixed=True)
 
 
 def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, title: str) -> None:
@@ -76,7 +85,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     shares = counts / counts.sum(axis=1, keepdims=True).clip(1)
     side = max(3.0, 0.5 * count) if count <= _NUMBERS_UP_TO else min(16.0, max(8.0, 0.16 * count))
     margin = 0.09 * max(len(name) for name in names)
-    figure = new_figure(side + margin + 2.0, side + margin + 1.0)
+    figure = _figure(side + margin + 2.0, side + margin + 1.0)
     axes = figure.subplots()
     # The square root makes rare confusions visible beside a diagonal of nearly one.
     norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
@@ -96,9 +105,8 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     axes.tick_params(length=0)
     axes.set_xlabel("predicted class", fontsize=0.85 * heading)
     axes.set_ylabel("true class", fontsize=0.85 * heading)
-    axes.set_title(
-        "\n".join(textwrap.wrap(title, round(1.8 * 72.0 * side / heading))), fontsize=heading, parse_math=False
-    )
+    lines = textwrap.wrap(title, round(1.8 * 72.0 * side / heading))
+    axes.set_title("\n".join(lines), fontsize=heading, parse_math=False)
     axes.spines[:].set_color("#bbbbbb")
     # Numbers in the cells of a large matrix could not be read
     if count <= _NUMBERS_UP_TO:
@@ -107,7 +115,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
         for (row, column), text in texts.items():
             colour = "white" if shares[row, column] > 0.35 else "#222222" if counts[row, column] else "#bbbbbb"
             axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
-    save_picture(figure, target)
+    _save(figure, target)
 
 
 def bars(
@@ -122,7 +130,7 @@ def bars(
     """Draw measurements from top to bottom, each (median, low, high) as a bar with its spread; a dashed line marks `reference`."""
     import numpy as np
 
-    figure = new_figure(8.0, 1.2 + 0.34 * len(names))
+    figure = _figure(8.0, 1.2 + 0.34 * len(names))
     axes = figure.subplots()
     middle, low, high = np.array(values).T
     spread = np.maximum(0.0, [middle - low, high - middle])
@@ -135,7 +143,7 @@ def bars(
     axes.set_xlabel(quantity)
     axes.set_title(title, parse_math=False)
     _plain(axes, "x")
-    save_picture(figure, target)
+    _save(figure, target)
 
 
 def rate_curve(
@@ -148,7 +156,7 @@ def rate_curve(
     title: str,
 ) -> None:
     """Draw the losses of a learning-rate range test and their running mean over the rates, and `marks`, rates by label."""
-    figure = new_figure(8.0, 4.6)
+    figure = _figure(8.0, 4.6)
     axes = figure.subplots()
     axes.plot(rates, losses, color=BLUE, alpha=0.35, linewidth=0.9, label="loss of a step")
     axes.plot(rates, smoothed, color=BLUE, linewidth=1.8, label="running mean")
@@ -158,14 +166,12 @@ def rate_curve(
         axes.axvline(rate, ymax=height, color=colour, linewidth=1.5, linestyle=dashes, label=f"{name}: {rate:.2g}")
     # Limited, because a diverging loss would press everything else onto one line.
     low, high = min(losses), max(smoothed[0], min(smoothed))
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.5 * (high - low))
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate (optimizer.lr, log scale)")
-    axes.set_ylabel("training loss")
+    limits = low - 0.05 * (high - low), high + 0.5 * (high - low)
+    axes.set(xscale="log", ylim=limits, xlabel="learning rate (optimizer.lr, log scale)", ylabel="training loss")
     axes.set_title(title, parse_math=False)
     _plain(axes)
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower left")
-    save_picture(figure, target)
+    _save(figure, target)
 
 
 def _plain(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
@@ -220,7 +226,7 @@ def fit(text: str, letters: int) -> str:
     return text if len(text) <= letters else text[: letters - 1] + "…"
 
 
-def new_figure(width: float, height: float, fixed: bool = False) -> Figure:
+def _figure(width: float, height: float, fixed: bool = False) -> Figure:
     """An empty figure, width and height in inches; `fixed` leaves its layout to the caller."""
     # Not pyplot, which would look for a display and change the backend.
     from matplotlib.figure import Figure
@@ -228,31 +234,38 @@ def new_figure(width: float, height: float, fixed: bool = False) -> Figure:
     return Figure(figsize=(width, height), dpi=_DPI, layout=None if fixed else "compressed")
 
 
-def new_panels(
-    count: int, columns: int, width: float, height: float, *, more: float = 0.0, fixed: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """A figure with axes in rows of at most `columns`, each of this size in inches, and room for a title.
+class Tile(NamedTuple):
+    """An image with the lines of text below it."""
 
-    `fixed` margins fit numbers and a label beside each axes; finding the smallest ones takes longer than drawing.
-    """
-    columns = min(columns, count)
-    rows = math.ceil(count / columns)
-    figure = new_figure(columns * width, rows * height + more, fixed)
-    if fixed:
-        left, right, bottom, top = _MARGINS
-        inner = width - left - right, height - bottom - top
-        figure.subplots_adjust(
-            left=left / columns / width,
-            right=1 - right / columns / width,
-            bottom=bottom / (rows * height + more),
-            top=1 - top / (rows * height + more),
-            wspace=(left + right) / inner[0],
-            hspace=(bottom + top) / inner[1],
-        )
-    return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+    pixels: Pixels
+    lines: Sequence[str]
+    colours: Sequence[str] = ()
 
 
-def save_picture(figure: Figure, target: Path, fixed: bool = False) -> None:
+def image_grid(tiles: Sequence[Tile], target: Path, title: str, columns: int | None = None) -> None:
+    """Draw one or more images with their text side by side, in so many columns, or at most 8."""
+    columns = columns or min(8, max(min(4, len(tiles)), math.ceil(math.sqrt(len(tiles)))))
+    columns = min(columns, len(tiles))
+    rows = math.ceil(len(tiles) / columns)
+    aspect = max(tile.pixels.shape[0] / tile.pixels.shape[1] for tile in tiles)
+    height = _TILE * min(2.0, aspect) + 0.17 * max(len(tile.lines) for tile in tiles)
+    figure = _figure(columns * _TILE, rows * height + 0.5)
+    for place, tile in enumerate(tiles):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        axes.imshow(tile.pixels.clip(0.0, 1.0), interpolation="nearest", cmap="gray", vmin=0.0, vmax=1.0)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set(color="#bbbbbb", linewidth=0.6)
+        colours = itertools.chain(tile.colours, itertools.repeat("#222222"))
+        for number, (line, colour) in enumerate(zip(tile.lines, colours, strict=False)):
+            style: dict[str, Any] = {"ha": "center", "va": "top", "color": colour, "fontsize": 7.5}
+            below = (0.5, -0.04 - 0.13 * number)
+            axes.annotate(fit(line, 20), below, xycoords="axes fraction", parse_math=False, **style)
+    letters = max(24, round(columns * _TILE * 72 / (10 * 0.55)))
+    figure.suptitle("\n".join(textwrap.wrap(title, letters)), fontsize=10, parse_math=False)
+    _save(figure, target)
+
+
+def _save(figure: Figure, target: Path, fixed: bool = False) -> None:
     """Write a figure atomically, in the format of the suffix, or PNG without one; `fixed` does not trim its edges."""
     kind = target.suffix.lstrip(".") or "png"
     look: dict[str, Any] = {} if fixed else {"bbox_inches": "tight", "pad_inches": 0.15}

@@ -8,7 +8,6 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from runner.base.files import finite
 from runner.base.reading import read_regular
@@ -19,35 +18,25 @@ _PERIOD_S = 2.0
 
 @dataclass
 class Progress:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        global_step: complete optimizer steps, of `total_steps`; 0 for an unknown total, as for the epochs.
-        epoch: the current one, from 1.
-        seconds_left: until the last step; None if not known yet.
-        device: where it trains.
-        train: metrics logged last.
-        metric: name of the monitored metric, its last value, and its best one with the step of that.
-        time: when this was written, in Unix seconds.
-    """
-
-    global_step: int = 0
-    total_steps: int = 0
-    epoch: int = 0
+    global_step: int = 0  # complete optimizer steps
+    total_steps: int = 0  # 0 if unknown, as for the epochs
+    epoch: int = 0  # the current one, from 1
     total_epochs: int = 0
-    seconds_left: float | None = None
-    device: str = ""
-    train: dict[str, float] = field(default_factory=dict)
-    metric: str = ""
-    last: float | None = None
-    best: float | None = None
+    seconds_left: float | None = None  # until the last step; None if not known yet
+    device: str = ""  # where it trains
+    train: dict[str, float | None] = field(default_factory=dict)  # metrics logged last
+    metric: str = ""  # name of the monitored metric
+    last: float | None = None  # its last value
+    best: float | None = None  # its best one, and the step of that
     best_step: int | None = None
-    time: float = 0.0
+    time: float = 0.0  # when this was written, in Unix seconds
 
     @property
     def share(self) -> float:
         """The part of the steps that is complete, 0 to 1."""
-        return min(1.0, self.global_step / self.total_steps) if self.total_steps > 0 else 0.0
+        return max(0, min(self.global_step, self.total_steps)) / self.total_steps if self.total_steps > 0 else 0.0
 
 
 class ProgressFile:
@@ -77,24 +66,12 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """The progress of the run in a folder; None without a file that can be read."""
+    """The progress of the run in a folder; None without a file that makes sense."""
     # The file may be half written, of another version, or made by somebody else
+    from pydantic import TypeAdapter
+
     try:
         found = json.loads(read_regular(folder / NAME))
-        known = {name: found[name] for name in asdict(Progress())}
+        return TypeAdapter(Progress).validate_python({name: found[name] for name in asdict(Progress())})
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    whole, numbers = ("global_step", "total_steps", "epoch", "total_epochs"), ("seconds_left", "last", "best", "time")
-    if not all(_is_number(known[name]) for name in whole):
-        return None
-    known |= {name: int(known[name]) for name in whole}
-    known |= {name: known[name] if _is_number(known[name]) else None for name in (*numbers, "best_step")}
-    known |= {name: str(known[name]) for name in ("device", "metric")}
-    # Wrong values are dropped one by one, as most of the file is still useful
-    train = known["train"] if isinstance(known["train"], dict) else {}
-    known["train"] = {str(name): value for name, value in train.items() if _is_number(value)}
-    return Progress(**{**known, "time": known["time"] or 0.0})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < 2**63

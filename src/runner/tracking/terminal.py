@@ -64,21 +64,14 @@ class Terminal:
         self._rich.print(table_of(columns, rows))
 
     def bar(
-        self,
-        before: str,
-        share: float,
-        after: str,
-        texts: Sequence[str],
-        *,
-        epoch: float | None = None,
-        below: Sequence[Line] = (),
+        self, before: str, share: float, after: Sequence[str], *, epoch: float | None = None, below: Sequence[Line] = ()
     ) -> None:
-        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge.
+        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`; cropped at the right edge.
 
         If the terminal is high enough, a bar of the epoch and lines `below` follow.
         """
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
-        room, tail = max(1, self._rich.width - 1), "  ".join([after, *texts])
+        room, tail = max(1, self._rich.width - 1), "  ".join(after)
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
         first = _row(before, share, cells, tail, "green") if cells >= _NARROWEST_BAR else Text(f"{before}  {tail}")
         shown: list[RenderableType] = [first]

@@ -29,8 +29,7 @@ from runner.run.model import example_input
 from runner.run.outputs import Predictions
 from runner.run.run import Run, training_flops
 from runner.tracking.formats import amount, compact, number, percent
-from runner.tracking.image_grid import Pixels, Tile, image_grid
-from runner.tracking.plots import confusion_matrix
+from runner.tracking.plots import Pixels, Tile, confusion_matrix, image_grid
 from runner.tracking.verb_report import Report, mib
 
 _CHANNELS, _ROWS = 8, 4  # of a grid of activations

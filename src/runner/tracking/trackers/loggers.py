@@ -32,7 +32,7 @@ class Tracker(Background):
     """Base of the loggers of trackers; `trackers/NAME.json` in the run directory names the tracker's run.
 
     A resumed run continues the tracker's run. Steps that an earlier attempt sent are not sent again, unless the config has
-    changed or the run was rolled back, as they have other values then.
+    changed, as they have other values then.
     """
 
     uid: str = field(init=False, default="")  # of the tracker's run
@@ -47,11 +47,6 @@ class Tracker(Background):
         self.address, self.modules, self.settings = address, modules, settings
         self._sent = dict[str, int]()  # last step of each split that has arrived
         super().__post_init__()
-
-    def open(self, directory: Path, resume_step: int | None) -> None:
-        """Start the thread, or forget what was sent as the run was rolled back."""
-        self._sent = {}
-        super().open(directory, resume_step)
 
     def shown(self) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Find the tracker's run; gives its name (in a sweep with that of its folder), the flat config, and tags."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runner.tracking import metrics_buffer
-from runner.tracking.metrics_buffer import MetricsBuffer
+from runner.tracking import reporting
+from runner.tracking.reporting import MetricsBuffer
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def clock(monkeypatch):
     class Clock:
         now = 100.0
 
-    monkeypatch.setattr(metrics_buffer.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: Clock.now)
     return Clock
 
 
