@@ -153,11 +153,11 @@ def begun(folder: Path) -> tuple[Ledger, Records]:
 
 def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
     ledger, records = begun(tmp_path)
-    ledger.append_job(records, "a", Entry(tmp_path / "0", ["seed=0"], "started", 0))
+    ledger.append_job(records, "a", Entry("started", folder=tmp_path / "0", overrides=["seed=0"]))
     with ledger.path.open("ab") as file:
         file.write(b'{"event": "launch", "time": 1}\n\x00\n[]\n{"event": "finished", "jo')
     assert ledger.read().jobs["a"].status == "started"
-    ledger.append_job(records, "b", Entry(tmp_path / "1", ["seed=1"], "started", 0))
+    ledger.append_job(records, "b", Entry("started", folder=tmp_path / "1", overrides=["seed=1"]))
     assert {name: entry.folder.name for name, entry in ledger.read().jobs.items()} == {"a": "0", "b": "1"}
     assert ledger.read() == records
 
@@ -321,7 +321,11 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
 
 def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
     ledger, records = begun(tmp_path)
-    before, write, entry = ledger.path.read_bytes(), os.write, Entry(tmp_path / "0", ["seed=0"], "started", 0)
+    before, write, entry = (
+        ledger.path.read_bytes(),
+        os.write,
+        Entry("started", folder=tmp_path / "0", overrides=["seed=0"]),
+    )
 
     def until_full(file: int, data: bytes) -> int:
         if len(data) < 30:

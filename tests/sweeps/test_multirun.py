@@ -156,7 +156,7 @@ def test_a_sweep_that_an_experiment_asks_for_is_one(sweep, workdir):
 
 @pytest.mark.extended
 def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
-    monkeypatch.setattr("runner.sweeps.folder.timestamp", lambda: "2026-11-20_10-31-07")
+    monkeypatch.setattr("runner.sweeps.run.timestamp", lambda: "2026-11-20_10-31-07")
     folders = [sweep("--multirun", "seed=0", "sweep.new=true")[1] for _ in range(2)]
     assert [folder.name for folder in folders] == ["2026-11-20_10-31-07", "2026-11-20_10-31-07_1"]
     assert all(len(summaries(folder)) == 1 for folder in folders)

@@ -28,38 +28,23 @@ _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 
 @dataclass(frozen=True)
 class Planned:
-    """A job before it starts.
+    """A job before it starts."""
 
-    Attributes:
-        number: among the jobs of the command, from 0.
-        identity: see `identity`.
-        composition: the config of the job.
-        varied: the overrides that not all jobs have, for people.
-        environment: variables for the job.
-    """
-
-    number: int
-    identity: str
-    composition: Composition
-    varied: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    number: int  # among the jobs of the command, from 0
+    identity: str  # see `identity`
+    composition: Composition  # the config of the job
+    varied: str = ""  # the overrides that not all jobs have, for people
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables for the job
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep before its first job.
+    """A sweep before its first job."""
 
-    Attributes:
-        command: what was called.
-        swept: keys and groups that have several values.
-        base: the values that all jobs have in common and that change a result.
-        jobs: all jobs; None for a search, which chooses them later.
-    """
-
-    command: Command
-    swept: Sequence[str]
-    base: dict[str, Any]
-    jobs: Sequence[Planned] | None = None
+    command: Command  # what was called
+    swept: Sequence[str]  # keys and groups that have several values
+    base: dict[str, Any]  # the values that all jobs have in common and that change a result
+    jobs: Sequence[Planned] | None = None  # all jobs; None for a search, which chooses them later
 
 
 Validate = Callable[[Sequence[Composition]], list[list[Problem]]]

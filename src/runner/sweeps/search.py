@@ -32,7 +32,7 @@ from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import Outcome, outcome
 from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
 from runner.sweeps.pruning import VARIABLE
-from runner.sweeps.run import Sweep
+from runner.sweeps.run import Jobs, Sweep
 from runner.sweeps.study import State, pruner_of, sampler_of, storage_of, study_of_sweep, using
 from runner.sweeps.table import BEST
 from runner.tracking.formats import number as shown
@@ -51,8 +51,8 @@ class _Trial:
     values: list[float] = field(default_factory=list)  # of the monitored metric, of the seeds that have ended
 
 
-class Search:
-    """The jobs of a search, see `runner.sweeps.run.Jobs`.
+class Search(Jobs):
+    """The jobs of a search.
 
     Args:
         command: what was called.

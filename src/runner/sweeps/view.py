@@ -30,23 +30,14 @@ _WIDE = 100  # columns; below, a job has the last two folders of its name, and n
 
 @dataclass(frozen=True)
 class View:
-    """A sweep, a run or a folder of runs as it is now.
+    """A sweep, a run or a folder of runs as it is now."""
 
-    Attributes:
-        folder: a sweep, a run, or a folder of runs.
-        rows: in the order of their numbers or names.
-        sweeps: the folders of sweeps, in the order of their names; `folder` itself if it is one.
-        seconds_left: of a sweep that runs, if known.
-        done: nothing runs, and nothing will by itself.
-        notes: what was ignored or could not be read.
-    """
-
-    folder: Path
-    rows: list[JobRow]
-    sweeps: list[Path]
-    seconds_left: float | None
-    done: bool
-    notes: list[str]
+    folder: Path  # a sweep, a run, or a folder of runs
+    rows: list[JobRow]  # in the order of their numbers or names
+    sweeps: list[Path]  # the folders of sweeps, in the order of their names; `folder` itself if it is one
+    seconds_left: float | None  # of a sweep that runs, if known
+    done: bool  # nothing runs, and nothing will by itself
+    notes: list[str]  # what was ignored or could not be read
 
     @property
     def headline(self) -> str:

@@ -20,9 +20,8 @@ from runner.config.resolve import resolve_config
 from runner.config.schema.train import Train
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local
-from runner.sweeps.folder import opened_folder
 from runner.sweeps.plan import Plan, plan_of, problems_of_all
-from runner.sweeps.run import Listed, Sweep
+from runner.sweeps.run import Jobs, Sweep, opened_folder
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.tracking.console import Console
 from runner.verbs._errors import print_error
@@ -65,7 +64,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
             if search:
                 search.run(sweep, launcher())
             else:
-                sweep.run(Listed(sweep.plan.jobs or ()), launcher())
+                sweep.run(Jobs(sweep.plan.jobs or ()), launcher())
         except KeyboardInterrupt:  # before the launcher listened to signals, or after
             sweep.status = PREEMPTED
         except UserError as error:  # such as a full disk
