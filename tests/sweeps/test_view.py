@@ -22,13 +22,13 @@ from lock_holder import held_elsewhere
 from stored_sweeps import LAUNCH, live_text, make_job
 
 from runner.sweeps.ledger import Ledger
-from runner.sweeps.table import result_of
-from runner.sweeps.view import (
+from runner.sweeps.table import (
     changes,
     follow,
     headline_of,
     look,
     progress_line,
+    result_of,
     seconds_left,
     short,
 )

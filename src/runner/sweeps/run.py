@@ -28,7 +28,7 @@ from runner.run.directory import Occupied, claim, hold, timestamp, works
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, compared, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, identity
 from runner.sweeps.rows import command_alone
-from runner.sweeps.view import headline_of
+from runner.sweeps.table import headline_of
 from runner.tracking.console import Console
 from runner.tracking.formats import number
 

@@ -39,8 +39,7 @@ def _show(verb: str, argv: Sequence[str], live: bool) -> int:
     if not (folder := Path(words[0])).is_dir():
         problem = f"{folder} is a file, not {_MEANT}" if folder.exists() else f"there is no {folder}"
         raise UserError(verb, problem, _MEANT, nearest_path(folder))
-    from runner.sweeps.table import print_best, print_table
-    from runner.sweeps.view import follow, look, progress_line
+    from runner.sweeps.table import follow, look, print_best, print_table, progress_line
     from runner.tracking.console import Console
 
     view, console = look(folder), Console(None)
