@@ -88,19 +88,15 @@ def test_a_file_gets_the_logits_that_its_sample_gets(predict: Any, photos: Path)
         assert by_file[number]["prediction"] == row["prediction"]
 
 
-def test_predictions_of_a_split_are_as_often_right_as_eval_says(predict: Any, run: Any, trained: Path) -> None:
-    rows = predict("input=test")
+@pytest.mark.parametrize("words", [(), ("dtype=float64", "logger=none")], ids=["float32", "float64"])
+def test_predictions_of_a_split_are_as_often_right_as_eval_says(
+    words: tuple[str, ...], predict: Any, run: Any, train: Any, trained: Path
+) -> None:
+    checkpoint = f"ckpt_path={train(*SMALL, *words).directory if words else trained}"
+    rows = predict("input=test", checkpoint)
     right = sum(row["prediction"] == row["target"] for row in rows) / len(rows)
-    found = json.loads(run("eval", "threads=1", "json=true", f"ckpt_path={trained}").out)
+    found = json.loads(run("eval", "threads=1", "json=true", checkpoint).out)
     assert right == pytest.approx(found["metrics"]["accuracy"])
-
-
-def test_a_run_in_float64_is_predicted_as_it_is_evaluated(train: Any, accepted: Any) -> None:
-    directory = train(*SMALL, "dtype=float64", "logger=none").directory
-    accepted(*CALL, f"ckpt_path={directory}", "input=test", "output=rows.csv", "logits=true")
-    found = json.loads(accepted("eval", "json=true", f"ckpt_path={directory}").out)
-    right = sum(row["prediction"] == row["target"] for row in cells())
-    assert right / len(cells()) == pytest.approx(found["metrics"]["accuracy"])
 
 
 def test_three_broken_images_are_named_and_the_rest_predicted(accepted: Any, trained: Path, photos: Path) -> None:
