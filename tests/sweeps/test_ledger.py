@@ -23,6 +23,7 @@ from runner.base.errors import DiskFull
 from runner.sweeps import table
 from runner.sweeps.ledger import Entry, Ledger, Records, outcome
 from runner.sweeps.plan import identity
+from runner.sweeps.rows import rows_in
 
 TWO = ("--multirun", "seed=0,1")
 
@@ -357,7 +358,7 @@ def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
 def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(sweep, two_jobs, capsys):
     before = {*digests(two_jobs).values()}
     shutil.rmtree(two_jobs / "0")
-    rows = table.summarise(two_jobs, write=False)
+    rows = rows_in(two_jobs)
     assert [(row.job, row.status) for row in rows] == [("1", "finished"), ("-", "pending")]
     result, _ = sweep(*TWO)
     assert result.status == 0, result.err

@@ -25,8 +25,9 @@ from runner.base.reading import read_summary
 from runner.base.secrets import mask_words
 from runner.config import overrides
 from runner.config.command import Command
-from runner.config.composition import Composition
 from runner.config.keys import OF_THE_SWEEP, is_of_hydra, key_of, within
+from runner.config.resolve import resolve_config
+from runner.config.schema.train import Train
 from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import Outcome, outcome
@@ -58,20 +59,15 @@ class Search(Jobs):
         command: what was called.
         launcher: makes what will start the jobs.
         validate: see `runner.sweeps.plan.plan_of`.
-        monitor: the metric that a run of a composition watches, and its direction.
 
     Raises:
         ConfigError: with every problem of the search space, and of the values at its ends.
         UserError: for settings that do not fit together.
     """
 
-    def __init__(
-        self,
-        command: Command,
-        launcher: Callable[[], Launcher],
-        validate: Validate,
-        monitor: Callable[[Composition], tuple[str, str]],
-    ) -> None:
+    def __init__(self, command: Command, launcher: Callable[[], Launcher], validate: Validate) -> None:
+        from runner.run.metrics import expected_monitor  # imports torch
+
         self._command, self._settings = command, command.composition.values["search"]
         settings, self._space = self._settings, _checked_space(command)
         # Keys of the space come from the search, so the command's values for them are removed
@@ -81,7 +77,7 @@ class Search(Jobs):
             raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
         # Ends of ranges are the extremes: if these are valid, draws in between are too
         _check_ends(command, self._words, self._space, validate)
-        self._metric, self._mode = monitor(command.composition)
+        self._metric, self._mode = expected_monitor(resolve_config(command.composition, Train))
         swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
         base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
         self.plan = Plan(command, swept, json.loads(json.dumps(base, default=str)))

@@ -56,18 +56,14 @@ class Spread:
     high: float
 
 
-def summarise(folder: Path, write: bool = True) -> list[JobRow]:
-    """Read the jobs of a sweep from its ledger and their folders; of a folder without a ledger, the runs below it.
-
-    Args:
-        folder: of the sweep.
-        write: write the table there, with all digits as `sweep.json` and `sweep.csv`, and for people as `sweep.md`.
+def summarise(folder: Path) -> list[JobRow]:
+    """The rows of a sweep, and its table in its folder: all digits as `sweep.json` and `sweep.csv`, for people as `sweep.md`.
 
     Raises:
         UserError: a file cannot be written.
     """
     rows = rows_in(folder)
-    if not write or not folder.is_dir():
+    if not folder.is_dir():
         return rows
     head, lines = _table(rows)
     content = {
