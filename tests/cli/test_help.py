@@ -61,13 +61,8 @@ LIGHT = [
     "list --help",
 ]
 LIGHT += ["trian", "list modle"]
-HYDRA = [
-    "train --hydra-help",
-    "train --cfg job model=vit_tiny +amp=true",
-    "train --info defaults",
-    "train sede=1 --cfg job",
-]
-HYDRA += ["-sc install=bash"]
+HYDRA = ["train --hydra-help", "train --cfg job model=vit_tiny +amp=true", "train --info defaults"]
+HYDRA += ["train sede=1 --cfg job", "-sc install=bash"]
 
 
 def guarded(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:
