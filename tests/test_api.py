@@ -247,7 +247,6 @@ def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Any, trained: P
         (lambda: train(compose(), config_dir="conf"), "config_dir: has no effect"),
         (lambda: train("--multirun", "seed=0,1"), "a loop over train"),
         (lambda: compose("--help"), "--help is a flag"),
-        (lambda: compose(config_dir=3), "config_dir: is a path, not a int"),  # type: ignore[arg-type]
         (lambda: load(None), "checkpoint: cannot be None"),  # type: ignore[arg-type]
         (lambda: load(""), "checkpoint: cannot be ''"),
         (lambda: evaluate(compose()), "checkpoint: cannot be a Train"),  # type: ignore[arg-type]

@@ -130,20 +130,20 @@ def composed(command: Command, jobs: Sequence[Sequence[str]], validate: Validate
     # Importing torch takes seconds, so it is done only for jobs that are right as far as is known
     if not any(found):
         found = (validate or functools.partial(problems_of_all, command.schema))(compositions)
-    if not (wrong := [number for number, problems in enumerate(found) if problems]):
+    jobs_with: dict[tuple[str, str], dict[int, Problem]] = {}
+    for number, problems in enumerate(found):
+        for problem in problems:
+            jobs_with.setdefault((problem.key, problem.message), {})[number] = problem
+    if not jobs_with:
         return compositions
-    # A problem of every job is one of the base, and is shown once; the others name their job
-    kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
-    everywhere = set.intersection(*kinds)
-    listed = [problem for problem in found[wrong[0]] if (problem.key, problem.message) in everywhere]
-    varied, seen = varied_words(jobs), everywhere
-    for number in wrong:
-        for problem in found[number]:
-            if (problem.key, problem.message) not in seen:
-                seen.add((problem.key, problem.message))
-                others = sum((problem.key, problem.message) in kind for kind in kinds) - 1
-                name = f"job {number + 1} of {len(jobs)}: {varied[number]}" + (f", and {others} more" if others else "")
-                listed.append(dataclasses.replace(problem, origin=name))
+    # A problem of every job is one of the base, and is shown once and first; the others name their job
+    listed, varied = list[Problem](), varied_words(jobs)
+    for having in sorted(jobs_with.values(), key=lambda having: len(having) < len(jobs)):
+        number, problem = next(iter(having.items()))
+        if len(having) < len(jobs):
+            others = f", and {len(having) - 1} more" if len(having) > 1 else ""
+            problem = dataclasses.replace(problem, origin=f"job {number + 1} of {len(jobs)}: {varied[number]}{others}")
+        listed.append(problem)
     raise ConfigError(listed)
 
 

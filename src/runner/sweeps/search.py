@@ -135,7 +135,10 @@ class Search(Jobs):
         trial = self._waiting.pop(0)
         ended, environment = len(trial.values), dict[str, str]()
         # A trial has one job for each seed, one after the other
-        words = [*self._varied(trial.params), *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1])]
+        words = [
+            *(word_of(key, trial.params[key]) for key in self._space),
+            *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1]),
+        ]
         # Only the first seed is pruned: the others are run because it was good
         if settings["pruner"] != "none" and not ended:
             reports = {"storage": self._study.where, "study": self._study.name, "number": trial.number}
@@ -172,9 +175,6 @@ class Search(Jobs):
         if text:
             self._sweep.say(f"trial {trial.index + 1}: {text}")
 
-    def _varied(self, params: Mapping[str, Any]) -> list[str]:
-        return [word_of(key, params[key]) for key in self._space]
-
     def _write_best(self) -> None:
         """Write the best trial as a preset, with the command that repeats it."""
         ended = [each for each in enumerate(self._study.trials(), 1) if each[1].state == State.COMPLETE]
@@ -184,7 +184,7 @@ class Search(Jobs):
         number, best = (max if self._mode == "max" else min)(ended, key=lambda each: each[1].value or 0.0)
         # The preset repeats the result: the command's words, then the values that were found
         words = [word for word in self._words if not is_of_hydra(word) and key_of(word) != "sweep"]
-        words = mask_words([*words, *self._varied(best.params)])
+        words = mask_words([*words, *(word_of(key, best.params[key]) for key in self._space)])
         command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
         which = f"trial {number}, the best of {len(ended)} in {self._sweep.folder}"
         lines = [f"{self._metric} {shown(best.value or 0.0)}: {which}", command]
@@ -211,10 +211,9 @@ def _checked_space(command: Command) -> dict[str, Range]:
         raise UserError("search", "names no key to vary", "keys such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'")
     space, problems = ranges_of(values["space"])
     for key, each in space.items():
-        # Some keys decide where and how a search itself runs
+        # Some keys decide where and how a search itself runs, and a number cannot be drawn from names of options
         if within(key, _NO_RANGE):
             problems.append(Problem(f"search.{key}", "cannot vary in a search", "a key that trials may differ in"))
-        # A number cannot be drawn from names of options
         elif each.kind != "choice" and (options := command.sources.options(key)):
             names = ", ".join(option.name for option in options)
             problems.append(Problem(f"search.{key}", "is a group of options", f"{{choice: [{names}]}}"))
