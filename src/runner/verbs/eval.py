@@ -143,8 +143,8 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
     # Results for each label or output, by the name of their kind
     for kind in ("label", "output"):
-        begin, names = f"{kind}_", classes or [str(number) for number in range(task.outputs(splits.classes))]
-        scores = {name.removeprefix(begin): found for name, found in computed.items() if name.startswith(begin)}
+        prefix, names = f"{kind}_", classes or [str(number) for number in range(task.outputs(splits.classes))]
+        scores = {name.removeprefix(prefix): found for name, found in computed.items() if name.startswith(prefix)}
         if scores:
             rows = zip(names, zip(*scores.values(), strict=True), strict=True)
             record[f"per_{kind}"] = {name: dict(zip(scores, values, strict=True)) for name, values in rows}
