@@ -21,7 +21,7 @@ from runner.config.changes import declared
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS
-from runner.verbs.show import Commented, _read, files_of, option_named
+from runner.verbs.options import Commented, _read, files_of, option_named
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -80,16 +80,24 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         "evaluate": ["checkpoint", "overrides", "config_dir"],
         "load": ["checkpoint", "overrides", "device", "config_dir"],
         "report": [
-            *("places", "columns", "sort", "seeds", "diff", "csv", "md", "json", "html", "against"),
-            *("save_baseline", "tolerance"),
+            "places",
+            "columns",
+            "sort",
+            "seeds",
+            "diff",
+            "csv",
+            "md",
+            "json",
+            "html",
+            "against",
+            "save_baseline",
+            "tolerance",
         ],
         "runs": ["places"],
         "train": ["overrides", "config_dir"],
     }
     names = [field.name for field in dataclasses.fields(runner.api.Trained)]
-    assert names == [
-        *("model", "classes", "preprocess", "config", "path", "step", "weights", "metrics", "task", "device")
-    ]
+    assert names == ["model", "classes", "preprocess", "config", "path", "step", "weights", "metrics", "task", "device"]
     assert [field.name for field in dataclasses.fields(runner.api.Result)] == ["directory", "summary", "value"]
     fields = {each: [field.name for field in dataclasses.fields(each)] for each in (Run, Row, Spread, Table, Report)}
     assert fields == {
@@ -99,20 +107,8 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         Table: ["keys", "metrics", "rows", "folded", "metric"],
         Report: ["runs", "table", "tables", "notes", "difference", "comparison"],
     }
-    assert {name for name in vars(Run) if not name.startswith("_")} - {*fields[Run]} == {
-        *(
-            "name",
-            "monitor",
-            "mode",
-            "choices",
-            "metrics",
-            "speed",
-            "samples_per_step",
-            "records",
-            "environment",
-            "value",
-        )
-    }
+    methods = "name monitor mode choices metrics speed samples_per_step records environment value"
+    assert {name for name in vars(Run) if not name.startswith("_")} - {*fields[Run]} == {*methods.split()}
 
 
 IMPORTS = ("import runner.train", "from runner.train import build_run", "pass")
@@ -251,7 +247,6 @@ def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Any, trained: P
         (lambda: train(compose(), config_dir="conf"), "config_dir: has no effect"),
         (lambda: train("--multirun", "seed=0,1"), "a loop over train"),
         (lambda: compose("--help"), "--help is a flag"),
-        (lambda: compose(config_dir=3), "config_dir: is a path, not a int"),  # type: ignore[arg-type]
         (lambda: load(None), "checkpoint: cannot be None"),  # type: ignore[arg-type]
         (lambda: load(""), "checkpoint: cannot be ''"),
         (lambda: evaluate(compose()), "checkpoint: cannot be a Train"),  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from runner.config import keys
 from runner.config.changes import CHANGES
 from runner.config.schema import VERBS
 from runner.config.sources import Sources
-from runner.verbs.show import _commented
+from runner.verbs.options import _commented
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"

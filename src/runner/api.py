@@ -57,8 +57,6 @@ Picture: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 
 _BATCH = 64
 _PICTURES = "a path, a Pillow image, an array, a tensor, or a list of these"
-_OF_LOAD = ("weights",)  # what `load` uses of what `predict` adds to the config
-
 
 _COMPOSING = threading.Lock()  # Hydra keeps what it composes in one place
 _RUNNING = threading.RLock()  # torch's switches are those of the process: threads run one after the other
@@ -246,7 +244,7 @@ def load(
     """
     composition = _of_checkpoint("predict", checkpoint, overrides, config_dir)
     # Keys of the verb would be dropped silently here
-    for key in keys.hints(Predict).keys() - keys.hints(Train).keys() - {*_OF_LOAD}:
+    for key in keys.hints(Predict).keys() - keys.hints(Train).keys() - {"weights"}:
         if says(key, composition.overrides):
             allowed = "predict(images, top_k=3, probabilities=True), or python -m runner predict"
             raise UserError(key, "is a key of the verb predict, and has no effect in load()", allowed)
@@ -293,8 +291,6 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
             loop = "a loop over train(), or " if word in ("-m", "--multirun") else ""
             allowed = f"overrides such as seed=1, config_dir=, or {loop}python -m runner {verb} {word}"
             raise UserError("overrides", f"{word} is a flag of the command line", allowed)
-    if not isinstance(config_dir, str | Path | None):
-        raise WrongType("config_dir", f"is a path, not a {type(config_dir).__name__}", 'such as config_dir="conf"')
     schema, sources = VERBS[verb], Sources([Path(config_dir)] if config_dir else [])
     checked = check_overrides(list(words), schema, sources, False)
 

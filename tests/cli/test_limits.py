@@ -74,15 +74,6 @@ def test_a_limit_on_memory_is_a_sentence(workdir: Path) -> None:
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_a_file_where_the_folder_for_logs_belongs_is_a_sentence(run: Any, workdir: Path) -> None:
-    (workdir / "run").mkdir()
-    (workdir / "run" / "logs").touch()
-    result = run("train", *SMALL, "devices=2", "hydra.run.dir=run")
-    assert result.status == 2, result.err
-    assert "cannot write run/logs: a file exists where a folder is needed" in result.err
-    assert "Traceback" not in result.err
-
-
 def test_the_limit_is_recognised_behind_other_errors_and_nothing_else_is() -> None:
     outer = RuntimeError("a worker failed")
     outer.__cause__ = OSError(24, "Too many open files")

@@ -274,7 +274,7 @@ os.system subprocess.run subprocess.Popen builtins.eval builtins.exec builtins._
 shutil.rmtree pickle.loads importlib.import_module functools.partial
 runner.config.targets.importlib.import_module runner.config.targets.build runner.config.targets.resolve
 runner.base.files.write_json runner.base.files.os.system runner.checkpoint.file.write runner.cli.main
-runner.verbs.list.main runner.data.sources.folders.os.remove runner.data.build.os.system runner.data.build.build
+runner.verbs.options.copy runner.data.sources.folders.os.remove runner.data.build.os.system runner.data.build.build
 runner.data.sources.torchvision_sets.tarfile.open runner.data.loaders.signal.signal runner.optim.losses.torch.load
 runner.models.mlp._private runner.models runner.models.checks.no_such_thing
 torch.load torch.save torch.hub.load torch.os.system torch.jit.load torch.compile torch.ops.load_library

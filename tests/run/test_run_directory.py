@@ -15,7 +15,7 @@ from lock_holder import held_elsewhere
 from runner.base.errors import UserError
 from runner.base.reading import read_overrides, read_summary
 from runner.run.directory import Occupied, RunDirectory, claim, hold, timestamp, unfinished, works
-from runner.verbs.predict.tables import open_table
+from runner.verbs.predict.rows import open_table
 
 
 def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path):

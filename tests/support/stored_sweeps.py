@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from runner.sweeps.view import live_table, look
+from runner.sweeps.table import live_table, look
 
 LAUNCH: dict[str, Any] = {"swept": ["seed"], "base": {}, "flags": [], "retry": "failed"}
 

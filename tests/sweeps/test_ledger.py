@@ -23,6 +23,7 @@ from runner.base.errors import DiskFull
 from runner.sweeps import table
 from runner.sweeps.ledger import Entry, Ledger, Records, outcome
 from runner.sweeps.plan import identity
+from runner.sweeps.rows import rows_in
 
 TWO = ("--multirun", "seed=0,1")
 
@@ -153,11 +154,11 @@ def begun(folder: Path) -> tuple[Ledger, Records]:
 
 def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
     ledger, records = begun(tmp_path)
-    ledger.append_job(records, "a", Entry(tmp_path / "0", ["seed=0"], "started", 0))
+    ledger.append_job(records, "a", Entry("started", folder=tmp_path / "0", overrides=["seed=0"]))
     with ledger.path.open("ab") as file:
         file.write(b'{"event": "launch", "time": 1}\n\x00\n[]\n{"event": "finished", "jo')
     assert ledger.read().jobs["a"].status == "started"
-    ledger.append_job(records, "b", Entry(tmp_path / "1", ["seed=1"], "started", 0))
+    ledger.append_job(records, "b", Entry("started", folder=tmp_path / "1", overrides=["seed=1"]))
     assert {name: entry.folder.name for name, entry in ledger.read().jobs.items()} == {"a": "0", "b": "1"}
     assert ledger.read() == records
 
@@ -321,7 +322,11 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
 
 def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
     ledger, records = begun(tmp_path)
-    before, write, entry = ledger.path.read_bytes(), os.write, Entry(tmp_path / "0", ["seed=0"], "started", 0)
+    before, write, entry = (
+        ledger.path.read_bytes(),
+        os.write,
+        Entry("started", folder=tmp_path / "0", overrides=["seed=0"]),
+    )
 
     def until_full(file: int, data: bytes) -> int:
         if len(data) < 30:
@@ -353,7 +358,7 @@ def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):
 def test_a_job_whose_folder_was_removed_starts_again_and_the_others_are_skipped(sweep, two_jobs, capsys):
     before = {*digests(two_jobs).values()}
     shutil.rmtree(two_jobs / "0")
-    rows = table.summarise(two_jobs, write=False)
+    rows = rows_in(two_jobs)
     assert [(row.job, row.status) for row in rows] == [("1", "finished"), ("-", "pending")]
     result, _ = sweep(*TWO)
     assert result.status == 0, result.err

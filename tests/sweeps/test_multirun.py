@@ -12,6 +12,10 @@ import torch
 import yaml
 from running_sweeps import digests, started, summaries
 
+from runner.config import keys
+from runner.config.schema import Train
+from runner.sweeps.plan import TOGGLES, toggles_off
+
 
 @pytest.fixture
 def four_jobs(made_once) -> tuple[str, Path]:
@@ -108,6 +112,12 @@ PAIR, POOL = ("seed=0,1",), ("seed=0,1", "hydra/launcher=pool", "hydra.launcher.
         ((*POOL, "hydra.launcher.devices=[1000]"), ["hydra.launcher.devices: ", "GPUs that can be seen"]),
         ((*POOL, "hydra.launcher.threeds=1"), ["hydra.launcher.threeds: is not a key"]),
         ((*PAIR, "sweep.retries=2"), ["sweep.retries: no longer exists"]),
+        (("sweep=ablate", "sweep.ablate=[emma]", "ema=0.9"), ["sweep.ablate: ", "did you mean 'ema'"]),
+        (("sweep=ablate", "sweep.ablate=[ema]"), ["sweep.ablate: ", "is off already"]),
+        (("sweep=ablate", "sweep.ablate=[name]"), ["sweep.ablate: ", "cannot be switched off"]),
+        (("sweep=ablate", "sweep.ablate=[epochs]"), ["epochs"]),
+        (("sweep=ablate", "data.shift=0", "optimizer.weight_decay=0", "transform=none", "model.dropout=0"),
+         ["sweep.ablate: finds no toggle that is on"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_the_first_job(refused, words, said):
@@ -156,7 +166,7 @@ def test_a_sweep_that_an_experiment_asks_for_is_one(sweep, workdir):
 
 @pytest.mark.extended
 def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
-    monkeypatch.setattr("runner.sweeps.folder.timestamp", lambda: "2026-11-20_10-31-07")
+    monkeypatch.setattr("runner.sweeps.run.timestamp", lambda: "2026-11-20_10-31-07")
     folders = [sweep("--multirun", "seed=0", "sweep.new=true")[1] for _ in range(2)]
     assert [folder.name for folder in folders] == ["2026-11-20_10-31-07", "2026-11-20_10-31-07_1"]
     assert all(len(summaries(folder)) == 1 for folder in folders)
@@ -249,3 +259,40 @@ def test_folds_of_images_that_have_a_validation_split_are_refused_before_the_fir
     assert result.status == 2
     assert "data.split.folds: is 5, but the folder of images has its own validation split" in result.err
     assert not (workdir / "outputs").exists()
+
+
+@pytest.mark.extended
+def test_each_toggle_that_is_on_is_off_in_one_job(run, tiny):
+    words = ("sweep=ablate", "ema=0.9", "data.shift=0", "model.dropout=0.1", "optimizer.weight_decay=0")
+    words += ("transform=none", "grad_clip.norm=1.0")
+    result = run("train", *tiny, *words)
+    assert result.status == 0, result.err
+    folder = Path(result.out.strip().splitlines()[-1])
+    found = []
+    for job in "0123":
+        config = yaml.safe_load((folder / job / "config.yaml").read_text())
+        found.append((config["ema"], config["grad_clip"]["norm"], config["model"]["dropout"]))
+    assert found == [(0.9, 1.0, 0.1), (None, 1.0, 0.1), (0.9, None, 0.1), (0.9, 1.0, 0)]
+    assert not (folder / "4").exists()
+    rows = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert [row["varied"] for row in rows] == [[], ["ema=null"], ["grad_clip.norm=null"], ["model.dropout=0"]]
+    again = run("train", *tiny, *words)
+    assert again.out.count(": skipped, ") == 4
+    other = run("train", *tiny, *words, "ema=0.8", "sweep.ablate=[ema]", "seed=0,1")
+    assert other.status == 0, other.err
+    assert "4 of 4 jobs finished" in other.out
+    assert Path(other.out.strip().splitlines()[-1]) != folder
+
+
+def test_every_toggle_is_a_key_and_has_a_value_that_is_off():
+    values = {"sweep": {"ablate": "all"}}
+    for key in TOGGLES:
+        assert keys.find(Train, key) is not None
+        section = values
+        *path, last = key.split(".")
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = [1] if key == "transform.train" else 0.5
+    off = toggles_off(values, Train)
+    assert list(off) == list(TOGGLES)
+    assert {word.split("=")[1] for word in off.values()} == {"false", "null", "0", "[]"}

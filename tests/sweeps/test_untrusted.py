@@ -18,8 +18,7 @@ from extended import some
 from stored_sweeps import live_text, make_job
 
 from runner.sweeps.rows import Scan, rows_in
-from runner.sweeps.table import print_table, summarise
-from runner.sweeps.view import changes, look, progress_line
+from runner.sweeps.table import changes, look, print_table, progress_line, summarise
 from runner.tracking.console import Console
 
 LAUNCH = stored_sweeps.LAUNCH | {"event": "launch", "time": 1.0, "jobs": {"a": ["seed=0"], "b": ["seed=1"]}}

@@ -22,16 +22,7 @@ from lock_holder import held_elsewhere
 from stored_sweeps import LAUNCH, live_text, make_job
 
 from runner.sweeps.ledger import Ledger
-from runner.sweeps.table import result_of
-from runner.sweeps.view import (
-    changes,
-    follow,
-    headline_of,
-    look,
-    progress_line,
-    seconds_left,
-    short,
-)
+from runner.sweeps.table import changes, follow, headline_of, look, progress_line, result_of, seconds_left, short
 from runner.tracking.console import Console
 from runner.tracking.progress_file import NAME, Progress
 

@@ -146,9 +146,11 @@ def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, eva
 
 @pytest.mark.usefixtures("pictures")
 def test_people_get_the_same_numbers_in_full(trained: Any, accepted: Any) -> None:
-    result = accepted("eval", "threads=1", f"ckpt_path={trained.directory}")
-    for value in trained.summary["test"].values():
+    result = accepted("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=[five_crop]")
+    averaged = json.loads((trained.directory / "eval_test.json").read_text())["tta"]["metrics"]
+    for value in (*trained.summary["test"].values(), averaged["loss"]):
         assert digits(value) in result.out
+    assert "with five_crop (mean of logits)" in result.out
     assert "confusion_test.png" in result.out
 
 
@@ -176,21 +178,23 @@ def test_the_checkpoint_and_the_training_files_are_not_touched(trained: Any, eva
     assert state() == before
 
 
-def test_other_data_with_the_same_classes_is_evaluated_with_the_training_statistics(
+def test_other_data_is_evaluated_with_the_training_statistics_and_leaves_the_evaluation_of_its_own_data_alone(
     trained: Any, evaluate: Any
 ) -> None:
-    same = evaluate(f"ckpt_path={trained.directory}")
-    other = evaluate(
-        f"ckpt_path={trained.directory}", "data.dataset.seed=5", "data.dataset.samples=200", "output=other"
-    )
-    assert other["samples"] == 50
-    assert other["metrics"] != same["metrics"]
-    assert Path(other["written"][0]) == Path("other/eval_test.json")
+    checkpoint = f"ckpt_path={trained.directory}"
+    own = evaluate(checkpoint)
+    before = (trained.directory / "eval_test.json").read_bytes()
+    other = evaluate(checkpoint, "data.dataset.seed=5", "data.dataset.samples=200", "output=other")
+    assert (other["samples"], Path(other["written"][0])) == (50, Path("other/eval_test.json"))
+    assert other["metrics"] != own["metrics"]
+    assert evaluate(checkpoint, "data.name=others", "data.dataset.seed=5")["metrics"]["loss"] != own["metrics"]["loss"]
+    assert (trained.directory / "eval_test.json").read_bytes() == before
+    assert (trained.directory / "eval_others_test.json").is_file()
     selected = evaluate(
-        f"ckpt_path={trained.directory}", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4",
-        "data.image_size=8", "data.split.val=0.3",
+        checkpoint, "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8",
+        "data.split.val=0.3",
     )  # fmt: skip
-    assert selected["metrics"] == same["metrics"], "the same data said in full is the same data"
+    assert selected["metrics"] == own["metrics"], "the same data said in full is the same data"
 
 
 def test_regression_has_its_metrics_and_no_confusion(train_once: Any, evaluate: Any) -> None:
@@ -199,26 +203,6 @@ def test_regression_has_its_metrics_and_no_confusion(train_once: Any, evaluate: 
     assert found["metrics"] == result.summary["test"]
     assert "confusion" not in found
     assert "per_class" not in found
-
-
-def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, rejected: Any) -> None:
-    path = trained.directory / "checkpoints" / "best.safetensors"
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data[: len(data) // 2])
-    result = rejected(*EVAL, f"ckpt_path={trained.directory}")
-    assert "best.safetensors" in result.err
-    assert "ckpt_path=" in result.err
-    assert read(trained.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] > 0
-
-
-def test_other_data_leaves_the_evaluation_of_its_own_data_alone(trained: Any, evaluate: Any) -> None:
-    own = evaluate(f"ckpt_path={trained.directory}")
-    before = (trained.directory / "eval_test.json").read_bytes()
-    other = evaluate(f"ckpt_path={trained.directory}", "data.name=others", "data.dataset.seed=5")
-    assert other["metrics"]["loss"] != own["metrics"]["loss"]
-    assert (trained.directory / "eval_test.json").read_bytes() == before
-    assert (trained.directory / "eval_others_test.json").is_file()
 
 
 def test_a_limited_evaluation_counts_the_samples_that_it_used(trained: Any, evaluate: Any) -> None:
@@ -271,13 +255,6 @@ def test_numbers_that_are_none_are_null_in_json(trained: Any, accepted: Any, mon
         raise AssertionError(f"{word} is not JSON")
 
     assert json.loads(result.out, parse_constant=refuse)["metrics"] == {"loss": None, "accuracy": None}
-
-
-def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Any) -> None:
-    result = run("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=[five_crop]")
-    assert "with five_crop (mean of logits)" in result.out
-    told = json.loads((trained.directory / "eval_test.json").read_text())["tta"]["metrics"]
-    assert digits(told["loss"]) in result.out
 
 
 def test_a_mean_of_probabilities_without_classes_is_a_sentence(train_once: Any, run: Any, rejected: Any) -> None:

@@ -12,7 +12,7 @@ import forked
 import pytest
 import yaml
 
-from runner.verbs.new.plan import _camel, _snake
+from runner.verbs.new import _camel, _snake
 
 SMOKE = ("threads=1", "logger=none", "log.progress=false", "log.curves=false", "debug=smoke", "device=cpu")
 PARTS = {

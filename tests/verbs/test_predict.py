@@ -68,39 +68,29 @@ def noise(*size: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
 
 
-def test_a_model_in_float64_takes_samples_and_files(train: Callable[..., Any], predict: Any, photos: Path) -> None:
-    checkpoint = f"ckpt_path={train(*SMALL, 'dtype=float64').directory}"
-    by_split = predict(checkpoint, "input=test", "logits=true")
-    by_file = predict(checkpoint, "input=photos", "logits=true")
-    for one, other in zip(sorted(by_split, key=lambda row: row["sample"]), by_file, strict=True):
-        assert one["logits"] == pytest.approx(other["logits"], abs=1e-12)
-    assert len(predict(checkpoint, "input=photos", "tta=hflip")) == len(by_file)
-
-
-def test_a_file_gets_the_logits_that_its_sample_gets(predict: Any, photos: Path) -> None:
-    by_split = {row["sample"]: row for row in predict("input=test", "logits=true")}
-    by_file = {int(Path(row["path"]).stem): row for row in predict("input=photos", "logits=true")}
+@pytest.mark.parametrize(("words", "error"), [((), 1e-6), (("dtype=float64",), 1e-12)], ids=["float32", "float64"])
+def test_a_file_gets_the_logits_that_its_sample_gets(
+    words: tuple[str, ...], error: float, train: Any, predict: Any, photos: Path, trained: Path
+) -> None:
+    checkpoint = f"ckpt_path={train(*SMALL, *words).directory if words else trained}"
+    by_split = {row["sample"]: row for row in predict(checkpoint, "input=test", "logits=true")}
+    by_file = {int(Path(row["path"]).stem): row for row in predict(checkpoint, "input=photos", "logits=true")}
     assert sorted(by_file) == sorted(by_split) == list(range(15))
     for number, row in by_split.items():
-        torch.testing.assert_close(
-            torch.tensor(by_file[number]["logits"]), torch.tensor(row["logits"]), rtol=1e-6, atol=1e-6
-        )
+        assert by_file[number]["logits"] == pytest.approx(row["logits"], rel=error, abs=error)
         assert by_file[number]["prediction"] == row["prediction"]
+    assert len(predict(checkpoint, "input=photos", "tta=hflip")) == 15
 
 
-def test_predictions_of_a_split_are_as_often_right_as_eval_says(predict: Any, run: Any, trained: Path) -> None:
-    rows = predict("input=test")
+@pytest.mark.parametrize("words", [(), ("dtype=float64", "logger=none")], ids=["float32", "float64"])
+def test_predictions_of_a_split_are_as_often_right_as_eval_says(
+    words: tuple[str, ...], predict: Any, run: Any, train: Any, trained: Path
+) -> None:
+    checkpoint = f"ckpt_path={train(*SMALL, *words).directory if words else trained}"
+    rows = predict("input=test", checkpoint)
     right = sum(row["prediction"] == row["target"] for row in rows) / len(rows)
-    found = json.loads(run("eval", "threads=1", "json=true", f"ckpt_path={trained}").out)
+    found = json.loads(run("eval", "threads=1", "json=true", checkpoint).out)
     assert right == pytest.approx(found["metrics"]["accuracy"])
-
-
-def test_a_run_in_float64_is_predicted_as_it_is_evaluated(train: Any, accepted: Any) -> None:
-    directory = train(*SMALL, "dtype=float64", "logger=none").directory
-    accepted(*CALL, f"ckpt_path={directory}", "input=test", "output=rows.csv", "logits=true")
-    found = json.loads(accepted("eval", "json=true", f"ckpt_path={directory}").out)
-    right = sum(row["prediction"] == row["target"] for row in cells())
-    assert right / len(cells()) == pytest.approx(found["metrics"]["accuracy"])
 
 
 def test_three_broken_images_are_named_and_the_rest_predicted(accepted: Any, trained: Path, photos: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from runner.config import keys
 from runner.config.schema import VERBS
 from runner.config.sources import Sources
-from runner.verbs.show import main
+from runner.verbs.options import show
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_every_key_of_training_has_a_comment(capsys: pytest.CaptureFixture[str])
     names = keys.all_keys(VERBS["train"])
     # A name that is a group, too, shows its files.
     single = [name for name in names if name not in Sources().groups()]
-    assert main(single) == 0
+    assert show(single) == 0
     shown = capsys.readouterr().out.split("\n\n")
     assert [text.splitlines()[0] for text in shown if "  # " in text] == single
 

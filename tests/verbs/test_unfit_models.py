@@ -46,24 +46,24 @@ def mean_loss(logits, targets, **unused):
     return F.cross_entropy(logits, targets)
 
 
+LOSSES = {
+    "": torch.mean,
+    "one element": lambda losses: losses.mean()[None],
+    "samples": lambda losses: losses,
+    "squeezed": torch.squeeze,
+    "detached": lambda losses: losses.mean().detach(),
+    "none": lambda losses: None,
+    "float": lambda losses: float(losses.mean()),
+}
+
+
 class Loss(nn.Module):
     def __init__(self, kind="", **unused):
         super().__init__()
         self.kind = kind
 
     def forward(self, logits, targets):
-        losses = F.cross_entropy(logits, targets, reduction="none")
-        if self.kind == "one element":
-            return losses.mean()[None]
-        if self.kind == "samples":
-            return losses
-        if self.kind == "squeezed":
-            return losses.squeeze()
-        if self.kind == "detached":
-            return losses.mean().detach()
-        if self.kind == "none":
-            return None
-        return float(losses.mean()) if self.kind == "float" else losses.mean()
+        return LOSSES[self.kind](F.cross_entropy(logits, targets, reduction="none"))
 """
 WORDS = (
     "threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu", "data=digits", "data.num_workers=0",
@@ -104,16 +104,10 @@ def test_what_cannot_be_trained_is_refused_before_training(name: str, start: Any
     assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        ("+model.kind=detached while evaluating",),
-        ("+model.kind=large",),
-        ("+model.kind=keeping", "ema=0.9"),
-    ],
-    ids=str,
-)
+FINE = [(), ("+model.kind=detached while evaluating",), ("+model.kind=large",), ("+model.kind=keeping", "ema=0.9")]
+
+
+@pytest.mark.parametrize("words", FINE, ids=str)
 def test_what_can_be_trained_is_not_refused(words: tuple[str, ...], start: Any) -> None:
     result = start(*words)
     assert result.status == 0, result.err

@@ -13,16 +13,19 @@ import pytest
 PARTS = """
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from runner.tasks.classification import Classification
+
+
+def bug(*_, **__):
+    raise RuntimeError("my bug")  # bug
 
 
 class Net(nn.Module):
     def __init__(self, num_classes, kind=""):
         super().__init__()
         if kind == "constructor":
-            raise RuntimeError("my bug")  # constructor
+            bug()
         if kind == "value":
             raise ValueError("my bug")  # value
         self.kind = kind
@@ -31,21 +34,19 @@ class Net(nn.Module):
 
     def forward(self, images):
         if self.kind == "later" and self.training and len(images) > 2:
-            raise RuntimeError("my bug")  # later
+            bug()
         if self.kind == "name":
             return self.haed(images)  # name
-        hidden = self.body(images)
-        return self.head(hidden)  # shape
+        return self.head(self.body(images))  # shape
 
 
-class NoNet:
-    def __init__(self, num_classes):
+class Nothing:
+    def __init__(self, *_, **__):
         pass
 
 
 class Loss(nn.Module):
-    def forward(self, logits, targets):
-        raise RuntimeError("my bug")  # loss
+    forward = bug
 
 
 class Metric:
@@ -56,10 +57,18 @@ class Metric:
 
     def update(self, outputs, targets):
         if self.kind == "raises":
-            raise RuntimeError("my bug")  # metric
+            bug()
 
     def compute(self):
         return {"float": 0.1, "text": "none"}.get(self.kind, torch.tensor(0.1))
+
+
+class Transform:
+    def __init__(self, most=0):
+        self.most = most
+
+    def __call__(self, images, rng=None):
+        return images if len(images) <= self.most else bug()
 
 
 class Single:
@@ -67,67 +76,39 @@ class Single:
         return image
 
 
-class Batches:
-    def __call__(self, images, rng):
-        if len(images) > 2:
-            raise RuntimeError("my bug")  # batches
-        return images
-
-
-class Sample:
-    def __call__(self, image):
-        raise RuntimeError("my bug")  # sample
-
-
 class Images:
     def __init__(self, kind="item"):
         self.kind, self.targets = kind, [index % 10 for index in range(80)]
         self.classes = [str(number) for number in range(10)]
         if kind == "data":
-            raise KeyError("my bug")  # data
+            bug()
 
     def __len__(self):
         return 80
 
     def __getitem__(self, index):
-        if index > 20:
-            raise RuntimeError("my bug")  # item
-        return torch.zeros(1, 8, 8, dtype=torch.uint8), index % 10
+        return (torch.zeros(1, 8, 8, dtype=torch.uint8), index % 10) if index <= 20 else bug()
 
 
 class Callback:
     def __init__(self, at):
-        setattr(self, at, self.fail)
-
-    def fail(self, *_):
-        raise RuntimeError("my bug")  # callback
+        setattr(self, at, bug)
 
 
-class NoLogger:
-    pass
+class Noted:
+    def on_log(self, loop, metrics):
+        metrics["note"] = "good"
 
 
 class Optimizer(torch.optim.SGD):
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, lr=lr)
-
-    def step(self, closure=None):
-        raise RuntimeError("my bug")  # optimizer
-
-
-class NoOptimizer:
-    def __init__(self, params, lr=0.1):
-        pass
+    step = bug
 
 
 class Schedule:
     def __init__(self, total_steps):
         pass
 
-    def factor(self, step):
-        raise RuntimeError("my bug")  # schedule
-
-    factors = __call__ = factor
+    factor = factors = __call__ = bug
 
     def observe(self, value):
         pass
@@ -135,13 +116,11 @@ class Schedule:
     def state_dict(self):
         return {}
 
-    def load_state_dict(self, state):
-        pass
+    load_state_dict = observe
 
 
 class Task(Classification):
-    def metrics(self, device):
-        raise RuntimeError("my bug")  # task
+    metrics = bug
 """
 BASE = (
     "train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu", "data=digits",
@@ -150,35 +129,38 @@ BASE = (
 )  # fmt: skip
 NET = ("model=mlp", "~model.hidden", "~model.dropout", "model._target_=own_parts.Net")
 OWN = ("--config-dir", "mine")
+METRIC = "+metrics.mine={{_target_:own_parts.Metric,kind:{}}}"
 IMAGES = (*OWN, "data=own_images", "data.placement=disk")
 # Words, the comment where it raises (empty for a mistake in the config), the exit status, and what is said besides.
 KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
-    "constructor": ((*NET, "+model.kind=constructor"), "constructor", 1, "while model was built"),
+    "constructor": ((*NET, "+model.kind=constructor"), "bug", 1, "while model was built"),
     "refused argument": ((*NET, "+model.kind=value"), "value", 2, "model: own_parts.Net refuses its arguments"),
     "layers that do not fit": ((*NET, "+model.kind=shape"), "shape", 2, "model: cannot take images of shape"),
     "attribute": ((*NET, "+model.kind=name"), "name", 1, "while model was tried on one sample"),
-    "forward in training": ((*NET, "+model.kind=later"), "later", 1, "in epoch 1, after 0 optimizer steps"),
-    "model that is none": ((*NET[:-1], "model._target_=own_parts.NoNet"), "", 2, "model._target_: own_parts.NoNet"),
-    "loss": ((*OWN, "loss=own"), "loss", 2, "loss: my bug"),
-    "metric": (("+metrics.mine={_target_:own_parts.Metric,kind:raises}", "checkpoint.monitor=val/mine"), "metric", 1, ""),
+    "forward in training": ((*NET, "+model.kind=later"), "bug", 1, "in epoch 1, after 0 optimizer steps"),
+    "model that is none": ((*NET[:-1], "model._target_=own_parts.Nothing"), "", 2, "model._target_: own_parts.Nothing"),
+    "loss": ((*OWN, "loss=own"), "bug", 2, "loss: my bug"),
+    "metric": ((METRIC.format("raises"), "checkpoint.monitor=val/mine"), "bug", 1, ""),
     "metric that gives a text": (
-        ("+metrics.mine={_target_:own_parts.Metric,kind:text}", "checkpoint.monitor=val/mine"), "", 2,
-        "metrics.mine: compute() gives a str",
+        (METRIC.format("text"), "checkpoint.monitor=val/mine"), "", 2, "metrics.mine: compute() gives a str",
     ),
     "transform of one image": (("transform.train=[{_target_:own_parts.Single}]",), "", 2, "transform.sample_train"),
-    "transform of batches": (("transform.train=[{_target_:own_parts.Batches}]",), "batches", 1, "in epoch 1"),
-    "transform of samples": (("transform.sample_train=[{_target_:own_parts.Sample}]",), "sample", 2, "of 'train'"),
-    "data set": ((*IMAGES, "data.dataset.kind=data"), "data", 1, "while data.dataset was built"),
-    "sample": (IMAGES, "item", 2, "data.dataset: sample "),
-    "sample in a worker": ((*IMAGES, "data.num_workers=1"), "item", 2, "data.dataset: sample "),
-    "callback": (("+callbacks.mine={_target_:own_parts.Callback,at:on_step}",), "callback", 1, "after 1 optimizer steps"),
-    "logger that is none": (("+logger.mine={_target_:own_parts.NoLogger}",), "", 2, "NoLogger without open, log"),
-    "optimizer": ((*OWN, "optimizer=own"), "optimizer", 1, "in epoch 1"),
-    "optimizer that is none": (
-        (*OWN, "optimizer=own", "optimizer._target_=own_parts.NoOptimizer"), "", 2, "optimizer._target_: own_parts.NoOpt",
+    "transform of batches": (("transform.train=[{_target_:own_parts.Transform,most:2}]",), "bug", 1, "in epoch 1"),
+    "transform of samples": (("transform.sample_train=[{_target_:own_parts.Transform}]",), "bug", 2, "of 'train'"),
+    "data set": ((*IMAGES, "data.dataset.kind=data"), "bug", 1, "while data.dataset was built"),
+    "sample": (IMAGES, "bug", 2, "data.dataset: sample "),
+    "sample in a worker": ((*IMAGES, "data.num_workers=1"), "bug", 2, "data.dataset: sample "),
+    "callback": (("+callbacks.mine={_target_:own_parts.Callback,at:on_step}",), "bug", 1, "after 1 optimizer steps"),
+    "callback that logs a text": (
+        ("+callbacks.mine._target_=own_parts.Noted",), "", 2, "Noted, on_log: metric 'note' is a str",
     ),
-    "schedule": ((*OWN, "scheduler=own"), "schedule", 1, "RuntimeError: my bug"),
-    "task": (("task._target_=own_parts.Task",), "task", 1, "in epoch 1"),
+    "logger that is none": (("+logger.mine={_target_:own_parts.Nothing}",), "", 2, "Nothing without open, log"),
+    "optimizer": ((*OWN, "optimizer=own"), "bug", 1, "in epoch 1"),
+    "optimizer that is none": (
+        (*OWN, "optimizer=own", "optimizer._target_=own_parts.Nothing"), "", 2, "optimizer._target_: own_parts.Nothing",
+    ),
+    "schedule": ((*OWN, "scheduler=own"), "bug", 1, "RuntimeError: my bug"),
+    "task": (("task._target_=own_parts.Task",), "bug", 1, "in epoch 1"),
 }  # fmt: skip
 
 
@@ -222,6 +204,8 @@ def test_an_error_in_own_code_names_the_file_and_line_and_shows_no_library(
     assert not re.search(r"site-packages|src/runner|Traceback", result.err), result.err
     if status == 1:
         assert "Traceback" in (result.directory / "run.log").read_text(), "the log has everything"
+        assert result.summary["status"] == "failed"
+        assert "my bug" in result.summary["error"] or name == "attribute"
 
 
 def test_the_whole_traceback_is_shown_when_it_is_asked_for(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +217,7 @@ def test_the_whole_traceback_is_shown_when_it_is_asked_for(start: Any, monkeypat
 
 
 def test_a_metric_may_give_a_plain_number(start: Any) -> None:
-    result = start("+metrics.mine={_target_:own_parts.Metric,kind:float}", "checkpoint.monitor=val/mine")
+    result = start(METRIC.format("float"), "checkpoint.monitor=val/mine")
     assert result.status == 0, result.err
     assert result.summary["last"]["mine"] == 0.1
 

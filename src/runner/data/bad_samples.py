@@ -139,7 +139,7 @@ class BadSamples:
                 # A sample is counted once, however many epochs it fails in
                 if (split, sample) not in self._found:
                     path = path_of(dataset, sample)
-                    named = reason if path is None or path in reason else f"{path}: {reason}"
+                    named = reason if path is None or " ".join(path.split()) in reason else f"{path}: {reason}"
                     self._found[split, sample] = named
                     if len(self._found) == 1:
                         self._report()

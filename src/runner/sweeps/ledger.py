@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError
 from runner.base.files import writing
 from runner.base.reading import is_number, number_or_none, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_words
@@ -31,42 +30,21 @@ _OF_LAUNCH = ("time", "swept", "base", "jobs", "retry")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        status: `finished`, `pruned`, `failed`, `preempted`, or another one of a run that did not end.
-        metric: name of the monitored metric, if it was computed.
-        value: its best value; None if it was never finite.
-        sentence: why the run did not finish.
-    """
-
-    status: str
-    metric: str | None = None
-    value: float | None = None
-    sentence: str | None = None
+    status: str  # `finished`, `pruned`, `failed`, `preempted`, or another one of a run that did not end
+    metric: str | None = None  # name of the monitored metric, if it was computed
+    value: float | None = None  # its best value; None if it was never finite
+    sentence: str | None = None  # why the run did not finish
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The last line about a job.
+@dataclass(frozen=True, kw_only=True)
+class Entry(Outcome):
+    """The last line about a job; its status is one of `ENDED`, `started` or `removed`; an earlier version wrote `retried`, too."""
 
-    Attributes:
-        folder: its run directory, inside the sweep.
-        overrides: of the job, secrets masked.
-        status: one of `ENDED`, `started` or `removed`; an earlier version wrote `retried`, too.
-        launch: index of the launch that wrote the line.
-        sentence: see `Outcome`.
-        metric: see `Outcome`.
-        value: see `Outcome`.
-    """
-
-    folder: Path
-    overrides: list[str]
-    status: str
-    launch: int
-    sentence: str | None = None
-    metric: str | None = None
-    value: float | None = None
+    folder: Path  # its run directory, inside the sweep
+    overrides: list[str]  # of the job, secrets masked
+    launch: int = 0  # index of the launch that wrote the line
 
 
 @dataclass
@@ -76,12 +54,10 @@ class Records:
     launches: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
-    torn: bool = False
-    """Whether a crash left the last line incomplete."""
+    torn: bool = False  # a crash left the last line incomplete
+    # Folders of jobs that are ignored, as they are links or not in the sweep: a ledger may come from someone else
     outside: list[str] = field(default_factory=list)
-    """Folders of jobs that are ignored, as they are links or not in the sweep: a ledger may come from someone else."""
-    was: dict[str, Any] = field(default_factory=dict)
-    """Settings of the base that are gone, by dotted key, see `runner.config.gone`."""
+    was: dict[str, Any] = field(default_factory=dict)  # settings of the base that are gone, see `runner.config.gone`
 
     @property
     def flags(self) -> list[str]:
@@ -92,11 +68,6 @@ class Records:
     def planned(self) -> dict[str, list[str]]:
         """The overrides of each job of the last launch by identity; empty for a search, which chooses them later."""
         return (self.launches[-1]["jobs"] or {}) if self.launches else {}
-
-    def now(self, job: str) -> Entry | None:
-        """The entry of a job if it belongs to the last launch."""
-        entry = self.jobs.get(job)
-        return entry if entry is not None and entry.launch == len(self.launches) - 1 else None
 
 
 class Ledger:
@@ -119,7 +90,8 @@ class Ledger:
         lost = {compared(words): job for job, words in records.planned.items() if job not in records.jobs}
         for words, path in (self.unnamed(records) if lost else {}).items():
             if (job := lost.get(words)) is not None:
-                records.jobs[job] = Entry(path, records.planned[job], "started", len(records.launches) - 1)
+                now = len(records.launches) - 1
+                records.jobs[job] = Entry("started", folder=path, overrides=records.planned[job], launch=now)
         for job, entry in list(records.jobs.items()):
             if entry.folder.is_symlink():
                 records.outside.append(records.jobs.pop(job).folder.name)
@@ -133,15 +105,6 @@ class Ledger:
                 with contextlib.suppress(OSError, ValueError):  # a run that cannot be read is none of them
                     found[compared(words_without(read_overrides(path.parent)))] = path.parent
         return found
-
-    def require_file(self) -> None:
-        """Refuse to write through a link, a folder or a named pipe, as a sweep's folder may come from someone else.
-
-        Raises:
-            UserError: it is none.
-        """
-        if os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()):
-            raise UserError("sweep.dir", f"{self.path} is not a regular file", "another folder")
 
     def append(self, event: str, records: Records | None = None, **content: Any) -> None:
         """Append a line to the file, on the disk when this returns, and to what was read from it.
@@ -173,9 +136,9 @@ class Ledger:
 
     def append_job(self, records: Records, job: str, entry: Entry) -> None:
         """Append a line about a job."""
-        content = {name: value for name, value in vars(entry).items() if name not in ("status", "launch") and value}
-        content |= {"folder": entry.folder.name, "overrides": mask_words(entry.overrides), "job": job}
-        self.append(entry.status, records, **content)
+        known = {name: value for name in ("sentence", "metric", "value") if (value := getattr(entry, name))}
+        words = mask_words(entry.overrides)
+        self.append(entry.status, records, folder=entry.folder.name, overrides=words, **known, job=job)
 
     def _add(self, records: Records, line: bytes) -> bool:
         """Add what a line says; tells whether it could be read."""
@@ -195,13 +158,13 @@ class Ledger:
                 records.outside.append(name)
                 return True
             entry = Entry(
+                event,
+                _text(found.get("metric")),
+                number_or_none(found.get("value")),
+                _text(found.get("sentence")),
                 folder=self.folder / name,
                 overrides=words_without(map(str, found["overrides"])),
-                status=event,
                 launch=len(records.launches) - 1,
-                sentence=_text(found.get("sentence")),
-                metric=_text(found.get("metric")),
-                value=number_or_none(found.get("value")),
             )
         except (ValueError, LookupError, TypeError, RecursionError):
             return False

@@ -28,38 +28,23 @@ _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 
 @dataclass(frozen=True)
 class Planned:
-    """A job before it starts.
+    """A job before it starts."""
 
-    Attributes:
-        number: among the jobs of the command, from 0.
-        identity: see `identity`.
-        composition: the config of the job.
-        varied: the overrides that not all jobs have, for people.
-        environment: variables for the job.
-    """
-
-    number: int
-    identity: str
-    composition: Composition
-    varied: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    number: int  # among the jobs of the command, from 0
+    identity: str  # see `identity`
+    composition: Composition  # the config of the job
+    varied: str = ""  # the overrides that not all jobs have, for people
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables for the job
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep before its first job.
+    """A sweep before its first job."""
 
-    Attributes:
-        command: what was called.
-        swept: keys and groups that have several values.
-        base: the values that all jobs have in common and that change a result.
-        jobs: all jobs; None for a search, which chooses them later.
-    """
-
-    command: Command
-    swept: Sequence[str]
-    base: dict[str, Any]
-    jobs: Sequence[Planned] | None = None
+    command: Command  # what was called
+    swept: Sequence[str]  # keys and groups that have several values
+    base: dict[str, Any]  # the values that all jobs have in common and that change a result
+    jobs: Sequence[Planned] | None = None  # all jobs; None for a search, which chooses them later
 
 
 Validate = Callable[[Sequence[Composition]], list[list[Problem]]]
@@ -145,20 +130,20 @@ def composed(command: Command, jobs: Sequence[Sequence[str]], validate: Validate
     # Importing torch takes seconds, so it is done only for jobs that are right as far as is known
     if not any(found):
         found = (validate or functools.partial(problems_of_all, command.schema))(compositions)
-    if not (wrong := [number for number, problems in enumerate(found) if problems]):
+    jobs_with: dict[tuple[str, str], dict[int, Problem]] = {}
+    for number, problems in enumerate(found):
+        for problem in problems:
+            jobs_with.setdefault((problem.key, problem.message), {})[number] = problem
+    if not jobs_with:
         return compositions
-    # A problem of every job is one of the base, and is shown once; the others name their job
-    kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
-    everywhere = set.intersection(*kinds)
-    listed = [problem for problem in found[wrong[0]] if (problem.key, problem.message) in everywhere]
-    varied, seen = varied_words(jobs), everywhere
-    for number in wrong:
-        for problem in found[number]:
-            if (problem.key, problem.message) not in seen:
-                seen.add((problem.key, problem.message))
-                others = sum((problem.key, problem.message) in kind for kind in kinds) - 1
-                name = f"job {number + 1} of {len(jobs)}: {varied[number]}" + (f", and {others} more" if others else "")
-                listed.append(dataclasses.replace(problem, origin=name))
+    # A problem of every job is one of the base, and is shown once and first; the others name their job
+    listed, varied = list[Problem](), varied_words(jobs)
+    for having in sorted(jobs_with.values(), key=lambda having: len(having) < len(jobs)):
+        number, problem = next(iter(having.items()))
+        if len(having) < len(jobs):
+            others = f", and {len(having) - 1} more" if len(having) > 1 else ""
+            problem = dataclasses.replace(problem, origin=f"job {number + 1} of {len(jobs)}: {varied[number]}{others}")
+        listed.append(problem)
     raise ConfigError(listed)
 
 

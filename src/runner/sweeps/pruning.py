@@ -22,13 +22,13 @@ class Pruning:
     """A callback of the training loop.
 
     Args:
+        decide: asks rank 0 a question, and gives its answer on every rank.
         mode: direction of the monitored metric.
         reports: arguments of `runner.sweeps.study.Reports`.
-        decide: asks rank 0 a question, and gives its answer on every rank.
     """
 
-    def __init__(self, mode: str, reports: dict[str, Any], decide: Callable[[Callable[[], Any]], Any]) -> None:
-        self._mode, self._arguments, self._decide = mode, reports, decide
+    def __init__(self, decide: Callable[[Callable[[], Any]], Any], mode: str, reports: dict[str, Any]) -> None:
+        self._decide, self._mode, self._arguments = decide, mode, reports
 
     @functools.cached_property
     def _reports(self) -> Reports:
@@ -43,7 +43,7 @@ class Pruning:
             raise UserError("checkpoint.mode", f"of {loop.monitor[0]} is {mode}, which the search did not know", mode)
         at = self._decide(lambda: self._reports.stopped_at)
         if at is not None and at <= _evaluation(loop):
-            self._stop(loop, at)
+            loop.prune(f"pruned after evaluation {at}")
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
         """Report the monitored metric."""
@@ -51,10 +51,7 @@ class Pruning:
         if loop.finished or not math.isfinite(value):
             return  # the end comes anyway
         if self._decide(lambda: self._reports.stops(at, value)):
-            self._stop(loop, at)
-
-    def _stop(self, loop: Any, evaluation: int) -> None:
-        loop.prune(f"pruned after evaluation {evaluation}")
+            loop.prune(f"pruned after evaluation {at}")
 
 
 def _evaluation(loop: Any) -> int:
@@ -69,4 +66,4 @@ def _evaluation(loop: Any) -> int:
 
 def pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
     """The callbacks of a trial of a search."""
-    return [Pruning(**json.loads(os.environ[VARIABLE]), decide=decide)]
+    return [Pruning(decide, **json.loads(os.environ[VARIABLE]))]

@@ -18,7 +18,7 @@ from runner.config.gone import words_without
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
 from runner.run.directory import works
-from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, outcome
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Records, outcome
 from runner.tracking.formats import amount
 from runner.tracking.progress_file import Progress, read_progress
 
@@ -58,19 +58,13 @@ class JobRow:
 
 @dataclass
 class Scan:
-    """The runs and sweeps below some folders.
+    """The runs and sweeps below some folders."""
 
-    Attributes:
-        rows: in the order of their folders; those of a sweep as its ledger has them, with the jobs that have not started.
-        notes: what was ignored or could not be read.
-        sweeps: their ledgers, by folder.
-        was: settings in ledgers that are gone, see `runner.config.gone`.
-    """
-
+    # In the order of their folders; those of a sweep as its ledger has them, with the jobs that have not started
     rows: list[JobRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    sweeps: dict[Path, Records] = field(default_factory=dict)
-    was: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what was ignored or could not be read
+    sweeps: dict[Path, Records] = field(default_factory=dict)  # their ledgers, by folder
+    was: dict[str, Any] = field(default_factory=dict)  # settings in ledgers that are gone, see `runner.config.gone`
     _visited: set[Path] = field(default_factory=set)
     _around: dict[Path, Records] = field(default_factory=dict)  # the ledgers beside runs that were added by themselves
 
@@ -167,7 +161,7 @@ def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
     known = entry.sentence if entry is not None else None
     # Without a folder, the ledger is the only one who knows
     if summary is None and entry is not None and not os.path.lexists(folder):
-        ended = Outcome(entry.status, entry.metric, entry.value, known)
+        ended = entry
     # The summary is right if it says ended; otherwise the lock tells a run that works from a dead one
     if ended.status in ENDED:
         status, error = ended.status, ended.sentence

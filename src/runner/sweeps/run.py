@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
+import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
-from runner.base.files import make_folder
+from runner.base.files import make_folder, writing
 from runner.base.secrets import mask_text, mask_words
+from runner.base.truth import is_true
 from runner.config.composition import Composition
 from runner.config.gone import warning
 from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.output_folders import holds_run
+from runner.config.stored import differences
 from runner.launch.jobs import Ended, Job, Launcher, run
-from runner.run.directory import works
-from runner.sweeps.folder import base_changed
+from runner.run.directory import Occupied, claim, hold, timestamp, works
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, compared, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, identity
 from runner.sweeps.rows import command_alone
-from runner.sweeps.view import headline_of
+from runner.sweeps.table import headline_of
 from runner.tracking.console import Console
 from runner.tracking.formats import number
 
@@ -41,33 +45,93 @@ def quoted(path: Path) -> str:
     return f"'{text}'"
 
 
-class Jobs(Protocol):
-    """The jobs of a sweep, one after the other."""
+def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
+    """Keys whose values differ from those of a sweep, except where it has several: (key, before, now)."""
+    swept = [key.replace("/", ".") for launch in records.launches for key in launch["swept"]] + list(plan.swept)
+    found = differences(records.launches[-1]["base"], plan.base)
+    return [each for each in found if not within(each[0], [key.replace("/", ".") for key in swept])]
+
+
+@contextlib.contextmanager
+def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
+    """Find or make the folder of a sweep, and hold it: the one that is named, or that of the newest sweep of the same command.
+
+    Args:
+        root: of the sweeps of this verb and name.
+        plan: what will be done there.
+
+    Raises:
+        UserError: another process runs the sweep, or the folder holds something else.
+    """
+    named, new = plan.command.place, is_true(plan.command.composition.values["sweep"]["new"])
+    # Hydra's key works too, but two folders cannot both be meant
+    places = [key for key in ("sweep.dir", "hydra.sweep.dir") if key in map(key_of, plan.command.checked.accepted)]
+    if len(places) > 1:
+        raise UserError("sweep.dir", "and hydra.sweep.dir are both given", "one of them")
+    if named and new:
+        raise UserError("sweep.dir", f"is {named}, and sweep.new is given too", "one of them")
+    # Two processes with the same command at the same time must find one folder, not make two
+    with contextlib.nullcontext() if named else _one_at_a_time(root):
+        folder = named or (None if new else _same_sweep(root, plan)) or claim(root, timestamp())
+        if holds_run(folder):
+            raise UserError("sweep.dir", f"cannot be {folder}: it holds a run", "another folder")
+        make_folder(folder)
+        try:
+            # The lock says that a sweep runs here, and is gone with the process
+            lock = hold(folder)
+        except Occupied as error:
+            runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"
+            allowed = "wait for it, end it with kill, or sweep.new=true for another one"
+            raise UserError("sweep.dir", runs, allowed) from None
+    try:
+        yield folder
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _same_sweep(root: Path, plan: Plan) -> Path | None:
+    """The folder of the newest sweep of the same command."""
+    same = []
+    for path in root.glob(f"*/{NAME}"):
+        records = Ledger(path.parent).read()
+        if records.launches and records.launches[-1]["swept"] == list(plan.swept) and not base_changed(records, plan):
+            same.append((records.launches[0]["time"], path.parent))
+    return max(same)[1] if same else None
+
+
+@contextlib.contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Let other processes with the same command wait until this one holds its folder, so that they find it and get no other."""
+    try:
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            folder = os.open(root, os.O_RDONLY)
+    except UserError as error:
+        raise UserError("output_root", str(error)) from error
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+class Jobs:
+    """The jobs of a sweep, one after the other: those that are known beforehand, unless a search chooses them."""
 
     count: int
-
-    def next(self) -> Planned | None:
-        """The next job; None if there is none now."""
-        ...
-
-    def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
-        """A job has ended, or had before."""
-        ...
-
-
-class Listed:
-    """Jobs that are known beforehand."""
 
     def __init__(self, jobs: Sequence[Planned]) -> None:
         self.count = 1 + max((job.number for job in jobs), default=-1)
         self._left = list(jobs)
 
     def next(self) -> Planned | None:
-        """See `Jobs.next`."""
+        """The next job; None if there is none now."""
         return self._left.pop(0) if self._left else None
 
     def ended(self, planned: Planned, found: Outcome, folder: Path) -> None:
-        """See `Jobs.ended`."""
+        """Called with a job that has ended, or had before."""
 
 
 class Sweep:
@@ -83,7 +147,7 @@ class Sweep:
     def __init__(self, folder: Path, plan: Plan, call: Callable[[Composition], Any], console: Console) -> None:
         self.folder, self.plan, self.ledger = folder, plan, Ledger(folder)
         self.records = Records()
-        self.status = OK
+        self.status, self.say = OK, console.line
         self._call, self._console = call, console
         self._retry = str(plan.command.composition.values["sweep"]["retry"])
         self._running: dict[int, Planned] = {}
@@ -99,10 +163,13 @@ class Sweep:
             UserError: the folder is not a sweep's, holds runs without a ledger, or cannot be written.
             ConfigError: it is a sweep of another base config, with the differences.
         """
-        self.ledger.require_file()
+        ledger = self.ledger.path
+        # A sweep's folder may come from someone else, and nothing is written through a link or a named pipe in it
+        if os.path.lexists(ledger) and (ledger.is_symlink() or not ledger.is_file()):
+            raise UserError("sweep.dir", f"{ledger} is not a regular file", "another folder")
         self.records, plan = self.ledger.read(), self.plan
         if self.records.torn:
-            self.say(f"{self.ledger.path}: its last line is incomplete, as after a crash, and does not count")
+            self.say(f"{ledger}: its last line is incomplete, as after a crash, and does not count")
         known = self.records.jobs
         for text in warning(str(self.folder), self.records.was):
             self.say(f"warning: {text}")
@@ -162,7 +229,7 @@ class Sweep:
         """Run the jobs that are left until all have ended or a signal asks to stop; sets the exit status."""
         self._jobs, self._launcher = jobs, launcher
         before = len(self.records.launches) - 1
-        signal = run(launcher, self._next, self._started, self._ended, self._on_time)
+        signal = run(launcher, self._next, self._started, self._ended, lambda: bool(self._occupied))
         if signal and launcher.survives:
             self.say(f"{signal}: the jobs continue; the same command continues this sweep")
         last = [entry for entry in self.records.jobs.values() if entry.launch == before]
@@ -176,18 +243,18 @@ class Sweep:
             known, words = self.records.jobs.get(planned.identity), planned.composition.overrides
             if known is None and self.plan.jobs is None:  # a search plans its jobs one by one
                 lost = self.ledger.unnamed(self.records).get(compared(mask_words(words)))
-                known = None if lost is None else Entry(lost, words, "started", -1)
+                known = None if lost is None else Entry("started", folder=lost, overrides=words, launch=-1)
             # With retry=all, each job starts again once per launch
             again = self._retry == "all" and known is not None and known.launch < len(self.records.launches) - 1
             if known is None or again or _is_gone(known):
-                return self._begin(planned, Entry(self._free(planned), words, "started", 0))
+                return self._begin(planned, Entry("started", folder=self._free(planned), overrides=words))
             if _settled(known, self._retry):
                 self._skip(planned, known)
             # A launcher whose jobs survive finds them again itself.
             elif not self._launcher.survives and _is_written(known):
                 self._wait_for(planned, known.folder)
             else:
-                return self._begin(planned, Entry(known.folder, known.overrides, "started", 0))
+                return self._begin(planned, Entry("started", folder=known.folder, overrides=known.overrides))
         return None
 
     def _candidate(self) -> Planned | None:
@@ -242,15 +309,12 @@ class Sweep:
         # The process of the sweep was killed before it could record the end
         if known.status != found.status:
             self._record(planned.identity, known, found)
-        result = f", {found.metric} {number(found.value)}" if found.metric else ""
-        self._tell(planned, "skipped", f", {known.folder} has {found.status} already{result}")
+        self._tell(planned, "skipped", f", {known.folder} has {found.status} already{_result(found)}")
         self._jobs.ended(planned, found, known.folder)
 
     def _started(self, job: Job, place: str) -> None:
-        told = headline_of(self.records)
-        self._tell(
-            self._running[job.number], "started", (f": {place}" if place else "") + (f"; {told}" if told else "")
-        )
+        told = "".join(f"{mark}{text}" for mark, text in ((": ", place), ("; ", headline_of(self.records))) if text)
+        self._tell(self._running[job.number], "started", told)
 
     def _ended(self, ended: Ended, signal: str) -> None:
         planned = self._running.pop(ended.number)
@@ -266,11 +330,8 @@ class Sweep:
             else:  # a folder that is missing later was removed by someone
                 make_folder(known.folder)
         self._record(planned.identity, known, found)
-        if found.status == "finished":
-            text = f", {found.metric} {number(found.value)}" if found.metric else ""
-            self._tell(planned, "finished", text)
-        else:
-            self._tell(planned, found.status, f": {found.sentence}" if found.sentence else "")
+        told = f": {found.sentence}" if found.sentence else ""
+        self._tell(planned, found.status, _result(found) if found.status == "finished" else told)
         self._jobs.ended(planned, found, known.folder)
 
     def _log(self, folder: Path) -> Path:
@@ -279,26 +340,21 @@ class Sweep:
     def _record(self, job: str, known: Entry, found: Outcome) -> None:
         self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found)))
 
-    def _on_time(self) -> bool:
-        return bool(self._occupied)
-
-    # What is shown
-
-    def say(self, text: str) -> None:
-        """Show a sentence."""
-        self._console.line(text)
-
     def _tell(self, planned: Planned, event: str, text: str) -> None:
         """Show what happened to a job."""
         line = f"job {planned.number + 1} of {self._jobs.count}: {mask_text(planned.varied) or 'as all others'}: "
         line += event + mask_text(text)
-        failed = event == "failed"
-        if failed:
-            folder = self.records.jobs[planned.identity].folder
-            line += f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
-            again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
-            line += f"\n    again: {again}"
-        (self._console.error if failed else self._console.line)(line)
+        if event != "failed":
+            self.say(line)
+            return
+        folder = self.records.jobs[planned.identity].folder
+        again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
+        where = f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
+        self._console.error(f"{line}{where}\n    again: {again}")
+
+
+def _result(found: Outcome) -> str:
+    return f", {found.metric} {number(found.value)}" if found.metric else ""
 
 
 def _settled(entry: Entry, retry: str) -> bool:

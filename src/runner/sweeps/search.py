@@ -25,14 +25,15 @@ from runner.base.reading import read_summary
 from runner.base.secrets import mask_words
 from runner.config import overrides
 from runner.config.command import Command
-from runner.config.composition import Composition
 from runner.config.keys import OF_THE_SWEEP, is_of_hydra, key_of, within
+from runner.config.resolve import resolve_config
+from runner.config.schema.train import Train
 from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import Outcome, outcome
 from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
 from runner.sweeps.pruning import VARIABLE
-from runner.sweeps.run import Sweep
+from runner.sweeps.run import Jobs, Sweep
 from runner.sweeps.study import State, pruner_of, sampler_of, storage_of, study_of_sweep, using
 from runner.sweeps.table import BEST
 from runner.tracking.formats import number as shown
@@ -51,27 +52,22 @@ class _Trial:
     values: list[float] = field(default_factory=list)  # of the monitored metric, of the seeds that have ended
 
 
-class Search:
-    """The jobs of a search, see `runner.sweeps.run.Jobs`.
+class Search(Jobs):
+    """The jobs of a search.
 
     Args:
         command: what was called.
         launcher: makes what will start the jobs.
         validate: see `runner.sweeps.plan.plan_of`.
-        monitor: the metric that a run of a composition watches, and its direction.
 
     Raises:
         ConfigError: with every problem of the search space, and of the values at its ends.
         UserError: for settings that do not fit together.
     """
 
-    def __init__(
-        self,
-        command: Command,
-        launcher: Callable[[], Launcher],
-        validate: Validate,
-        monitor: Callable[[Composition], tuple[str, str]],
-    ) -> None:
+    def __init__(self, command: Command, launcher: Callable[[], Launcher], validate: Validate) -> None:
+        from runner.run.metrics import expected_monitor  # imports torch
+
         self._command, self._settings = command, command.composition.values["search"]
         settings, self._space = self._settings, _checked_space(command)
         # Keys of the space come from the search, so the command's values for them are removed
@@ -81,7 +77,7 @@ class Search:
             raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
         # Ends of ranges are the extremes: if these are valid, draws in between are too
         _check_ends(command, self._words, self._space, validate)
-        self._metric, self._mode = monitor(command.composition)
+        self._metric, self._mode = expected_monitor(resolve_config(command.composition, Train))
         swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
         base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
         self.plan = Plan(command, swept, json.loads(json.dumps(base, default=str)))
@@ -139,7 +135,10 @@ class Search:
         trial = self._waiting.pop(0)
         ended, environment = len(trial.values), dict[str, str]()
         # A trial has one job for each seed, one after the other
-        words = [*self._varied(trial.params), *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1])]
+        words = [
+            *(word_of(key, trial.params[key]) for key in self._space),
+            *(f"seed={seed}" for seed in settings["seeds"][ended : ended + 1]),
+        ]
         # Only the first seed is pruned: the others are run because it was good
         if settings["pruner"] != "none" and not ended:
             reports = {"storage": self._study.where, "study": self._study.name, "number": trial.number}
@@ -176,9 +175,6 @@ class Search:
         if text:
             self._sweep.say(f"trial {trial.index + 1}: {text}")
 
-    def _varied(self, params: Mapping[str, Any]) -> list[str]:
-        return [word_of(key, params[key]) for key in self._space]
-
     def _write_best(self) -> None:
         """Write the best trial as a preset, with the command that repeats it."""
         ended = [each for each in enumerate(self._study.trials(), 1) if each[1].state == State.COMPLETE]
@@ -188,7 +184,7 @@ class Search:
         number, best = (max if self._mode == "max" else min)(ended, key=lambda each: each[1].value or 0.0)
         # The preset repeats the result: the command's words, then the values that were found
         words = [word for word in self._words if not is_of_hydra(word) and key_of(word) != "sweep"]
-        words = mask_words([*words, *self._varied(best.params)])
+        words = mask_words([*words, *(word_of(key, best.params[key]) for key in self._space)])
         command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
         which = f"trial {number}, the best of {len(ended)} in {self._sweep.folder}"
         lines = [f"{self._metric} {shown(best.value or 0.0)}: {which}", command]
@@ -215,10 +211,9 @@ def _checked_space(command: Command) -> dict[str, Range]:
         raise UserError("search", "names no key to vary", "keys such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'")
     space, problems = ranges_of(values["space"])
     for key, each in space.items():
-        # Some keys decide where and how a search itself runs
+        # Some keys decide where and how a search itself runs, and a number cannot be drawn from names of options
         if within(key, _NO_RANGE):
             problems.append(Problem(f"search.{key}", "cannot vary in a search", "a key that trials may differ in"))
-        # A number cannot be drawn from names of options
         elif each.kind != "choice" and (options := command.sources.options(key)):
             names = ", ".join(option.name for option in options)
             problems.append(Problem(f"search.{key}", "is a group of options", f"{{choice: [{names}]}}"))

@@ -26,9 +26,8 @@ JOURNAL = "search.jsonl"
 _TAKEN = "warm_start"  # attribute of a trial that an earlier version took from another sweep
 State = optuna.trial.TrialState
 _NAME = "search"  # Hyperband derives the bracket of a trial from the name of its study
-_DECIDED = (
-    "decided"  # attribute of a trial: its last evaluation with a decision of the pruner, and whether it stops there
-)
+# Attribute of a trial: its last evaluation with a decision of the pruner, and whether it stops there
+_DECIDED = "decided"
 _FEWEST = 5  # trials from which importances are computed
 _STALE_S = 3  # after which Optuna takes over the lock of a process that was killed
 
@@ -100,9 +99,8 @@ def using(where: str) -> Iterator[None]:
         yield
     except Exception as error:  # of any kind
         reason = str(error).partition("\n")[0] or type(error).__name__
-        allowed = (
-            "the same command once that is fixed, or another file or sqlite:///FILE; finished jobs keep their results"
-        )
+        kept = "finished jobs keep their results"
+        allowed = f"the same command once that is fixed, or another file or sqlite:///FILE; {kept}"
         raise UserError("search.storage", f"{mask_text(where)} cannot be used: {reason}", allowed) from error
 
 
@@ -175,26 +173,20 @@ class Reports:
     def stopped_at(self) -> int | None:
         """The evaluation after which the pruner stopped the trial."""
         with using(self._where):
-            evaluation, stops = self._decided
-        return evaluation if stops else None
-
-    @property
-    def _decided(self) -> tuple[int, bool]:
-        """The last evaluation with a decision, and whether it stops the trial."""
-        evaluation, stops = self._trial.user_attrs.get(_DECIDED, (-1, False))
-        return int(evaluation), bool(stops)
+            evaluation, stops = self._trial.user_attrs.get(_DECIDED, (-1, False))
+        return int(evaluation) if stops else None
 
     def stops(self, evaluation: int, value: float) -> bool:
         """Report an evaluation; whether it is the last one. A run that is resumed gets the decision that was made before."""
         with using(self._where):
-            last, stops = self._decided
+            last, stops = self._trial.user_attrs.get(_DECIDED, (-1, False))
             if evaluation > last:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", UserWarning)  # of a value that was reported, and not decided on
                     self._trial.report(value, evaluation)
                 last, stops = evaluation, bool(self._trial.should_prune())  # numpy gives its own
                 self._trial.set_user_attr(_DECIDED, [last, stops])
-        return stops and evaluation == last
+        return bool(stops) and evaluation == last
 
 
 def _distribution(values: Range) -> optuna.distributions.BaseDistribution:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from runner.base.errors import UserError, nearest_path
+from runner.base.errors import UserError
 from runner.config.sources import Sources
 
 _VALUES = {"DIR": "folder", "NAME": "name"}
@@ -34,15 +34,6 @@ def split_words(
             allowed = ", ".join(f"{name} {value}" for name, value in flags.items() if name.startswith("--"))
             raise UserError(verb, f"unknown flag '{flag}'", allowed)
     return words, given
-
-
-def checked_folder(verb: str, word: str, meant: str) -> Path:
-    """A folder that exists."""
-    folder = Path(word)
-    if not folder.is_dir():
-        problem = f"{word} is a file, not {meant}" if folder.exists() else f"there is no {word}"
-        raise UserError(verb, problem, meant, nearest_path(folder))
-    return folder
 
 
 def sources_and_words(verb: str, argv: Sequence[str], other_flags: bool = False) -> tuple[Sources, list[str]]:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from inspect import cleandoc
@@ -43,7 +44,7 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
     # Verbs without a config parse their words themselves, and start without Hydra
     if not verb.takes_config:
-        main = importlib.import_module(verb.module).main
+        main = pkgutil.resolve_name(verb.module)
         if not asks_for_help:
             return int(main([verb.aliases.get(word, word) for word in argv]))
         print(f"{verb.help}\n\n{cleandoc(main.__doc__ or '')}")

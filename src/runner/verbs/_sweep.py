@@ -16,13 +16,11 @@ from runner.config.composition import Composition
 from runner.config.hydra_messages import REPLACED
 from runner.config.keys import walk, within
 from runner.config.output_folders import holds_run
-from runner.config.resolve import resolve_config
-from runner.config.schema.train import Train
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local
-from runner.sweeps.folder import opened_folder
 from runner.sweeps.plan import Plan, plan_of, problems_of_all
-from runner.sweeps.run import Listed, Sweep
+from runner.sweeps.rows import rows_in
+from runner.sweeps.run import Jobs, Sweep, opened_folder
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.tracking.console import Console
 from runner.verbs._errors import print_error
@@ -54,7 +52,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
     if values["search"]["sampler"] is not None:
         from runner.sweeps.search import Search  # needs Optuna, and says what to install
 
-        search = Search(command, launcher, validate, _monitor)
+        search = Search(command, launcher, validate)
     plan: Plan = search.plan if search else plan_of(command, validate)
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
@@ -65,7 +63,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
             if search:
                 search.run(sweep, launcher())
             else:
-                sweep.run(Listed(sweep.plan.jobs or ()), launcher())
+                sweep.run(Jobs(sweep.plan.jobs or ()), launcher())
         except KeyboardInterrupt:  # before the launcher listened to signals, or after
             sweep.status = PREEMPTED
         except UserError as error:  # such as a full disk
@@ -77,7 +75,7 @@ def run_sweep(verb: Verb, command: Command) -> int:
             rows = summarise(folder)
         except UserError as error:
             print_error(str(error))
-            status, rows = max(status, error.exit_code), summarise(folder, write=False)
+            status, rows = max(status, error.exit_code), rows_in(folder)
         failed = print_table(rows, console, len(plan.jobs or ()))
         print_best(folder, console)
         if status == PREEMPTED:
@@ -99,13 +97,6 @@ def _check(command: Command) -> None:
     search = command.composition.values["search"]
     if search["space"] and search["sampler"] is None:
         raise UserError("search", "has keys to vary, and this sweep is not a search", "sweep=optuna too")
-
-
-def _monitor(composition: Composition) -> tuple[str, str]:
-    """The metric that runs of a composition watch, and whether the `min` or the `max` of it is best."""
-    from runner.run.metrics import expected_monitor  # which imports torch
-
-    return expected_monitor(resolve_config(composition, Train))
 
 
 def _preload(values: dict[str, Any]) -> list[str]:

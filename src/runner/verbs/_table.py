@@ -16,7 +16,7 @@ class Verb:
 
     name: str  # as it is typed
     help: str
-    module: str  # has `run(composition)` if the verb takes a config, otherwise `main(argv)`
+    module: str  # has `run(composition)`; of a verb that takes no config, `module:function`, which takes the words
     # Folder below `output_root` that gets the sweeps of a verb that takes a config; `{name}` is the run's name
     sweeps: str = ""
     # Whether each job has a run directory, where `run` reports its own errors, and a sweep ends with a table
@@ -85,9 +85,9 @@ _ENTRIES = (
     Verb(
         "copy",
         "Copy an option to your config folder: `copy model=vit_tiny my_conf`.",
-        "runner.verbs.copy",
+        "runner.verbs.options:copy",
     ),
-    Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env"),
+    Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env:main"),
     Verb(
         "eval",
         "Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix.",
@@ -116,11 +116,11 @@ _ENTRIES = (
         sweeps="inspections",
         only_lists=("what", "tensors", "features"),
     ),
-    Verb("list", "List the config groups and their options, one line each.", "runner.verbs.list"),
+    Verb("list", "List the config groups and their options, one line each.", "runner.verbs.options:list_options"),
     Verb(
         "new",
         "Generate a working model, data set, task, callback or project: `new model MyNet`.",
-        "runner.verbs.new",
+        "runner.verbs.new:main",
     ),
     Verb(
         "pack",
@@ -147,18 +147,18 @@ _ENTRIES = (
     Verb(
         "report",
         "Compare runs from their files, also while they run: table, difference, baseline, page with curves.",
-        "runner.verbs.report",
+        "runner.verbs.report:main",
         aliases={"--json": "json=-", "json=true": "json=-"},
     ),
     Verb(
         "show",
         "Show what an option contains (`show model=vit_tiny`), what a key means (`show optimizer.lr`), or all top-level keys.",
-        "runner.verbs.show",
+        "runner.verbs.options:show",
     ),
     Verb(
         "sweep",
         "Show the table of a sweep from the files in its folder, also while it runs: `sweep DIR`.",
-        "runner.verbs.sweep",
+        "runner.verbs.watch:sweep",
     ),
     Verb(
         "train",
@@ -171,7 +171,7 @@ _ENTRIES = (
     Verb(
         "watch",
         "Follow a run, a sweep or a folder of runs from its files, live, until no run is active: `watch DIR`.",
-        "runner.verbs.watch",
+        "runner.verbs.watch:watch",
     ),
 )
 VERBS = {verb.name: verb for verb in _ENTRIES}

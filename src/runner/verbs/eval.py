@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,13 +60,19 @@ def run(composition: Composition) -> float:
     # Every rank has the metrics, and only the first one writes them
     if not world().first:
         return float(record["metrics"].get("loss", math.nan))
-    classes = list(record.get("per_class", ()))
     folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
     same_data = config.data.name == stored_data(found).get("name")
     title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
     # Other data must not replace the evaluation of the run's own data.
     name = config.split if same_data else f"{config.data.name}_{config.split}"
-    written = _write(record, folder, name, title, classes, named=config.output is not None)
+    written = [folder / f"eval_{name}.json"]
+    write_json(written[0], record, named=config.output is not None)
+    if "confusion" in record:
+        from runner.tracking.plots import confusion_matrix  # imports matplotlib
+
+        written.append(folder / "plots" / f"confusion_{name}.png")
+        make_folder(written[1].parent)
+        confusion_matrix(record["confusion"], list(record.get("per_class", ())), written[1], title)
     if not report.json(record, written=[str(path) for path in written]):
         report.line(resolved.described())
         _show(record, title, report)
@@ -118,8 +123,8 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
             # Averaged probabilities are not logits, and most losses expect these
             if config.tta_mean == "probabilities" and not isinstance(loss, _TAKE_LOGITS.get(kind, ())):
                 del averaged["loss"]
-                problem = "tta_mean=probabilities: the averaged views have no loss"
-                report.warn(f"{problem}, as this loss does not take {kind} logits")
+                why = f"as this loss does not take {kind} logits"
+                report.warn(f"tta_mean=probabilities: the averaged views have no loss, {why}")
     splits.bad_samples.join(world())
     if summary := splits.bad_samples.summary():
         report.warn(summary)
@@ -138,32 +143,14 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
     # Results for each label or output, by the name of their kind
     for kind in ("label", "output"):
-        scores = {
-            name.removeprefix(f"{kind}_"): found for name, found in computed.items() if name.startswith(f"{kind}_")
-        }
+        prefix, names = f"{kind}_", classes or [str(number) for number in range(task.outputs(splits.classes))]
+        scores = {name.removeprefix(prefix): found for name, found in computed.items() if name.startswith(prefix)}
         if scores:
-            names = classes or [str(number) for number in range(task.outputs(splits.classes))]
             rows = zip(names, zip(*scores.values(), strict=True), strict=True)
             record[f"per_{kind}"] = {name: dict(zip(scores, values, strict=True)) for name, values in rows}
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
     return record
-
-
-def _write(
-    record: dict[str, Any], folder: Path, name: str, title: str, classes: list[str], *, named: bool
-) -> list[Path]:
-    path = folder / f"eval_{name}.json"
-    write_json(path, record, named=named)
-    if "confusion" not in record:
-        return [path]
-    from runner.tracking.plots import confusion_matrix
-
-    plots = folder / "plots"
-    make_folder(plots)
-    picture = plots / f"confusion_{name}.png"
-    confusion_matrix(record["confusion"], classes, picture, title)
-    return [path, picture]
 
 
 def _show(record: dict[str, Any], title: str, report: Report) -> None:
@@ -180,12 +167,12 @@ def _show(record: dict[str, Any], title: str, report: Report) -> None:
             report.table(f"each {kind}", [kind, *(head.replace("_", " ") for head in heads)], rows)
     if "per_class" not in record:
         return
-    matrix, names, rows = record.get("confusion"), list(record["per_class"]), []
-    for index, (name, value) in enumerate(record["per_class"].items()):
-        rows.append([name, f"{value:.4f}"])
-        if matrix:
-            wrong = [(count, names[other]) for other, count in enumerate(matrix[index]) if other != index and count]
-            count, other = max(wrong, default=(0, ""))
-            rows[-1] += [f"{sum(matrix[index]):,}", f"{other} ({count:,})" if wrong else ""]
+    names = list(record["per_class"])
+    rows = [[name, f"{value:.4f}"] for name, value in record["per_class"].items()]
+    matrix = record.get("confusion", [])
+    for index, counts in enumerate(matrix):
+        wrong = [(count, names[other]) for other, count in enumerate(counts) if other != index and count]
+        count, other = max(wrong, default=(0, ""))
+        rows[index] += [f"{sum(counts):,}", f"{other} ({count:,})" if wrong else ""]
     columns = ["class", "accuracy"] + (["samples", "most often confused with"] if matrix else [])
     report.table("accuracy of each class", columns, rows)

@@ -20,8 +20,7 @@ import runner
 from runner.lab.report.page import content_of
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.rows import JobRow
-from runner.sweeps.table import print_table, summarise
-from runner.sweeps.view import look
+from runner.sweeps.table import look, print_table, summarise
 from runner.tracking.console import Console
 
 RATES = ("optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=0.3")

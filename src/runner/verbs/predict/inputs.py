@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from runner.base.errors import UserError, nearest_path
 from runner.config.schema.verbs import Predict
-from runner.data.bad_samples import BadSample, path_of
+from runner.data.bad_samples import BadSamples, path_of
 from runner.data.loaders import Loader
 from runner.data.module import callables
 from runner.data.sources.image_files import files_loader
@@ -22,8 +24,7 @@ from runner.data.whole_samples import read_image_files
 from runner.run.from_checkpoint import SPLITS, ResolvedCheckpoint, activation_of, as_list, class_names, split_of
 from runner.run.model import KnownData, build_task
 from runner.tracking.verb_report import Report
-from runner.verbs.predict.rows import labels_of, numbered
-from runner.verbs.predict.tables import Row
+from runner.verbs.predict.rows import Row, labels_of, numbered
 
 INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
 _PATTERN = frozenset("*?[")
@@ -38,7 +39,6 @@ class Source:
     loader: Loader  # gives them in batches
     first_cells: Callable[[int, Any], Row]  # the first cells of a sample's row, from its number and its target
     found: Callable[[], dict[int, str]]  # the samples that this rank could not read so far, by number, with the reason
-    unreadable: dict[int, str] = field(default_factory=dict)  # those of all ranks
 
 
 @contextlib.contextmanager
@@ -46,9 +46,11 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
     """The samples that `input` names, while their workers run; only a split needs the data set."""
     words = as_list(resolved.config.input)
     if (name := split_in(words)) is None:
-        source = _files(resolved, files_in(words), device)
-        with contextlib.closing(source.loader):
-            yield source
+        paths = files_in(words)
+        loader, unreadable = _files(resolved, paths, device)
+        with contextlib.closing(loader):
+            facts, found = resolved.data_facts(), functools.partial(unreadable.reasons, "input")
+            yield Source(facts, loader, lambda index, _: {"path": str(paths[index])}, found)
         return
     if Path(name).is_dir():
         report.warn(f"input={name} is the split of the data; input=./{name} is the folder of that name")
@@ -72,21 +74,15 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
             is_class = isinstance(target, int) and 0 <= target < len(classes)
             return cells | {"target": classes[target] if is_class else target}
 
-        yield Source(data, loader, first_cells, lambda: data.bad_samples.reasons(name))
+        yield Source(data, loader, first_cells, functools.partial(data.bad_samples.reasons, name))
 
 
-def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> Source:
-    config, data, unreadable = resolved.config, resolved.data_facts(), dict[int, str]()
+def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> tuple[Loader, BadSamples]:
+    """A loader of image files, and those that cannot be read."""
+    config, data, unreadable = resolved.config, resolved.data_facts(), BadSamples()
     if config.data.images is not None:
-        whole, bad_samples = read_image_files(config, device, paths)
-        return Source(data, whole, lambda index, _: {"path": str(paths[index])}, lambda: bad_samples.reasons("input"))
+        return read_image_files(config, device, paths)
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
-
-    def note(found: Sequence[BadSample]) -> None:
-        for index, reason in found:
-            path = " ".join(str(paths[index]).split())
-            unreadable[index] = reason if path in reason else f"{path}: {reason}"
-
     loader = files_loader(
         paths,
         config.data,
@@ -95,9 +91,9 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: tor
         prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
         device=device,
         batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
-        on_unreadable=note,
+        on_unreadable=unreadable.noting("input", SimpleNamespace(path=paths.__getitem__), len(paths)),
     )
-    return Source(data, loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
+    return loader, unreadable
 
 
 def split_in(words: Sequence[str]) -> str | None:

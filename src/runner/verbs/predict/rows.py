@@ -1,11 +1,14 @@
-"""From the outputs of a model to a row for each image."""
+"""From the outputs of a model to rows, written as they come: CSV or JSON lines; the file appears complete or not at all."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import csv
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,65 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from runner.base.errors import UserError
-from runner.base.files import finite, writing
+from runner.base.errors import UserError, nearest
+from runner.base.files import finite, make_folder, replacing, writing
 from runner.instrument.nested import mapped_items
-from runner.verbs.predict.tables import Row
+from runner.tracking.formats import harmless
 
-SHOWN = 10  # rows, and unreadable images, that are shown
+Row = dict[str, Any]
+"""Column -> a text, a number, or a list of numbers."""
+_FORMATS = (".csv", ".jsonl")
+
+
+def check_ending(path: Path) -> None:
+    """Raise a `UserError` for a file whose ending names no format."""
+    if (ending := path.suffix.lower()) not in _FORMATS:
+        allowed = f"a file that ends in {', '.join(_FORMATS)}"
+        raise UserError("output", f"cannot be '{path.name}'", allowed, nearest(ending, _FORMATS))
+
+
+@contextlib.contextmanager
+def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Callable[[Sequence[Row]], None]]:
+    """A table, as a function that adds rows, which all have the same columns; after an error nothing is left.
+
+    It is written as `runner.base.files.replacing` does for a path of the user's. The ending of `path` selects the format. `lists`
+    are the columns that hold lists, each with a name for every item; CSV gives each item a column.
+
+    CSV is as RFC 4180 defines it; a text that a spreadsheet would take for a formula begins with an apostrophe. Lines end with
+    CR LF because Python before 3.11.9 quotes no other control characters than those of the line end: a bare CR in a name would
+    end the line, and what follows it would begin a cell.
+    """
+    make_folder(path.parent)
+    with replacing(path, named=True) as file:
+        lines = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\r\n")
+        head: list[str] = []
+
+        def add(row: Row) -> None:
+            if path.suffix.lower() == ".jsonl":
+                file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+                return
+            cells: Row = {}
+            for name, value in row.items():
+                several = name in lists
+                cells |= (
+                    zip((f"{name}:{item}" for item in lists[name]), value, strict=True) if several else {name: value}
+                )
+            if not head:
+                head.extend(cells)
+                lines.writerow([harmless(_encodable(name)) for name in head])
+            lines.writerow(map(harmless, cells.values()))
+
+        def write(rows: Sequence[Row]) -> None:
+            with writing(path):
+                for row in rows:
+                    add({name: _encodable(value) for name, value in row.items()})
+
+        yield write
+
+
+def _encodable(value: Any) -> Any:
+    """A text that every format can hold: a file's name may have bytes that are not UTF-8."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 @dataclass
@@ -30,8 +86,6 @@ class RowBuilder:
     probabilities: bool  # whether to add the probability of every class
     logits: bool  # whether to add the outputs themselves
     threshold: float | None = None  # probability above which a label is predicted; None for one class per image
-    first: list[Row] = field(default_factory=list, init=False)  # the first rows that were made, to be shown
-    count: int = field(default=0, init=False)  # the number of all
 
     def __post_init__(self) -> None:
         if not self.classes:
@@ -78,8 +132,6 @@ class RowBuilder:
         if self.logits and self.classes:
             for row, logits in zip(rows, outputs.tolist(), strict=True):
                 row["logits"] = logits
-        self.count += len(rows)
-        self.first += rows[: SHOWN - len(self.first)]
         return rows
 
 
@@ -102,18 +154,19 @@ class FieldRows:
     """Makes rows for the table at `path`; bytes of shape (H, W), (1, H, W) or (3, H, W) become PNG files."""
 
     def __init__(self) -> None:
-        self.path, self.first, self.count, self.lists = Path(), list[Row](), 0, dict[str, Sequence[str]]()
+        self.path, self.lists = Path(), dict[str, Sequence[str]]()
+        self._count, self._names = 0, list[str]()
 
     def rows(self, outputs: Sequence[dict[str, Any]], first_cells: Sequence[Row]) -> list[Row]:
         """A row for each sample: its first cells, then a cell for each field."""
         rows = []
         for cells, fields in zip(first_cells, outputs, strict=True):
-            rows.append(dict(cells) | {name: self._cell(name, value) for name, value in fields.items()})
-            self.count += 1
-        self.first += rows[: SHOWN - len(self.first)]
-        if names := [list(row) for row in rows if row.keys() != self.first[0].keys()]:
-            problem = f"its predict_step gives {', '.join(names[0])} for a sample, and other names for another"
-            raise UserError("task", problem, ", ".join(self.first[0]))
+            rows.append(row := dict(cells) | {name: self._cell(name, value) for name, value in fields.items()})
+            self._count += 1
+            self._names = self._names or list(row)
+            if row.keys() != {*self._names}:
+                problem = f"its predict_step gives {', '.join(row)} for a sample, and other names for another"
+                raise UserError("task", problem, ", ".join(self._names))
         if self.path.suffix.lower() == ".jsonl":
             return rows
         return [{name: _flat(value) for name, value in row.items()} for row in rows]
@@ -129,7 +182,7 @@ class FieldRows:
         if value.ndim == 2:
             image.putpalette(_PALETTE)
         plain = re.sub(r"[^\w.-]", "_", name)
-        file = self.path.with_name(f"{self.path.stem}_images") / f"{self.count:06}_{plain}.png"
+        file = self.path.with_name(f"{self.path.stem}_images") / f"{self._count:06}_{plain}.png"
         with writing(file):
             file.parent.mkdir(exist_ok=True)
             image.save(file)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -41,8 +41,9 @@ from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
 from runner.verbs.predict.inputs import INPUTS, Source, opened
-from runner.verbs.predict.rows import SHOWN, FieldRows, RowBuilder
-from runner.verbs.predict.tables import Row, check_ending, open_table
+from runner.verbs.predict.rows import FieldRows, Row, RowBuilder, check_ending, open_table
+
+_SHOWN = 10  # rows, and unreadable images
 
 
 def run(composition: Composition) -> float:
@@ -51,10 +52,12 @@ def run(composition: Composition) -> float:
     Returns:
         Images a second, for sweepers.
     """
-    report = Report(composition.values["json"])
+    report, main = Report(composition.values["json"]), world().first
     resolved = resolve_checkpoint(composition, Predict, MODEL)
-    resolved = _listing_unreadable(resolved)
     config = resolved.config
+    # Unreadable samples of a split are listed, as files are; the one that replaces a sample in training gets no row
+    data = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
+    resolved = dataclasses.replace(resolved, config=dataclasses.replace(config, data=data))
     if not as_list(config.input):
         raise UserError("input", "is missing", INPUTS)
     if config.output is not None:
@@ -63,53 +66,72 @@ def run(composition: Composition) -> float:
     with opened(resolved, device, report) as source:
         predictor, layers, rows = _predictor(resolved, source.data, device)
         # Only rank 0 writes; the others compute batches for it.
-        first = world().first
-        path = Path(config.output or "predictions.csv") if first else Path(os.devnull)
-        if first and config.output is None:
+        path = Path(config.output or "predictions.csv") if main else Path(os.devnull)
+        if main and config.output is None:
             path = claim(Path(config.output_root) / "predictions", timestamp()) / path
         if isinstance(rows, FieldRows):
             rows.path = path
-        features_file = path.with_name(f"{path.stem}_features.npz") if layers and first else None
-        to: contextlib.AbstractContextManager[Callable[[list[Row]], object]] = contextlib.nullcontext(list)
-        if first:
-            to = open_table(path, rows.lists)
-        began = time.perf_counter()
-        with to as table:
-            batches = _predict(
-                predictor,
-                layers,
-                source,
-                precision,
-                strict=config.strict,
-                write=lambda outputs, cells: table(rows.rows(outputs, cells)) if first else None,
-                report=report,
-            )
-            # Nobody stores the features: the batches still have to be drawn, as the table is written meanwhile
-            if features_file is None:
-                deque(batches, maxlen=0)
-            else:
-                write_features(batches, features_file)
-        if not first:
+        features_file = path.with_name(f"{path.stem}_features.npz") if layers and main else None
+        shown, count, began, unreadable = list[Row](), 0, time.perf_counter(), dict[int, str]()
+        with open_table(path, rows.lists) as write:
+
+            def written() -> Iterator[dict[str, Tensor]]:
+                nonlocal count
+                computed = functools.partial(_computed, predictor, layers, source, precision)
+                for outputs, cells, features in _batches(computed, source, unreadable, config.strict, report):
+                    if main:
+                        write(made := rows.rows(outputs, cells))
+                        shown.extend(made[: _SHOWN - len(shown)])
+                        count += len(made)
+                    yield features
+
+            with evaluating(predictor):
+                # Nobody stores the features: the batches still have to be drawn, as the table is written meanwhile
+                if features_file is None:
+                    deque(written(), maxlen=0)
+                else:
+                    write_features(written(), features_file)
+        if not main:
             return 0.0
         seconds = time.perf_counter() - began
-        unreadable = [reason for _, reason in sorted(source.unreadable.items())]
     unreadable_list = path.with_name(f"{path.stem}_unreadable.txt")
     if unreadable:
-        reasons = "".join(f"{_one_line(reason)}\n" for reason in unreadable)
-        write_atomically(unreadable_list, reasons.encode(), named=True)
+        lines = "".join(f"{_one_line(reason)}\n" for _, reason in sorted(unreadable.items()))
+        write_atomically(unreadable_list, lines.encode(), named=True)
     record = resolved.record() | {
-        "predicted": rows.count,
-        "unreadable": unreadable,
+        "predicted": count,
+        "unreadable": [reason for _, reason in sorted(unreadable.items())],
         "unreadable_list": str(unreadable_list) if unreadable else None,
         "seconds": round(seconds, 3),
-        "images_per_s": round(rows.count / seconds, 3),
+        "images_per_s": round(count / seconds, 3),
         "output": str(path),
         "features": str(features_file) if features_file is not None else None,
     }
     if not report.json(record):
         report.line(resolved.described())
-    _show(record, rows.first, report)
+    _show(record, shown, report)
     return float(record["images_per_s"])
+
+
+def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
+    predicted, unreadable = record["predicted"], record["unreadable"]
+    if first and not report.as_json:
+        columns = [name for name, value in first[0].items() if not isinstance(value, list | dict)]
+        rows = [
+            [number(row[name]) if isinstance(row[name], float) else str(row[name]) for name in columns] for row in first
+        ]
+        more = f", the first {len(rows)}" if predicted > len(rows) else ""
+        report.table(f"{predicted:,} predicted{more}", columns, rows)
+    if unreadable:
+        were, they = ("was", "it") if len(unreadable) == 1 else ("were", "they")
+        report.warn(f"{amount(len(unreadable), 'image')} {were} not predicted, as {they} could not be read:")
+        report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:_SHOWN]))
+        if len(unreadable) > _SHOWN:
+            report.line(f"  and {len(unreadable) - _SHOWN:,} more: {record['unreadable_list']}")
+    rate = compact(record["images_per_s"])
+    report.line(f"{predicted:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
+    if not report.as_json:
+        report.lines(*filter(None, (record["output"], record["features"])))
 
 
 def _predictor(
@@ -138,55 +160,45 @@ def _predictor(
     return model, layers, rows
 
 
-def _listing_unreadable(resolved: ResolvedCheckpoint[Predict]) -> ResolvedCheckpoint[Predict]:
-    """With data whose unreadable samples are listed, as files are; the one that replaces it in training gets no row."""
-    config = resolved.config
-    section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
-    return dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
+_Computed = tuple[Any, list[Row], dict[str, Tensor]]
+"""Outputs of a model or task for the readable samples of a batch, their first cells, and their features."""
 
 
-def _predict(
-    model: nn.Module,
-    layers: Extractor | None,
+def _batches(
+    computed: Callable[[Batch | None], _Computed],
     source: Source,
-    precision: Precision,
-    *,
+    unreadable: dict[int, str],
     strict: bool,
-    write: Callable[[Any, list[Row]], object],
     report: Report,
-) -> Iterator[dict[str, Tensor]]:
-    """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`.
+) -> Iterator[_Computed]:
+    """What `computed` gives for each batch; samples that cannot be read are added to `unreadable`, or refused if `strict`.
 
     Several ranks compute a batch each, and rank 0 gets what all have found.
     """
     loader, ranks = source.loader, world()
     # Each rank computes every n-th batch, and all gather after each, so that rows are written in order.
     batches = math.ceil(loader.samples / loader.batch_size)
-    with evaluating(model), report.counting("predict", math.ceil(batches / ranks.size)) as begin:
+    with report.counting("predict", math.ceil(batches / ranks.size)) as begin:
         own = iter(loader.batches(0, ranks.rank, batches, ranks.size))
         for first in range(0, batches, ranks.size):
             begin()
             torch.manual_seed(first + ranks.rank)  # what the task draws is that of the batch, as in evaluations
-            parts = ranks.gather(_computed(model, layers, source, precision, next(own, None)))
-            for _, _, _, unreadable in parts:
-                source.unreadable.update(unreadable)
-            if strict and source.unreadable:
+            parts = ranks.gather((computed(next(own, None)), source.found()))
+            for _, found in parts:
+                unreadable.update(found)
+            if strict and unreadable:
                 allowed = "strict=false, which lists such images and continues"
-                raise UserError("input", source.unreadable[min(source.unreadable)], allowed)
-            for outputs, cells, features, _ in parts:
-                if cells:
-                    write(outputs, cells)
-                    yield features
+                raise UserError("input", unreadable[min(unreadable)], allowed)
+            yield from (part for part, _ in parts if part[1])
 
 
 def _computed(
     model: nn.Module, layers: Extractor | None, source: Source, precision: Precision, batch: Batch | None
-) -> tuple[Any, list[Row], dict[str, Tensor], dict[int, str]]:
-    """Outputs, first cells and features of the readable images of a batch, and the unreadable images so far."""
+) -> _Computed:
     if batch is None:
-        return torch.empty(0), [], {}, source.found()
+        return torch.empty(0), [], {}
+    own = isinstance(model, Predictions)
     with precision.autocast():
-        own = isinstance(model, Predictions)
         outputs = model(batch) if own else model(batch.images).float().cpu()
         features = layers.rows(batch.images) if layers is not None else {}
     indices, unreadable = batch.indices.tolist(), source.found()
@@ -194,27 +206,7 @@ def _computed(
     readable = [place for place, index in enumerate(indices) if index not in unreadable]
     cells = [source.first_cells(indices[place], targets[place]) for place in readable]
     kept = [outputs[place] for place in readable] if own else outputs[readable]
-    return kept, cells, {name: tensor[readable].cpu() for name, tensor in features.items()}, unreadable
-
-
-def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
-    predicted, unreadable = record["predicted"], record["unreadable"]
-    if first and not report.as_json:
-        columns = [name for name, value in first[0].items() if not isinstance(value, list | dict)]
-        cells = ([row[name] for name in columns] for row in first)
-        rows = [[number(value) if isinstance(value, float) else str(value) for value in row] for row in cells]
-        more = f", the first {len(rows)}" if predicted > len(rows) else ""
-        report.table(f"{predicted:,} predicted{more}", columns, rows)
-    if unreadable:
-        were, they = ("was", "it") if len(unreadable) == 1 else ("were", "they")
-        report.warn(f"{amount(len(unreadable), 'image')} {were} not predicted, as {they} could not be read:")
-        report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:SHOWN]))
-        if len(unreadable) > SHOWN:
-            report.line(f"  and {len(unreadable) - SHOWN:,} more: {record['unreadable_list']}")
-    rate = compact(record["images_per_s"])
-    report.line(f"{predicted:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
-    if not report.as_json:
-        report.lines(*filter(None, (record["output"], record["features"])))
+    return kept, cells, {name: tensor[readable].cpu() for name, tensor in features.items()}
 
 
 def _one_line(reason: str) -> str:

@@ -1,4 +1,4 @@
-"""`show`: the files of options, or the lines of a key in them, with their comments."""
+"""`list`, `show` and `copy`: options, their files and their keys with comments. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
+from runner.base.files import write_atomically
 from runner.config.sources import Option, Sources, text_of
 from runner.config.yaml_files import compose, walk
-from runner.verbs._folders import sources_and_words
+from runner.verbs._folders import sources_and_words, split_words
 from runner.verbs._table import VERBS
 
 
@@ -22,7 +23,48 @@ class Commented(NamedTuple):
     option: str  # `group=option`, or the name of a primary config
 
 
-def main(argv: Sequence[str]) -> int:
+def list_options(argv: Sequence[str]) -> int:
+    """Print all groups with their options, or only the groups named."""
+    sources, words = sources_and_words("list", argv)
+    for group in words or sources.groups():
+        options = _options("list", group, sources)
+        print(group)
+        width = max((len(option.name) for option in options), default=0)
+        for option in options:
+            print(f"  {option.name:<{width}}  {option.description}".rstrip())
+    return 0
+
+
+def copy(argv: Sequence[str]) -> int:
+    """Copy an option to your config folder: `copy model=vit_tiny my_conf`.
+
+    The copy is named `my_vit_tiny`, or as `--name NAME` says: of two files with one name, the shipped one is read.
+    """
+    words, flags = split_words("copy", argv, {"--name": "NAME", "--config-dir": "DIR"})
+    given = dict(flags)
+    sources = Sources([Path(given["--config-dir"])] if "--config-dir" in given else [])
+    if len(words) != 2 or "=" not in words[0]:
+        raise UserError("copy", "needs an option and a folder", "copy model=vit_tiny my_conf")
+    group, _, name = words[0].partition("=")
+    option, new = option_named("copy", group, name, sources), given.get("--name", f"my_{name}")
+    path = Path(words[1]) / group / f"{new}.yaml"
+    # Two options of one name would hide each other
+    if path.exists() or sources.option(group, new) is not None:
+        problem = f"{path} exists already" if path.exists() else f"{group} has an option '{new}' already"
+        raise UserError("copy", problem, "another name, with --name NAME")
+    # The header of the file shows how the option is selected, so it gets the new name
+    text = text_of(option.path).replace(f"{group}={name}", f"{group}={new}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise UserError("copy", f"cannot write {path}: {error.strerror}", "another folder") from error
+    print(f"change {path}, then: python -m runner train --config-dir {words[1]} {group}={new}")
+    print(path)
+    return 0
+
+
+def show(argv: Sequence[str]) -> int:
     """Print the files of options (`group=option` or `group/option`), the lines of a key (`optimizer.lr`), or all top-level keys."""
     sources, words = sources_and_words("show", argv)
     for word in words or ["train"]:
@@ -46,13 +88,18 @@ def _files(word: str, sources: Sources) -> list[Path]:
     return files_of(option_named("show", group, name, sources))
 
 
+def _options(verb: str, group: str, sources: Sources) -> list[Option]:
+    """The options of a group; raises `UserError` if there is no such group."""
+    if group not in (groups := sources.groups()):
+        raise UserError(verb, f"there is no group '{group}'", ", ".join(groups), nearest(group, groups))
+    return sources.options(group)
+
+
 def option_named(verb: str, group: str, name: str, sources: Sources) -> Option:
     """The option `name` of a group; raises `UserError` if there is none."""
     option = sources.option(group, name)
     if option is None:
-        if group not in (groups := sources.groups()):
-            raise UserError(verb, f"there is no group '{group}'", ", ".join(groups), nearest(group, groups))
-        names = [known.name for known in sources.options(group)]
+        names = [known.name for known in _options(verb, group, sources)]
         raise UserError(verb, f"{group} has no option '{name}'", ", ".join(names), nearest(name, names))
     return option
 
