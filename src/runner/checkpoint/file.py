@@ -8,7 +8,6 @@ The tensors of the model have their own names, all others begin with the part th
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -19,8 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from runner.base.errors import DiskFull, UserError, first_line
-from runner.base.files import renaming, whole
+from runner.base.errors import UserError, first_line
+from runner.base.files import renaming, whole, writing
 from runner.base.reading import open_regular
 from runner.checkpoint import layout
 from runner.checkpoint.checks import wrong_type
@@ -34,6 +33,7 @@ KEYS = (
 )  # fmt: skip
 OPTIONAL = ("loss",)  # of a loss with tensors
 _ORDER = ("model", *OPTIONAL, *KEYS[2:])  # a tensor that several parts have is stored under its name in the first
+_LEFT = 2**20  # bytes of a tensor that is worth leaving in the file
 _LARGE = ("model", "optimizer", "averaged")  # parts whose tensors may be left in the file, see `read`
 
 Parts = Callable[[dict[str, Any]], Collection[str]]
@@ -72,16 +72,12 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """Errors of writing become sentences."""
+    """Turn an `OSError` into a `UserError` about `checkpoint`."""
     try:
-        yield
-    except (OSError, RuntimeError) as error:
-        # A user can act on a full disk or a limit, so errors of the system become sentences about them
-        reason = getattr(error, "strerror", None) or str(error)
-        if getattr(error, "errno", None) == errno.EFBIG:
-            reason = "it would be larger than files may be here (ulimit -f, or the file system)"
-        kind = DiskFull if getattr(error, "errno", None) == errno.ENOSPC else UserError
-        raise kind("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
+        with writing(path):
+            yield
+    except UserError as error:
+        raise type(error)("checkpoint", f"{error}; earlier checkpoints are untouched") from error.__cause__
 
 
 def _text(key: str, value: Any, tensors: Tensors) -> str:
@@ -104,8 +100,7 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
 def link(source: Path, target: Path) -> None:
     """Make `target` the same checkpoint as `source`, atomically; a copy where the file system has no links.
 
-    Raises:
-        UserError: if it cannot be written.
+    Raises `UserError` if it cannot be written.
     """
     with _reported(target):
         try:
@@ -118,22 +113,13 @@ def link(source: Path, target: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a file is a checkpoint, whole or damaged, and not weights from elsewhere.
-
-    Raises:
-        UserError: if there is no such file, or it cannot be read.
-    """
+    """True if a file is a checkpoint, whole or damaged, and not weights from elsewhere; raises `UserError` without a file."""
     with _opened(path) as file:
         return layout.is_checkpoint(file)
 
 
 def verify(path: Path) -> None:
-    """Check the file's SHA-256.
-
-    Raises:
-        DamagedCheckpoint: if it is missing or does not fit.
-        UserError: if there is no such file, or it cannot be read.
-    """
+    """Check the file's SHA-256; raises as `read`."""
     with _opened(path) as file:
         layout.verify(file)
 
@@ -147,9 +133,6 @@ def read(path: Path, parts: Parts | None = None, later: bool = False) -> dict[st
             tensors are on the device `meta`.
         later: leave large tensors of weights and optimizer in the file once all of it is verified; each is read, and
             verified again, by `runner.distributed.sharding.loaded`, so that memory need not hold all of them.
-
-    Returns:
-        The contents.
 
     Raises:
         DamagedCheckpoint: if it is truncated, altered, or no checkpoint.
@@ -199,19 +182,19 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
     if later:
         layout.verify(file)
         states = set[str]().union(*(named[key] for key in keys if key in _LARGE))
-        left = {name for name in needed & states if header.tensors[name].large}
+        left = {name for name in needed & states if blanks[name].is_floating_point() and blanks[name].nbytes >= _LEFT}
     # Small tensors are read at once; the large ones come when the run copies them to its device
     now = needed - left
     tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in now])
+
+    def read_now(name: str) -> torch.Tensor:
+        with _opened(path) as again:
+            return layout.read_tensors(again, header, [name])[name]
+
     for name in left:
         tensors[name] = torch.empty_like(blanks[name])
-        tensors[name].read_now = partial(_read_now, path, header, name)  # type: ignore[attr-defined]
+        tensors[name].read_now = partial(read_now, name)  # type: ignore[attr-defined]
     return contents | {key: decode(values[key], tensors.__getitem__) for key in keys}
-
-
-def _read_now(path: Path, header: layout.Header, name: str) -> torch.Tensor:
-    with _opened(path) as file:
-        return layout.read_tensors(file, header, [name])[name]
 
 
 @contextlib.contextmanager
@@ -230,5 +213,9 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     except layout.Damaged as error:
         raise DamagedCheckpoint(str(path), str(error)) from error
     except Exception as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise DamagedCheckpoint(str(path), f"cannot be read: {reason[:200]}") from error
+        raise DamagedCheckpoint(str(path), f"cannot be read: {reason(error)[:200]}") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error's message; a sentence for a `KeyError`, which says the key alone."""
+    return f"there is no {error}" if isinstance(error, KeyError) else first_line(error)

@@ -35,8 +35,8 @@ def beside(path: Path, key: str = "ckpt_path") -> str:
         )
     except UserError:  # there is none, or it is damaged, and nobody asked for it
         return ""
-    other_path = path.with_name(f"{other}{SUFFIX}")
-    return "" if there == step else f"{path.stem}, step {step} ({other}: step {there}, {key}={other_path})"
+    where = f"{key}={path.with_name(f'{other}{SUFFIX}')}"
+    return "" if there == step else f"{path.stem}, step {step} ({other}: step {there}, {where})"
 
 
 def load(
@@ -61,18 +61,24 @@ def load(
     else:
         path = Path(ckpt_path)
         if path.is_file():
-            return _load_file(path, key, parts, later)
+            return _named_file(path, key, parts, later)
         if not path.is_dir():
-            raise _missing(path, key)
+            special = path.exists() or path.is_symlink()
+            problem, near = (
+                (f"{path} is not a regular file", "") if special else (f"there is no {path}", nearest_path(path))
+            )
+            raise UserError(key, problem, "a checkpoint file, a run directory, last or best", near)
         run = path
     # Checkpoints may have been moved out of their run directory
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if prefer == "best" and (best := named(folder, "best")):
-        return _load_file(best, key, parts, later)
+        return _named_file(best, key, parts, later)
     # Whoever asks for the best one by name does not want another; a verb that only prefers it gets the last
     if prefer == "best" and ckpt_path == "best":
         raise UserError(key, f"{run} has no best checkpoint", f"{key}=last")
-    return _newest_valid(folder, key, parts, later)
+    if not (paths := _newest(folder)):
+        raise UserError(key, f"{folder} has no checkpoint (last or step_* with {SUFFIX})")
+    return _first_whole(paths, key, parts, later)
 
 
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
@@ -130,34 +136,23 @@ def _newest(folder: Path) -> list[Path]:
     return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]
 
 
-def _loaded(path: Path, contents: dict[str, Any], warnings: list[str]) -> LoadedCheckpoint:
-    was = drop(copy.deepcopy(plain(contents["config"], str(path))))
-    return LoadedCheckpoint(path, contents, [*warnings, *warning(str(path), was)])
-
-
-def _load_file(path: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
+def _named_file(path: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
     try:
         return _loaded(path, read(path, parts, later), [])
     except DamagedCheckpoint as error:
         # A file that was named is not replaced silently: the error names the newest valid one, and the user decides
-        for other in _newest(path.parent):
-            if other.name == path.name or other.samefile(path):
-                continue
-            try:
-                read(other, later=later)
-            except UserError:
-                continue
-            allowed = f"the newest valid one beside it: {key}={other}"
-            raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
-        raise
+        others = [other for other in _newest(path.parent) if not other.samefile(path)]
+        try:
+            whole = _first_whole(others, key, None, later).path
+        except UserError:
+            raise error from None
+        allowed = f"the newest valid one beside it: {key}={whole}"
+        raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
 
 
-def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
+def _first_whole(paths: list[Path], key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
     warnings: list[str] = []
-    candidates = _newest(folder)
-    if not candidates:
-        raise UserError(key, f"{folder} has no checkpoint (last or step_* with {SUFFIX})")
-    for path in candidates:
+    for path in paths:
         try:
             return _loaded(path, read(path, parts, later), warnings)
         except DamagedCheckpoint as error:
@@ -165,8 +160,6 @@ def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> L
     raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
 
 
-def _missing(path: Path, key: str) -> UserError:
-    allowed = "a checkpoint file, a run directory, last or best"
-    if path.exists() or path.is_symlink():
-        return UserError(key, f"{path} is not a regular file", allowed)
-    return UserError(key, f"there is no {path}", allowed, nearest_path(path))
+def _loaded(path: Path, contents: dict[str, Any], warnings: list[str]) -> LoadedCheckpoint:
+    was = drop(copy.deepcopy(plain(contents["config"], str(path))))
+    return LoadedCheckpoint(path, contents, [*warnings, *warning(str(path), was)])

@@ -85,10 +85,8 @@ class Saving:
         self._loggers, self._buffer = loggers, buffer
         # Facts that do not change during a run; with them, a checkpoint can be used without its run directory
         self.config_text = stored.dump(run.config)
-        self._facts: dict[str, Any] = {
-            "config": self.config_text,
-            "classes": list(run.data.classes),
-            "versions": versions(),
+        self._texts = {"config": self.config_text, "classes": list(run.data.classes), "versions": versions()}
+        self._known: dict[str, Any] = {
             "data": run.data.fingerprint(),
             **({"images": list(run.data.image_shape)} if run.data.trial is None else {}),
             "sources": source_digests(run.config),
@@ -134,7 +132,7 @@ class Saving:
         """
         data, ignore = self._run.data, self._run.config.data.identity == "ignore"
         # Other data would make the position in the epoch and the metrics meaningless, so they are compared first
-        warnings = compare_data(found.contents, data, self._facts["data"], self._facts["sources"], ignore)
+        warnings = compare_data(found.contents, data, self._known["data"], self._known["sources"], ignore)
         state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
         saved = loss_of(found.contents, "raw", self._run.config, state.loss)
         resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
@@ -149,7 +147,7 @@ class Saving:
             warnings.append("the checkpoint of the best evaluation is missing: the best one is determined again")
             state.best = None
         if continued:
-            self.manager.make_last(path)  # later ones belong to a future that is computed again
+            self.manager.name(path, self.manager.last)  # later ones belong to a future that is computed again
         elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
             directory.copy_metrics(path.parents[1], step)
         if state.best is None and self.manager.writes:
@@ -219,7 +217,7 @@ class Saving:
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
         loop.check_nonfinite()
-        return resume.contents(loop.state, self._callbacks, **self._facts)
+        return resume.contents(loop.state, self._callbacks, self._texts, self._known)
 
     def _write(
         self, contents: dict[str, Any], is_best: bool, earlier_best: dict[str, Any] | None, summary: dict[str, Any]
@@ -335,8 +333,7 @@ def compare_data(
 ) -> list[str]:
     """Compare data, their fingerprint and `source_digests` with the contents of a checkpoint; returns warnings.
 
-    Raises:
-        UserError: if the data are others, unless `ignore` says to continue with them at the end of an epoch.
+    Raises `UserError` if the data are others, unless `ignore` says to continue with them at the end of an epoch.
     """
     before, inside_epoch = checkpoint["metrics"]["data"], checkpoint["position"]["batch"] > 0
     stored: dict[str, str] = checkpoint["metrics"]["sources"]
