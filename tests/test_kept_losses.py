@@ -147,15 +147,11 @@ def test_buffers_from_the_config_follow_the_config_and_old_files_go_on(train: An
     assert saved(changed)["loss/weight"][-1] == 4
 
 
-def test_a_skipped_step_leaves_what_a_loss_keeps_as_it_was(train: Any) -> None:
+def test_a_skipped_step_leaves_what_a_loss_keeps_as_it_was_and_a_bad_gradient_is_named(train: Any, run: Any) -> None:
     result = train(*WORDS, loss("Bank", fails=2), "on_nonfinite=skip", "max_steps=5")
     assert saved(result)["loss/updates"] == 2
-
-
-def test_a_gradient_of_the_loss_that_is_not_finite_is_named(run: Any) -> None:
     result = run("train", *WORDS, loss("Root"), "threads=1")
-    assert result.status == 3
-    assert "the gradients of loss.log_scales are not" in result.err
+    assert (result.status, "the gradients of loss.log_scales are not" in result.err) == (3, True)
 
 
 def test_groups_have_the_parameters_of_the_loss_with_the_rules_of_the_model() -> None:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import random
-import resource
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from nested import equal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -25,16 +25,6 @@ from runner.checkpoint.weights import weights_sha256
 from runner.distributed.sharding import loaded
 
 Make = Callable[..., dict[str, Any]]
-
-
-def equal(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
-    return type(first) is type(second) and first == second
 
 
 def names(folder: Path) -> list[str]:
@@ -200,7 +190,8 @@ def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     ("target", "number", "reason"),
     [
         ("runner.checkpoint.layout._write_tensor", errno.ENOSPC, "no space left on the disk"),
-        ("pathlib.Path.open", errno.EACCES, "cannot write .*: permission denied"),
+        ("runner.checkpoint.layout._write_tensor", errno.EFBIG, r"cannot write .*\(ulimit -f"),
+        ("pathlib.Path.open", errno.EACCES, r"cannot write .*: permission denied"),
         ("os.fsync", errno.EIO, "cannot write .*: input/output error"),
         ("os.replace", errno.EIO, "cannot write .*: input/output error"),
     ],
@@ -219,57 +210,6 @@ def test_a_failure_at_any_moment_leaves_the_old_file_and_nothing_else(
     monkeypatch.undo()
     assert sample.read_bytes() == before
     assert names(sample.parent) == ["sample.safetensors"]
-
-
-@pytest.mark.parametrize("limit", [100, 2_000, 300_000])
-def test_a_limit_on_the_size_of_files_is_one_sentence_and_the_older_file_stays(
-    tmp_path: Path, contents: Make, limit: int
-) -> None:
-    write(tmp_path / "a.safetensors", contents(step=1))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    large = contents(step=2, model={"layer.weight": torch.zeros(100_000)})
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-            write(tmp_path / "a.safetensors", large)
-        except UserError as error:
-            os.write(writing, str(error).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    os.waitpid(pid, 0)
-    assert "ulimit -f" in said
-    assert "earlier checkpoints are untouched" in said
-    assert "unexpected pos" not in said
-    assert len(said.splitlines()) == 1
-    assert read(tmp_path / "a.safetensors")["position"]["global_step"] == 1
-    assert names(tmp_path) == ["a.safetensors"]
-
-
-def test_the_file_and_its_folder_are_on_the_disk_before_writing_returns(
-    tmp_path: Path, contents: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def noting_sync(descriptor: int) -> None:
-        kind = "folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file"  # noqa: PTH112
-        events.append(f"sync {kind}")
-        fsync(descriptor)
-
-    def noting_replace(source: Any, target: Any) -> None:
-        assert Path(source).parent == tmp_path
-        assert Path(source).match(".*.tmp")
-        events.append(f"rename to {Path(target).name}")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", noting_sync)
-    monkeypatch.setattr(os, "replace", noting_replace)
-    write(tmp_path / "a.safetensors", contents())
-    assert events == ["sync file", "rename to a.safetensors", "sync folder"]
 
 
 def test_a_link_is_the_same_checkpoint_and_can_be_made_twice(tmp_path: Path, sample: Path, contents: Make) -> None:

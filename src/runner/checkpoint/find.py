@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,12 +101,7 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
         hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others and not begun else ""
         raise UserError(key, none, f"a checkpoint file or a run directory{hint}")
 
-    def age(path: Path) -> tuple[datetime, datetime]:
-        written = modified(path) or _LONG_AGO
-        return start_time(path.parents[1]) or written, written
-
-    # Times of files change when runs are copied, so the recorded start counts first
-    newest_first = [path.parents[1] for path in sorted(found, key=age, reverse=True)]
+    newest_first = sorted((path.parents[1] for path in found), key=recency, reverse=True)
     for run in newest_first:
         if not (read_summary(run) or {}).get("not_last"):
             return run
@@ -114,6 +110,13 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
         f"each run with a checkpoint in {runs} is for debugging or a trial: the newest, {newest_first[0]}, has {reason}"
     )
     raise UserError(key, problem, f"{key}={newest_first[0]}, or another run")
+
+
+def recency(run: Path) -> tuple[datetime, datetime, list[int]]:
+    """Larger for a run that started later; with equal times, for one saved later, or with larger numbers in its name."""
+    # Times of files change when runs are copied, so the recorded start counts first
+    saved = modified(run / "checkpoints" / f"last{SUFFIX}") or modified(run / "overrides.yaml") or _LONG_AGO
+    return start_time(run) or saved, saved, [int(part) for part in re.findall(r"\d{1,18}", run.name)]
 
 
 def named(folder: Path, stem: str) -> Path | None:

@@ -30,7 +30,8 @@ def contents(state: Any, callbacks: dict[str, Any], texts: dict[str, Any], known
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.run.saving`.
     """
-    saved, ranks = state.state_dict(), world()
+    saved: dict[str, Any] = state.state_dict()
+    ranks = world()
     # Divided tensors are put together for the file, in which every rank has to take part
     if ranks.size > 1:
         saved = _collected(saved, state.model, partial(gathered, world=ranks))
