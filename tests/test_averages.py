@@ -193,8 +193,7 @@ def begun(compose: Callable[..., Any]) -> Any:
     """A run whose average has begun."""
     composition = compose(*SMALL, "model=mlp", "~model.hidden", "~model.dropout", "model._target_=my_parts.Normed", "swa=0.5",
                           "data.batch_size=42", "data.drop_last=true", "evaluate.batch_size=7", "threads=1")  # fmt: skip
-    config = resolve_config(composition, Train)
-    training = build_run(config)
+    training = build_run(resolve_config(composition, Train))
     assert training.data.train.samples == 43
     training.state.train()
     training.state.averaged.update(12)
@@ -202,30 +201,28 @@ def begun(compose: Callable[..., Any]) -> Any:
 
 
 def test_statistics_are_not_computed_from_a_single_sample_at_the_end(begun: Any) -> None:
-    training = begun
     sizes: list[int] = []
-    training.model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
-    assert not training.state.averaged.state_dict()["calibrated"]
-    assert evaluate_both(training, lambda: {"val/loss": 1.0}) == {"val/loss": 1.0, "val/swa_loss": 1.0}
+    begun.model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    assert not begun.state.averaged.state_dict()["calibrated"]
+    assert evaluate_both(begun, lambda: {"val/loss": 1.0}) == {"val/loss": 1.0, "val/swa_loss": 1.0}
     assert sizes == [42]
-    assert training.state.averaged.state_dict()["calibrated"]
+    assert begun.state.averaged.state_dict()["calibrated"]
 
 
 def test_computing_statistics_is_broken_off_and_names_its_own_key(begun: Any) -> None:
-    training = begun
-    before = weights_sha256(training.model.state_dict())
+    before = weights_sha256(begun.model.state_dict())
     with pytest.raises(Interrupted):
-        evaluate_both(training, lambda: {"val/loss": 1.0}, lambda: True)
+        evaluate_both(begun, lambda: {"val/loss": 1.0}, lambda: True)
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    training.model.register_forward_hook(fail)
+    begun.model.register_forward_hook(fail)
     with pytest.raises(UserError, match=r"data\.batch_size: .*batches of 42"):
-        evaluate_both(training, lambda: {"val/loss": 1.0})
-    assert weights_sha256(training.model.state_dict()) == before
-    assert all(module.training for module in training.model.modules())
-    assert not training.state.averaged.state_dict()["calibrated"]
+        evaluate_both(begun, lambda: {"val/loss": 1.0})
+    assert weights_sha256(begun.model.state_dict()) == before
+    assert all(module.training for module in begun.model.modules())
+    assert not begun.state.averaged.state_dict()["calibrated"]
 
 
 def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_kept(train: Any) -> None:

@@ -180,16 +180,11 @@ def test_what_is_said_ahead_counts_the_epochs_as_they_were(training: Any) -> Non
     assert [warning for warning in validate_limits(late) if "is never trained" in warning]
 
 
-def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: Any) -> None:
-    def check(*words: str, start: Position) -> None:
-        composition = compose(*RUN, *words)
-        config = resolve_config(composition, Train)
-        validate_limits(build_run(config, start))
-
-    longer = ("swa=2", "epochs=null", "max_steps=30", "data.batch_size=2")
-    check(*longer, start=Position(epoch=3, global_step=18))  # weights were taken at step 18
+def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(training: Any) -> None:
+    longer = ("swa=2", "epochs=null", "max_steps=30")
+    validate_limits(training(*longer, size=2, start=Position(epoch=3, global_step=18)))  # weights were taken at step 18
     with pytest.raises(UserError, match="swa: 2 begins after"):
-        check(*longer, start=Position(epoch=2, global_step=12))
+        validate_limits(training(*longer, size=2, start=Position(epoch=2, global_step=12)))
 
 
 def test_moments_in_steps_and_in_epochs_belong_together() -> None:

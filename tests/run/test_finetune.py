@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import io
-import itertools
 import json
 import re
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from extended import some
 
-import runner.verbs.train
 from runner.checkpoint.file import read
 from runner.config.app import Composition
-from runner.config.overrides import canonical
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.run.run import training_flops
 from runner.train import build_run
-from runner.verbs._job import status_of
 
-VIT = {"_target_": "runner.models.vit.ViT", "dim": 12, "depth": 1}
 # 24 samples of three classes: six batches of 4 an epoch, less those of validation and test.
 SMALL = (
     "data=synthetic", "data.dataset.samples=24", "data.image_size=8", "data.batch_size=4", "data.num_workers=0",
@@ -36,66 +26,33 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def composed() -> list[Composition]:
-    """The composition of `SMALL`, once it is made: composing takes longer than the runs do."""
-    return []
+def words_of(settings: dict[str, Any]) -> tuple[str, ...]:
+    """The command line of `SMALL` with some keys set."""
+    given = {key: re.sub(r'"(\w+)": ', r"\1: ", json.dumps(value)) for key, value in settings.items()}
+    others = [word for word in SMALL if not given.keys() & {word.partition("=")[0], word.partition(".")[0]}]
+    return (*others, *map("=".join, given.items()))
 
 
 @pytest.fixture
-def settled(
-    compose: Callable[..., Composition], composed: list[Composition]
-) -> Callable[[dict[str, Any]], Composition]:
-    """The composition of `SMALL` with some keys set, as if they were on the command line."""
-
-    def make(settings: dict[str, Any]) -> Composition:
-        if not composed:
-            composed.append(compose(*SMALL))
-        values = copy.deepcopy(composed[0].values)
-        for key, value in settings.items():
-            *parents, last = key.split(".")
-            section = values
-            for parent in parents:
-                section = section[parent]
-            section[last] = value
-        words = canonical(f"{key}={json.dumps(value)}" for key, value in settings.items())
-        return dataclasses.replace(composed[0], values=values, overrides=words)
-
-    return make
-
-
-@pytest.fixture
-def call(
-    settled: Callable[..., Composition], run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Any]]:
+def call(run: Any) -> Callable[..., dict[str, Any]]:
     """Train with some keys set; gives the summary, what was shown, and the contents of the last checkpoint."""
-    numbers = itertools.count()
 
     def train(status: int = 0, **settings: Any) -> dict[str, Any]:
-        folder = workdir / f"run_{next(numbers)}"
-        composition = dataclasses.replace(settled(settings), run_dir=folder)
-        shown = io.StringIO()
-        with redirect_stdout(shown), redirect_stderr(shown):
-            ended = status_of(lambda: runner.verbs.train.run(composition))
-        assert ended == status, shown.getvalue()
-        found = {"shown": shown.getvalue(), "folder": folder}
+        result = run("train", *words_of(settings))
+        assert result.status == status, result.err
+        found = {"shown": result.out + result.err}
         if not status:
-            found |= json.loads((folder / "summary.json").read_text())
-            found["contents"] = read(folder / "checkpoints" / "last.safetensors")
+            found |= result.summary | {"folder": result.directory}
+            found["contents"] = read(result.directory / "checkpoints" / "last.safetensors")
         return found
 
     return train
 
 
 @pytest.fixture
-def built(settled: Callable[..., Composition]) -> Callable[..., Any]:
+def built(compose: Callable[..., Composition]) -> Callable[..., Any]:
     """What a run with some keys set trains."""
-
-    def make(**settings: Any) -> Any:
-        composition = settled(settings)
-        return build_run(resolve_config(composition, Train))
-
-    return make
+    return lambda **settings: build_run(resolve_config(compose(*words_of(settings)), Train))
 
 
 def same(first: dict[str, Any], second: dict[str, Any], names: Callable[[str], bool]) -> set[bool]:
@@ -197,7 +154,7 @@ def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained
         ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
         ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
         ({"init": "whiten"}, "error: init: whiten does not apply: the first convolution needs two"),
-        ({"model": VIT, "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual block"),
+        ({"model": "vit_tiny", "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual block"),
     ],
     ids=str,
 )

@@ -81,7 +81,7 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
     _check_against_data("task", config.task, facts)
     with _of_bounded_size():  # of a teacher
         task: Task = build("task", _filled_task(config, data), facts=facts, fetch=fetch_weights)
-    # What it lacks is as `Task` has it; it has to have one of the methods, but `modules`, which each nn.Module has
+    # What it lacks is as `Task` has it; it has to have one of the methods beside `modules`, which each nn.Module has
     methods = {**calls_of(Task), **STEPS, **SHOWS}
     if any(hasattr(task, name) for name in methods if name != "modules"):
         for name, default in vars(Task).items():
