@@ -40,7 +40,7 @@ def main() -> int:
     state = trained(models.get_model(asked.model, weights=None))
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
         stood, first, during, alone = measure(state, CheckpointManager(Path(name), 2), asked.rounds)
-    size = size_of(contents(state, {}, "", [], {})) / 2**20
+    size = size_of(contents(state, {}, {"config": "", "classes": [], "versions": {}}, {})) / 2**20
     print(f"{asked.model}, {size:,.0f} MiB, {asked.threads} threads, {asked.rounds} saves of each kind in turns\n")
     at_once, behind = statistics.median(stood["at once"]), statistics.median(stood["in the background"])
     print("| how | the loop stands still | share |\n|---|---|---|")
@@ -78,7 +78,7 @@ def measure(
 
     def now() -> dict[str, Any]:
         state.position.global_step += 1
-        return contents(state, {}, "", [], {})
+        return contents(state, {}, {"config": "", "classes": [], "versions": {}}, {})
 
     for number in range(rounds + 1):
         since = time.perf_counter()

@@ -10,7 +10,7 @@ import yaml
 
 from runner.engine.errors import is_out_of_memory
 from runner.run import batch_size
-from runner.run.batch_size import free_memory, largest_power
+from runner.run.batch_size import free_memory
 
 RUN = (
     "data=synthetic", "data.dataset.samples=300", "data.image_size=8", "epochs=1", "model=small_cnn", "model.width=4",
@@ -26,16 +26,12 @@ def row_of(result: Any) -> str:
     return next(line for line in result.out.splitlines() if line.strip().startswith("batch "))
 
 
-@pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 2), (64, 64), (127, 64), (1000, 512)])
-def test_the_largest_power_of_two(number: int, power: int) -> None:
-    assert largest_power(number) == power
-
-
-def test_with_memory_enough_the_samples_are_the_limit(train: Any) -> None:
+def test_with_memory_enough_the_samples_are_the_limit_and_the_number_gives_the_same_bits(train: Any) -> None:
     result = train(*RUN)
     assert size_of(result) == 256  # of 270 training samples
     assert "256 samples" in row_of(result)
     assert "training samples)" in row_of(result)
+    assert train(*RUN, "data.batch_size=256").summary["weights_sha256"] == result.summary["weights_sha256"]
 
 
 def test_less_memory_means_a_smaller_batch_and_a_resume_keeps_the_number(
@@ -60,11 +56,6 @@ def test_a_sample_that_does_not_fit_is_a_sentence(rejected: Any, monkeypatch: py
     found = rejected("train", "threads=1", "logger=none", *RUN)
     assert "data.batch_size: a sample takes about" in found.err
     assert "allowed: a smaller model or smaller images" in found.err
-
-
-def test_a_run_with_the_number_ends_with_the_same_bits(train: Any) -> None:
-    found = train(*RUN)
-    assert train(*RUN, f"data.batch_size={size_of(found)}").summary["weights_sha256"] == found.summary["weights_sha256"]
 
 
 def test_what_the_whole_run_never_comes_to_is_decided_with_the_size_found(train: Any) -> None:
@@ -123,18 +114,10 @@ class Greedy(nn.Module):
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"), True),
-        (MemoryError(), True),
-        (RuntimeError("shape mismatch"), False),
-        (ValueError("not enough memory"), False),
-    ],
-)
-def test_what_says_that_memory_is_short(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
+def test_what_says_that_memory_is_short() -> None:
+    on_cpu = RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory")
+    assert all(map(is_out_of_memory, (torch.OutOfMemoryError("CUDA out of memory"), on_cpu, MemoryError())))
+    assert not any(map(is_out_of_memory, (RuntimeError("shape mismatch"), ValueError("not enough memory"))))
 
 
 @pytest.mark.parametrize(

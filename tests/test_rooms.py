@@ -180,7 +180,7 @@ def test_sweeps_and_launchers_use_no_internals_of_hydra_no_patches_and_no_import
 BUDGET = {
     ".": 851,
     "base": 941,  # the one writer of whole files, and the bounds of all readers, which other rooms had
-    "checkpoint": 1_581,
+    "checkpoint": 1_443,
     "config": 4_056,
     "data": 8_191,  # boxes, outlines and names of all readers are checked alike
     "distributed": 883,
@@ -190,7 +190,7 @@ BUDGET = {
     "launch": 1_029,
     "models": 1_354,
     "optim": 1_214,
-    "run": 4_252,
+    "run": 4_053,
     "runtime": 1_364,
     "sweeps": 1_938,
     "tasks": 779,

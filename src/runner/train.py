@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.base.errors import DataFailed
+from runner.base.files import write_atomically
 from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
 from runner.config.rules import never_evaluates
@@ -37,11 +38,10 @@ from runner.run.model import build_task_model_loss, example_input, model_of, pla
 from runner.run.optimizer import build_state
 from runner.run.probe import FirstSamples, probe, unsaved
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
-from runner.run.run import Run, hardware_metrics_of
+from runner.run.run import Run, hardware_metrics_of, validate_limits
 from runner.run.run_record import RunRecord
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_parts, build_step, slow_guard
-from runner.run.validate import validate_limits
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import CompileReport, forget_compiled, toggle
@@ -219,7 +219,7 @@ def _train(
 
     # From here on, the state is that of the checkpoint
     run.warnings += saving.resume(found, record.continued) if found else []
-    record.directory.write_config(saving.config_text)
+    write_atomically(record.directory.config_file, saving.config_text.encode())
     open_loggers(loggers, record, state.position.global_step if found else None, ending)
     show_run(run, record, hardware_metrics.rows(), [*run.warnings, *record.setup.warnings])
     show = functools.partial(console.table, "shapes in the first batch", COLUMNS)

@@ -1,7 +1,9 @@
-"""Headers that would take far more memory than their file has bytes are refused before they are parsed."""
+"""Headers made by hand: those that would take far more memory than their file has bytes are refused before they are parsed."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -68,3 +70,71 @@ def test_a_state_of_too_many_containers_is_refused_when_it_is_written(tmp_path: 
     made["metrics"]["callbacks"]["mine"] = [[] for _ in range(2**19)]
     with pytest.raises(UserError, match="262,144 lists and mappings, which could not be read back"):
         write(tmp_path / "a.safetensors", made)
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DIGESTS = {"digests": json.dumps({"a": hashlib.sha256(bytes(8)).hexdigest(), "b": "0"})}
+
+
+@pytest.mark.parametrize(
+    ("entries", "data", "reason"),
+    [
+        ({"a": F32}, bytes(4), "is truncated, or has bytes after its end"),
+        ({"a": F32}, bytes(16), "is truncated, or has bytes after its end"),
+        ({"a": F32, "b": F32}, bytes(8), "the bytes of b have a wrong"),
+        ({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, bytes(12), "the bytes of b have a wrong"),
+        ({"a": F32 | {"data_offsets": [8, 16]}}, bytes(16), "the bytes of a have a wrong"),
+        ({"a": F32 | {"shape": [3]}}, bytes(8), "the bytes of a have a wrong"),
+        (
+            {"a": F32 | {"shape": [2**40], "data_offsets": [0, 2**42]}},
+            bytes(8),
+            "is truncated, or has bytes after its end",
+        ),
+        ({"a": F32 | {"shape": [-2]}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"shape": [True, 2]}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"shape": [1] * 65}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"data_offsets": [0, 2**70]}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"more": 1}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"dtype": "F31"}}, bytes(8), "F31"),
+        ({"a": F32 | {"data_offsets": "08"}}, bytes(8), "cannot be read"),
+        ({"a": 5}, bytes(8), "cannot be read"),
+        ({"c": F32}, bytes(8), "cannot be read"),
+        ({"a": F32}, bytes(8), "tensors that belong to no part"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_tensors_is_refused(
+    entries: dict[str, Any], data: bytes, reason: str, tmp_path: Path, forge_header: Any
+) -> None:
+    forge_header(tmp_path / "odd.safetensors", DIGESTS, entries, data)
+    with pytest.raises(DamagedCheckpoint, match=rf"odd\.safetensors: .*{reason}") as caught:
+        read(tmp_path / "odd.safetensors")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+HEAD = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEAD + ',"a":"1","a":"2"}}', HEAD + '},"a":1,"a":2}', HEAD + ',"a":5}}', HEAD + ',"a":' + "[" * 100_000, HEAD + "}",
+        HEAD + ',"digests":"' + "[" * 100_000 + '"}}', HEAD + ',"digests":"[]"}}', HEAD + ',"digests":""}}', HEAD,
+        '{"format":"2"}', "[]", "{" * 9, HEAD.replace('"2"', '"two"') + "}}", "\x00" * 200,
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_header: Any) -> None:
+    forge_header(tmp_path / "odd.safetensors", {}, {}, text=text)
+    with pytest.raises(DamagedCheckpoint, match=r"odd\.safetensors: (is not a checkpoint|cannot be read)"):
+        read(tmp_path / "odd.safetensors")
+
+
+@pytest.mark.parametrize("length", [0, 2**40, 2**63, 100_000_001, 10_000])
+def test_a_header_that_claims_another_length_takes_no_memory(length: int, tmp_path: Path, contents: Any) -> None:
+    sample = tmp_path / "sample.safetensors"
+    write(sample, contents())
+    sample.write_bytes(length.to_bytes(8, "little") + sample.read_bytes()[8:])
+    with pytest.raises(
+        DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint|its contents do not match)"
+    ):
+        read(sample)

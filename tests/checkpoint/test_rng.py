@@ -32,19 +32,12 @@ def test_all_generators_continue_after_a_trip_through_a_file(tmp_path: Path, con
     assert [draw() for _ in range(400)] == expected
 
 
-def test_capturing_draws_nothing() -> None:
-    rng.seed_everything(5)
-    expected = draw()
-    rng.seed_everything(5)
-    rng.capture()
-    assert draw() == expected
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**40 + 1])
 def test_a_seed_fixes_every_generator_and_another_gives_other_numbers(seed: int) -> None:
     rng.seed_everything(seed)
     first = draw()
     rng.seed_everything(seed)
+    rng.capture()  # draws nothing
     assert draw() == first
     rng.seed_everything(seed + 1)
     assert not set(draw()) & set(first)

@@ -22,31 +22,19 @@ def tensors() -> dict[str, Tensor]:
     return {"body.weight": torch.randn(3, 2), "body.bias": torch.randn(3)}
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def test_safetensors_are_read(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file(tensors, path)
+@pytest.mark.parametrize("kind", ["zip", "legacy", "state_dict", "model", "model_state_dict", "safetensors"])
+def test_weights_are_read_alone_or_under_a_usual_name(kind: str, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    path = tmp_path / ("model.safetensors" if kind == "safetensors" else "weights.pth")
+    if kind == "safetensors":
+        save_file(tensors, path)
+    elif kind in ("zip", "legacy"):
+        torch.save({**tensors, "epoch": 3}, path, _use_new_zipfile_serialization=kind == "zip")
+    else:
+        torch.save({kind: tensors, "epoch": 3, "optimizer": {}}, path)
     found = read_weights(str(path), tmp_path)
     assert (found.path, found.classes) == (path, ())
-    assert same(found.tensors, tensors)
-
-
-@pytest.mark.parametrize("key", [None, "state_dict", "model", "model_state_dict"])
-def test_state_dicts_are_read_alone_or_under_a_usual_name(
-    key: str | None, tmp_path: Path, tensors: dict[str, Tensor]
-) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save({**tensors, "epoch": 3} if key is None else {key: tensors, "epoch": 3, "optimizer": {}}, path)
-    assert same(read_weights(str(path), tmp_path).tensors, tensors)
-
-
-def test_files_of_the_old_format_are_read(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    assert same(read_weights(str(path), tmp_path).tensors, tensors)
+    assert found.tensors.keys() == tensors.keys()
+    assert all(torch.equal(found.tensors[name], tensors[name]) for name in tensors)
 
 
 class Bomb:
@@ -59,7 +47,7 @@ class Bomb:
         return self.call, (self.argument,)
 
 
-@pytest.mark.parametrize("kind", ["zip", "legacy", *range(6)], ids=str)
+@pytest.mark.parametrize("kind", ["zip", "legacy", 0, 5], ids=str)
 @pytest.mark.parametrize("call", [os.system, eval, Path.touch], ids=["os.system", "eval", "Path.touch"])
 def test_code_in_a_file_does_not_run(
     kind: str | int, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,24 +70,16 @@ def test_a_whole_module_is_refused_by_its_class(tmp_path: Path) -> None:
         read_weights(str(tmp_path / "model.pth"), tmp_path)
 
 
-@pytest.mark.parametrize("new_format", [True, False])
-def test_truncated_weights_are_named(new_format: bool, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    path = tmp_path / "weights.pth"
-    torch.save(tensors, path, _use_new_zipfile_serialization=new_format)
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
+def test_what_is_truncated_or_none_is_named(kind: str, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    path = tmp_path / f"weights.{'safetensors' if kind == 'safetensors' else 'pth'}"
+    torch.save(tensors, path, _use_new_zipfile_serialization=kind == "zip")
     data = path.read_bytes()
-    for length in (3, 10, 100, len(data) // 2, len(data) - 1):
-        path.write_bytes(data[:length])
-        with pytest.raises(UserError, match=r"init_from: .*weights\.pth (is refused|cannot be read)"):
+    parts = [data[:length] for length in (3, 10, 100, len(data) // 2, len(data) - 1)]
+    for content in [*parts, b"", b"no weights at all", b"PK\3\4 and then nothing"]:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"init_from: .*weights\.\w+ (is refused|cannot be read)"):
             read_weights(str(path), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
-@pytest.mark.parametrize("content", [b"", b"no weights at all", b"PK\3\4 and then nothing"])
-def test_what_cannot_be_read_is_named(name: str, content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=f"init_from: .*{name}"):
-        read_weights(str(path), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +103,10 @@ def test_tensors_that_stand_for_more_than_the_file_holds_are_refused(
         read_weights(str(path), tmp_path)
 
 
-@pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {}}], ids=str)
+@pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {}}, None], ids=str)
 def test_a_file_without_tensors_by_name_is_named(content: object, tmp_path: Path) -> None:
-    path = tmp_path / "other.pt"
-    torch.save(content, path)
+    path = tmp_path / ("other.pt" if content else "empty.safetensors")
+    torch.save(content, path) if content else save_file({}, path, metadata={"kind": "nothing"})
     with pytest.raises(UserError, match="has no tensors by name"):
         read_weights(str(path), tmp_path)
 
@@ -137,10 +117,3 @@ def test_a_path_to_nothing_is_answered_with_the_nearest(tmp_path: Path) -> None:
         read_weights(str(tmp_path / "weigths.pth"), tmp_path)
     with pytest.raises(UserError, match="init_from: no run with a checkpoint"):
         read_weights("last", tmp_path / "digits")
-
-
-def test_a_safetensors_file_without_tensors_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "empty.safetensors"
-    save_file({}, path, metadata={"kind": "nothing"})
-    with pytest.raises(UserError, match="has no tensors"):
-        read_weights(str(path), tmp_path)

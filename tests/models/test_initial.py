@@ -65,24 +65,17 @@ def test_the_cut_normal_has_nothing_beyond_two_deviations() -> None:
 
 def test_orthogonal_weights_are() -> None:
     layers = drawn("orthogonal")
-    rows = layers.linear.weight
-    torch.testing.assert_close(rows @ rows.T, torch.eye(200), atol=1e-4, rtol=0)
-    rows = layers.conv.weight.flatten(1)
-    torch.testing.assert_close(rows @ rows.T, torch.eye(64), atol=1e-4, rtol=0)
-    part = layers.attention.in_proj_weight[:48]
-    torch.testing.assert_close(part @ part.T, torch.eye(48), atol=1e-4, rtol=0)
+    for rows in (layers.linear.weight, layers.conv.weight.flatten(1), layers.attention.in_proj_weight[:48]):
+        torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("scheme", ["normal", "xavier", "kaiming", "orthogonal", "trunc_normal"])
 def test_the_global_seed_alone_decides_what_is_drawn(scheme: str) -> None:
+    with pytest.raises(ValueError, match="Flatten has no linear layer and no convolution"):
+        draw_weights(nn.Flatten(), scheme)  # type: ignore[arg-type]
     first, again, other = drawn(scheme, 1), drawn(scheme, 1), drawn(scheme, 2)
     assert torch.equal(first.linear.weight, again.linear.weight)
     assert not torch.equal(first.linear.weight, other.linear.weight)
-
-
-def test_a_model_without_layers_cannot_be_drawn() -> None:
-    with pytest.raises(ValueError, match="Flatten has no linear layer and no convolution"):
-        draw_weights(nn.Flatten(), "normal")
 
 
 def test_with_the_priors_as_bias_the_first_loss_is_the_entropy() -> None:

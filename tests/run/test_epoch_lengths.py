@@ -18,8 +18,7 @@ from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.position import Position
-from runner.run.run import Run
-from runner.run.validate import validate_limits
+from runner.run.run import Run, validate_limits
 from runner.train import build_run
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
@@ -73,20 +72,12 @@ def test_the_rate_goes_on_from_where_it_was_in_epochs(training: Any, words: tupl
         # A warm-up begins above 0, at a rate that depends on its number of steps.
         assert factors(rest, here) == pytest.approx(expected, abs=0.12)
 
-
-@pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_the_same_batch_size_changes_no_bit_of_the_rate(training: Any, words: tuple[str, ...]) -> None:
-    whole = training(*words)
     for start in (Position(epoch=3, global_step=18), Position(epoch=3, batch=4, global_step=22)):
-        rest = training(*words, start=start)
+        rest = training(*words, start=start)  # the same batch size changes no bit
         later = list(range(start.global_step, EPOCHS * STEPS))
         assert factors(rest, later) == factors(whole, later)
         assert rest.state.position.turns == []
-
-
-@pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_a_second_change_keeps_the_first_one_in_mind(training: Any, words: tuple[str, ...]) -> None:
-    whole = training(*words)
+    # A second change keeps the first one in mind
     second = Position(epoch=3, global_step=6 + 2 * 12, turns=[[6, 1]])  # batches of 4 from the second epoch on
     rest = training(*words, size=16, start=second)
     assert rest.state.position.turns == [[6, 1], [30, 3]]
@@ -99,40 +90,31 @@ def test_a_second_change_keeps_the_first_one_in_mind(training: Any, words: tuple
 STEPWISE = [(*words, "epochs=null", "max_steps=36") for words in SCHEDULES[2:8]]
 
 
-@pytest.mark.parametrize("size", [4, 16])
+WARM_UPS = ("constant", "cosine", "onecycle", "step", "wsd", "plateau")
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "steps"),
     [
-        *STEPWISE,
-        ("scheduler=cosine", "scheduler.total_steps=40"),
-        ("scheduler=step", "scheduler.steps_per_epoch=5", "scheduler.every=1"),
+        *((words, range(18, 36)) for words in STEPWISE),
+        (("scheduler=cosine", "scheduler.total_steps=40"), range(18, 36)),
+        (("scheduler=step", "scheduler.steps_per_epoch=5", "scheduler.every=1"), range(18, 36)),
+        *(((f"scheduler={name}", "scheduler.warmup=15"), range(6, 16)) for name in WARM_UPS),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_a_schedule_that_is_given_in_steps_stays_where_it_is(training: Any, words: tuple[str, ...], size: int) -> None:
+def test_what_is_given_in_steps_stays_where_it_is(training: Any, words: tuple[str, ...], steps: range) -> None:
     whole = training(*words)
-    rest = training(*words, size=size, start=Position(epoch=3, global_step=18))
-    later = list(range(18, 36))
-    assert factors(rest, later) == factors(whole, later)
+    for size in (4, 16):
+        rest = training(*words, size=size, start=Position(epoch=steps[0] // STEPS, global_step=steps[0]))
+        assert factors(rest, list(steps)) == factors(whole, list(steps))
 
 
 def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(training: Any) -> None:
     words = ("epochs=null", "max_steps=36", "scheduler=constant", "swa=0.5", "averaging.lr_factor=0.1")
     for size in (4, 16):
         rest = training(*words, size=size, start=Position(epoch=2, global_step=12))
-        assert rest.state.schedule.factor(17) == 1
-        assert rest.state.schedule.factor(18) < 1
-
-
-@pytest.mark.parametrize("scheduler", ["constant", "cosine", "onecycle", "step", "wsd", "plateau"])
-def test_a_warm_up_in_steps_takes_as_many_steps(training: Any, scheduler: str) -> None:
-    words = (f"scheduler={scheduler}", "scheduler.warmup=15")
-    whole = training(*words)
-    for size in (4, 16):
-        rest = training(*words, size=size, start=Position(epoch=1, global_step=6))
-        warming = list(range(6, 15))
-        assert factors(rest, warming) == factors(whole, warming)
-        assert rest.state.schedule.factor(15) == pytest.approx(1)
+        assert rest.state.schedule.factor(17) == 1 > rest.state.schedule.factor(18)
 
 
 def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of_the_steps(
@@ -190,29 +172,19 @@ def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
 
 
 def test_what_is_said_ahead_counts_the_epochs_as_they_were(training: Any) -> None:
-    words = ("freeze=[layers.0@5ep]",)
     start = Position(epoch=4, global_step=24)
-    compared = training(*words, size=16, start=start)
+    compared = training("freeze=[layers.0@5ep]", size=16, start=start)
     assert compared.total_steps == 30
-    assert not [warning for warning in ahead(compared) if "freeze" in warning]
+    assert not [warning for warning in validate_limits(compared) if "freeze" in warning]
     late = training("freeze=[layers.0@6ep]", size=16, start=start)
-    assert [warning for warning in ahead(late) if "is never trained" in warning]
+    assert [warning for warning in validate_limits(late) if "is never trained" in warning]
 
 
-def ahead(training: Run) -> list[str]:
-    return validate_limits(training)
-
-
-def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: Any) -> None:
-    def check(*words: str, start: Position) -> None:
-        composition = compose(*RUN, *words)
-        config = resolve_config(composition, Train)
-        validate_limits(build_run(config, start))
-
-    longer = ("swa=2", "epochs=null", "max_steps=30", "data.batch_size=2")
-    check(*longer, start=Position(epoch=3, global_step=18))  # weights were taken at step 18
+def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(training: Any) -> None:
+    longer = ("swa=2", "epochs=null", "max_steps=30")
+    validate_limits(training(*longer, size=2, start=Position(epoch=3, global_step=18)))  # weights were taken at step 18
     with pytest.raises(UserError, match="swa: 2 begins after"):
-        check(*longer, start=Position(epoch=2, global_step=12))
+        validate_limits(training(*longer, size=2, start=Position(epoch=2, global_step=12)))
 
 
 def test_moments_in_steps_and_in_epochs_belong_together() -> None:

@@ -33,7 +33,6 @@ class Snapshot:
         until `complete` is set nobody may change it.
         """
         self.complete.clear()
-        self._later = []
         self._devices: set[torch.device] = set()
         self._copies: dict[Hashable, torch.Tensor] = {}  # tied tensors are copied once, and stay tied
         copy: dict[str, Any] = mapped(contents, lambda tensor, place: self._copied(tensor, place, later))

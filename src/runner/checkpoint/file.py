@@ -8,8 +8,9 @@ The tensors of the model have their own names, all others begin with the part th
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -19,11 +20,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from runner.base.errors import DiskFull, UserError, first_line
-from runner.base.files import renaming, whole
+from runner.base.errors import UserError, first_line
+from runner.base.files import renaming, whole, writing
 from runner.base.reading import open_regular
 from runner.checkpoint import layout
-from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
 from runner.config.gone import drop
 
@@ -34,6 +34,7 @@ KEYS = (
 )  # fmt: skip
 OPTIONAL = ("loss",)  # of a loss with tensors
 _ORDER = ("model", *OPTIONAL, *KEYS[2:])  # a tensor that several parts have is stored under its name in the first
+_LEFT = 2**20  # bytes of a tensor that is worth leaving in the file
 _LARGE = ("model", "optimizer", "averaged")  # parts whose tensors may be left in the file, see `read`
 
 Parts = Callable[[dict[str, Any]], Collection[str]]
@@ -72,16 +73,12 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """Errors of writing become sentences."""
+    """Turn an `OSError` into a `UserError` about `checkpoint`."""
     try:
-        yield
-    except (OSError, RuntimeError) as error:
-        # A user can act on a full disk or a limit, so errors of the system become sentences about them
-        reason = getattr(error, "strerror", None) or str(error)
-        if getattr(error, "errno", None) == errno.EFBIG:
-            reason = "it would be larger than files may be here (ulimit -f, or the file system)"
-        kind = DiskFull if getattr(error, "errno", None) == errno.ENOSPC else UserError
-        raise kind("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
+        with writing(path):
+            yield
+    except UserError as error:
+        raise type(error)("checkpoint", f"{error}; earlier checkpoints are untouched") from error.__cause__
 
 
 def _text(key: str, value: Any, tensors: Tensors) -> str:
@@ -104,8 +101,7 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
 def link(source: Path, target: Path) -> None:
     """Make `target` the same checkpoint as `source`, atomically; a copy where the file system has no links.
 
-    Raises:
-        UserError: if it cannot be written.
+    Raises `UserError` if it cannot be written.
     """
     with _reported(target):
         try:
@@ -118,22 +114,13 @@ def link(source: Path, target: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a file is a checkpoint, whole or damaged, and not weights from elsewhere.
-
-    Raises:
-        UserError: if there is no such file, or it cannot be read.
-    """
+    """True if a file is a checkpoint, whole or damaged, and not weights from elsewhere; raises `UserError` without a file."""
     with _opened(path) as file:
         return layout.is_checkpoint(file)
 
 
 def verify(path: Path) -> None:
-    """Check the file's SHA-256.
-
-    Raises:
-        DamagedCheckpoint: if it is missing or does not fit.
-        UserError: if there is no such file, or it cannot be read.
-    """
+    """Check the file's SHA-256; raises as `read`."""
     with _opened(path) as file:
         layout.verify(file)
 
@@ -147,9 +134,6 @@ def read(path: Path, parts: Parts | None = None, later: bool = False) -> dict[st
             tensors are on the device `meta`.
         later: leave large tensors of weights and optimizer in the file once all of it is verified; each is read, and
             verified again, by `runner.distributed.sharding.loaded`, so that memory need not hold all of them.
-
-    Returns:
-        The contents.
 
     Raises:
         DamagedCheckpoint: if it is truncated, altered, or no checkpoint.
@@ -199,19 +183,19 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[
     if later:
         layout.verify(file)
         states = set[str]().union(*(named[key] for key in keys if key in _LARGE))
-        left = {name for name in needed & states if header.tensors[name].large}
+        left = {name for name in needed & states if blanks[name].is_floating_point() and blanks[name].nbytes >= _LEFT}
     # Small tensors are read at once; the large ones come when the run copies them to its device
     now = needed - left
     tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in now])
+
+    def read_now(name: str) -> torch.Tensor:
+        with _opened(path) as again:
+            return layout.read_tensors(again, header, [name])[name]
+
     for name in left:
         tensors[name] = torch.empty_like(blanks[name])
-        tensors[name].read_now = partial(_read_now, path, header, name)  # type: ignore[attr-defined]
+        tensors[name].read_now = partial(read_now, name)  # type: ignore[attr-defined]
     return contents | {key: decode(values[key], tensors.__getitem__) for key in keys}
-
-
-def _read_now(path: Path, header: layout.Header, name: str) -> torch.Tensor:
-    with _opened(path) as file:
-        return layout.read_tensors(file, header, [name])[name]
 
 
 @contextlib.contextmanager
@@ -230,5 +214,127 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     except layout.Damaged as error:
         raise DamagedCheckpoint(str(path), str(error)) from error
     except Exception as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
-        raise DamagedCheckpoint(str(path), f"cannot be read: {reason[:200]}") from error
+        raise DamagedCheckpoint(str(path), f"cannot be read: {reason(error)[:200]}") from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error's message; a sentence for a `KeyError`, which says the key alone."""
+    return f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+
+
+# The types of contents: everything else relies on them.
+_LARGEST_IMAGE = 2**28  # numbers of one image: over 9,000 pixels a side, in colour
+_LARGEST = 2**53  # the last whole number that every program keeps exactly
+Check = Callable[[Any], bool]
+
+
+def _is(*kinds: type) -> Check:
+    """Of one of these types, and none derived from it, as True is an int."""
+    return lambda value: type(value) in kinds
+
+
+def _list(item: Check) -> Check:
+    return lambda value: type(value) is list and all(map(item, value))
+
+
+def _by_name(item: Check) -> Check:
+    """A mapping from texts."""
+    return lambda value: (
+        isinstance(value, dict) and all(map(_is(str), value)) and all(item(element) for element in value.values())
+    )
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _is_state_dict(value: Any) -> bool:
+    return _by_name(lambda _: True)(value) and all(
+        isinstance(tensor, torch.Tensor) or name.endswith("_extra_state") for name, tensor in value.items()
+    )
+
+
+def _is_average(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.get("kind") in ("ema", "swa")
+        and _is_count(value.get("updates"))
+        and _or_none(_is_state_dict)(value.get("weights", 0))
+        and _is_state_dict(value.get("loss", {}))
+        and type(value.get("calibrated")) is bool
+    )
+
+
+def _is_fingerprint(value: Any) -> bool:
+    """The number of samples of a split, and digests of what is known of it."""
+    return (
+        isinstance(value, dict)
+        and type(value.get("samples")) is int
+        and isinstance(value.get("content"), str)
+        and _by_name(_is(str))({key: item for key, item in value.items() if key != "samples"})
+    )
+
+
+def _is_image_shape(value: Any) -> bool:
+    return _list(_is_count)(value) and len(value) == 3 and 0 < math.prod(value) <= _LARGEST_IMAGE
+
+
+def _are_turns(value: Any) -> bool:
+    """Pairs of a step and an epoch, each number above the one before it."""
+    return (
+        _list(_list(_is_count))(value)
+        and all(len(turn) == 2 and min(turn) > 0 for turn in value)
+        and all(one[0] < two[0] and one[1] < two[1] for one, two in itertools.pairwise(value))
+    )
+
+
+def _is_mean(value: Any) -> bool:
+    """A running mean, see `runner.engine.state.RunningMean`."""
+    if not isinstance(value, dict) or not isinstance(value.get("sum"), torch.Tensor):
+        return False
+    return not value["sum"].ndim and _is_count(value.get("samples"))
+
+
+_MAPPING, _NUMBERS = (_by_name(lambda _: True), "a mapping by name"), (_by_name(_is(int, float)), "numbers by name")
+_COUNT, _TEXT, _NUMBER = (_is_count, "a whole number of at least 0"), (_is(str), "text"), (_is(int, float), "a number")
+# What a value at a place has to be, in this order; where the place ends with a question mark, it need not be there.
+_RULES: dict[str, tuple[Check, str]] = {
+    **dict.fromkeys(("optimizer", "scheduler", "rng", "position", "metrics"), _MAPPING),
+    **dict.fromkeys(("model", "loss?"), (_is_state_dict, "tensors by name")),
+    "versions": _MAPPING,
+    "config": _TEXT,
+    "classes": (_list(_is(str)), "a list of names"),
+    "averaged": (_or_none(_is_average), "a kind, a number of updates and tensors by name"),
+    "scaler": (_or_none(_NUMBERS[0]), "numbers by name"),
+    **dict.fromkeys(("position.epoch", "position.batch", "position.global_step"), _COUNT),
+    "position.evaluation_due?": (_is(bool), "true or false"),
+    "position.turns?": (_are_turns, "a list of steps and epochs, in order"),
+    "metrics.callbacks": (_is(dict), "a mapping"),
+    "metrics.data": (_by_name(_is_fingerprint), "samples and content of splits"),
+    "metrics.sources": (_by_name(_is(str)), "digests by name"),
+    "metrics.images?": (_is_image_shape, "channels, height and width"),
+    "metrics.terms?": (_by_name(_is_mean), "running means by name"),
+    "metrics.last?": _NUMBERS,
+    "metrics.best?": (_or_none(_is(dict)), "a mapping"),
+    **dict.fromkeys(("metrics.best.metric", "metrics.best.mode"), _TEXT),
+    **dict.fromkeys(("metrics.best.value", "metrics.best.loss"), _NUMBER),
+    **dict.fromkeys(("metrics.best.global_step", "metrics.best.epoch"), _COUNT),
+}
+
+
+def wrong_type(contents: dict[str, Any]) -> str:
+    """A clause on the first value of another type in contents with all keys, or an empty string."""
+    for place, (check, words) in _RULES.items():
+        *outer, name = place.removesuffix("?").split(".")
+        inner: Any = contents
+        for key in outer:
+            inner = inner.get(key)
+        if inner is None or (name not in inner and place.endswith("?")):
+            continue
+        if not check(inner.get(name)):
+            return f"{'.'.join([*outer, name])} is not {words}"
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +36,8 @@ def beside(path: Path, key: str = "ckpt_path") -> str:
         )
     except UserError:  # there is none, or it is damaged, and nobody asked for it
         return ""
-    other_path = path.with_name(f"{other}{SUFFIX}")
-    return "" if there == step else f"{path.stem}, step {step} ({other}: step {there}, {key}={other_path})"
+    where = f"{key}={path.with_name(f'{other}{SUFFIX}')}"
+    return "" if there == step else f"{path.stem}, step {step} ({other}: step {there}, {where})"
 
 
 def load(
@@ -61,18 +62,24 @@ def load(
     else:
         path = Path(ckpt_path)
         if path.is_file():
-            return _load_file(path, key, parts, later)
+            return _named_file(path, key, parts, later)
         if not path.is_dir():
-            raise _missing(path, key)
+            special = path.exists() or path.is_symlink()
+            problem, near = (
+                (f"{path} is not a regular file", "") if special else (f"there is no {path}", nearest_path(path))
+            )
+            raise UserError(key, problem, "a checkpoint file, a run directory, last or best", near)
         run = path
     # Checkpoints may have been moved out of their run directory
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if prefer == "best" and (best := named(folder, "best")):
-        return _load_file(best, key, parts, later)
+        return _named_file(best, key, parts, later)
     # Whoever asks for the best one by name does not want another; a verb that only prefers it gets the last
     if prefer == "best" and ckpt_path == "best":
         raise UserError(key, f"{run} has no best checkpoint", f"{key}=last")
-    return _newest_valid(folder, key, parts, later)
+    if not (paths := _newest(folder)):
+        raise UserError(key, f"{folder} has no checkpoint (last or step_* with {SUFFIX})")
+    return _first_whole(paths, key, parts, later)
 
 
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
@@ -94,12 +101,7 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
         hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others and not begun else ""
         raise UserError(key, none, f"a checkpoint file or a run directory{hint}")
 
-    def age(path: Path) -> tuple[datetime, datetime]:
-        written = modified(path) or _LONG_AGO
-        return start_time(path.parents[1]) or written, written
-
-    # Times of files change when runs are copied, so the recorded start counts first
-    newest_first = [path.parents[1] for path in sorted(found, key=age, reverse=True)]
+    newest_first = sorted((path.parents[1] for path in found), key=recency, reverse=True)
     for run in newest_first:
         if not (read_summary(run) or {}).get("not_last"):
             return run
@@ -108,6 +110,13 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
         f"each run with a checkpoint in {runs} is for debugging or a trial: the newest, {newest_first[0]}, has {reason}"
     )
     raise UserError(key, problem, f"{key}={newest_first[0]}, or another run")
+
+
+def recency(run: Path) -> tuple[datetime, datetime, list[int]]:
+    """Larger for a run that started later; with equal times, for one saved later, or with larger numbers in its name."""
+    # Times of files change when runs are copied, so the recorded start counts first
+    saved = modified(run / "checkpoints" / f"last{SUFFIX}") or modified(run / "overrides.yaml") or _LONG_AGO
+    return start_time(run) or saved, saved, [int(part) for part in re.findall(r"\d{1,18}", run.name)]
 
 
 def named(folder: Path, stem: str) -> Path | None:
@@ -130,34 +139,23 @@ def _newest(folder: Path) -> list[Path]:
     return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]
 
 
-def _loaded(path: Path, contents: dict[str, Any], warnings: list[str]) -> LoadedCheckpoint:
-    was = drop(copy.deepcopy(plain(contents["config"], str(path))))
-    return LoadedCheckpoint(path, contents, [*warnings, *warning(str(path), was)])
-
-
-def _load_file(path: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
+def _named_file(path: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
     try:
         return _loaded(path, read(path, parts, later), [])
     except DamagedCheckpoint as error:
         # A file that was named is not replaced silently: the error names the newest valid one, and the user decides
-        for other in _newest(path.parent):
-            if other.name == path.name or other.samefile(path):
-                continue
-            try:
-                read(other, later=later)
-            except UserError:
-                continue
-            allowed = f"the newest valid one beside it: {key}={other}"
-            raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
-        raise
+        others = [other for other in _newest(path.parent) if not other.samefile(path)]
+        try:
+            whole = _first_whole(others, key, None, later).path
+        except UserError:
+            raise error from None
+        allowed = f"the newest valid one beside it: {key}={whole}"
+        raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
 
 
-def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
+def _first_whole(paths: list[Path], key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
     warnings: list[str] = []
-    candidates = _newest(folder)
-    if not candidates:
-        raise UserError(key, f"{folder} has no checkpoint (last or step_* with {SUFFIX})")
-    for path in candidates:
+    for path in paths:
         try:
             return _loaded(path, read(path, parts, later), warnings)
         except DamagedCheckpoint as error:
@@ -165,8 +163,6 @@ def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> L
     raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
 
 
-def _missing(path: Path, key: str) -> UserError:
-    allowed = "a checkpoint file, a run directory, last or best"
-    if path.exists() or path.is_symlink():
-        return UserError(key, f"{path} is not a regular file", allowed)
-    return UserError(key, f"there is no {path}", allowed, nearest_path(path))
+def _loaded(path: Path, contents: dict[str, Any], warnings: list[str]) -> LoadedCheckpoint:
+    was = drop(copy.deepcopy(plain(contents["config"], str(path))))
+    return LoadedCheckpoint(path, contents, [*warnings, *warning(str(path), was)])

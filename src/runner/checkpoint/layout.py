@@ -20,7 +20,6 @@ import torch
 from runner.checkpoint.structure import BY_DTYPE, NATIVE
 
 _BLOCK = 1 << 20
-_LARGE = 1 << 20  # bytes
 _LARGEST_HEADER = 2**25  # bytes: over 100,000 tensors
 # Lists and mappings of a header take 20 to 80 times the memory of their two characters, other values up to 50 times. Runs
 # save about one container in 70 bytes and one value in 40; the first numbers leave room for the states of callbacks.
@@ -44,11 +43,6 @@ class Stored(NamedTuple):
     end: int
     sha256: str
 
-    @property
-    def large(self) -> bool:
-        """True if it is worth leaving it in the file until it is needed."""
-        return self.dtype.is_floating_point and self.end - self.begin >= _LARGE
-
 
 class Header(NamedTuple):
     """A verified header: version and texts of the metadata, and tensors in the order of their bytes."""
@@ -59,17 +53,9 @@ class Header(NamedTuple):
 
 
 def write(file: BinaryIO, written: str, metadata: dict[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors and texts into an empty file; a tensor is copied only if it is not contiguous on the CPU.
+    """Write the format, texts by name and tensors into an empty file; a tensor is copied only if it is not contiguous on the CPU.
 
-    Args:
-        file: open for writing.
-        written: the format.
-        metadata: texts by name, beside `format`, `sha256` and `digests`.
-        tensors: by name.
-
-    Raises:
-        OSError: if it cannot be written.
-        ValueError: if the header is too large, or a text in it is not Unicode.
+    Raises `OSError` if it cannot be written. ValueError: if the header is too large, or a text in it is not Unicode.
     """
     # Positions first, as the header with them stands before the tensors
     entries, end = dict[str, dict[str, Any]](), 0
@@ -153,25 +139,14 @@ def read_header(file: BinaryIO) -> Header:
     # A small file can hold millions of values, which would need far more memory than its size
     if _too_dense(data):
         raise Damaged("is not a checkpoint of runner's: its header has more values, lists or mappings than runs save")
-    entries = json.loads(data[8:], object_pairs_hook=_unique)
+    entries = json.loads(data[8:])
     metadata = entries.pop("__metadata__")
-    if not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError("a value of the header's metadata is not a string")
-    # Two entries of one name could mean different tensors to different readers
-    digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)  # a newer format may have none
-    tensors = _tensors(entries, digests, 8 + length)
+    tensors = _tensors(entries, json.loads(metadata.get("digests", "{}")), 8 + length)  # a newer format may have none
     end = max((stored.end for stored in tensors.values()), default=8 + length)
     # Missing or extra bytes at the end are damage, even where every tensor can be read
     if end != size:
         raise Damaged(f"is truncated, or has bytes after its end: it should have {end:,} bytes and has {size:,}")
     return Header(int(head[1]), metadata, tensors)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return made
 
 
 def _tensors(entries: dict[str, Any], digests: Any, start: int) -> dict[str, Stored]:
@@ -192,11 +167,7 @@ def _tensors(entries: dict[str, Any], digests: Any, start: int) -> dict[str, Sto
 
 
 def read_tensors(file: BinaryIO, header: Header, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Read tensors onto the CPU and verify them: what is hashed is what is used, whatever becomes of the file.
-
-    Raises:
-        Damaged: if the bytes of one are altered.
-    """
+    """Read tensors onto the CPU and verify them (`Damaged`): what is hashed is what is used, whatever becomes of the file."""
     found = {}
     for name in names:
         stored = header.tensors[name]
@@ -207,11 +178,7 @@ def read_tensors(file: BinaryIO, header: Header, names: Iterable[str]) -> dict[s
 
 
 def verify(file: BinaryIO) -> None:
-    """Verify all of a file, in little memory.
-
-    Raises:
-        Damaged: if it is truncated or altered.
-    """
+    """Verify all of a file, in little memory; raises `Damaged` if it is truncated or altered."""
     block = memoryview(bytearray(_BLOCK))
     for name, stored in read_header(file).tensors.items():
         _read_verified(file, name, stored, block)

@@ -28,11 +28,7 @@ def size_of(value: Any) -> int:
 
 
 def require_space(folder: Path, size: int) -> None:
-    """See that a file of `size` bytes fits beside what is there.
-
-    Raises:
-        UserError: if it does not.
-    """
+    """Raise a `UserError` if a file of `size` bytes does not fit beside what is there."""
     free = _free(folder)
     # A failed write would cost the time of a checkpoint, and may take the last space of other programs
     if free < size:
@@ -83,8 +79,7 @@ class CheckpointManager:
     def save(self, contents: dict[str, Any], global_step: int, is_best: bool) -> Path:
         """Write the state after `global_step` steps, point `last` (and `best`) at it, then delete what is too old.
 
-        Raises:
-            UserError: if there is no room, or it cannot be written; what was there before is untouched.
+        Raises `UserError` if there is no room, or it cannot be written; what was there before is untouched.
         """
         path = self.folder / f"{step_stem(global_step)}{SUFFIX}"
         # Nothing older is deleted before the new one was read back whole.
@@ -92,9 +87,9 @@ class CheckpointManager:
         file.write(path, contents)
         file.verify(path)
         # Links are moved before old files go, so that `last` and `best` always name a whole file.
-        self.make_last(path)
+        self.name(path, self.last)
         if is_best:
-            self.make_best(path)
+            self.name(path, self.best)
         others = [old for old in step_files(self.folder) if old != path]
         # Later steps are of a future that is computed again after resuming from an older checkpoint.
         abandoned = [old for old in others if old.stem >= path.stem]
@@ -102,21 +97,7 @@ class CheckpointManager:
             old.unlink(missing_ok=True)
         return path
 
-    def make_last(self, path: Path) -> None:
-        """Make a checkpoint of this run, or of the one that it continues, the newest one.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
-        if self.writes:
-            _name(path, self.last)
-
-    def make_best(self, path: Path) -> None:
-        """Make a checkpoint the best one, as `make_last` does."""
-        if self.writes:
-            _name(path, self.best)
-
-
-def _name(path: Path, name: Path) -> None:
-    if not (name.is_file() and path.samefile(name)):
-        file.link(path, name)
+    def name(self, path: Path, name: Path) -> None:
+        """Make a checkpoint of this run, or of the one that it continues, `last` or `best`; raises as `link`."""
+        if self.writes and not (name.is_file() and path.samefile(name)):
+            file.link(path, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -20,43 +20,18 @@ from runner.distributed.world import world
 T = TypeVar("T")
 
 
-class Stateful(Protocol):
-    """Anything whose state goes into a checkpoint, see `runner.engine.state.TrainState`."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The trained model."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain containers."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        ...
-
-
-def contents(
-    state: Stateful,
-    callbacks: dict[str, Any],
-    config: str,
-    classes: list[str],
-    versions: dict[str, str],
-    **known: Any,
-) -> dict[str, Any]:
+def contents(state: Any, callbacks: dict[str, Any], texts: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`; of several ranks, the first has the tensors.
 
     Args:
-        state: model, optimizer, schedule, scaler, position and metrics.
+        state: a `runner.engine.state.TrainState`: model, optimizer, schedule, scaler, position and metrics.
         callbacks: by name; those with a `state_dict` are saved.
-        config: the resolved config as YAML text.
-        classes: names of the classes.
-        versions: versions of packages.
+        texts: `config`, resolved, as YAML; `classes`, their names; `versions` of packages.
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.run.saving`.
     """
-    saved, ranks = state.state_dict(), world()
+    saved: dict[str, Any] = state.state_dict()
+    ranks = world()
     # Divided tensors are put together for the file, in which every rank has to take part
     if ranks.size > 1:
         saved = _collected(saved, state.model, partial(gathered, world=ranks))
@@ -65,7 +40,6 @@ def contents(
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
     saved["metrics"] |= known
-    texts = {"config": config, "classes": classes, "versions": versions}
     return saved | {"format": file.FORMAT, "rng": rng.capture(), **texts}
 
 
@@ -95,8 +69,7 @@ def copied(value: Any) -> Any:
 def made_of(found: LoadedCheckpoint, key: str, kind: Callable[..., T]) -> T:
     """The object that a part of a checkpoint describes, such as its position.
 
-    Raises:
-        UserError: if it describes something else.
+    Raises `UserError` if it describes something else.
     """
     try:
         return kind(**found.contents[key])
@@ -104,11 +77,10 @@ def made_of(found: LoadedCheckpoint, key: str, kind: Callable[..., T]) -> T:
         raise UserError(str(found.path), f"{key} does not fit this version of the program: {error}") from error
 
 
-def restore(found: LoadedCheckpoint, state: Stateful, callbacks: dict[str, Any]) -> None:
+def restore(found: LoadedCheckpoint, state: Any, callbacks: dict[str, Any]) -> None:
     """Put a run back to where a checkpoint was written.
 
-    Raises:
-        UserError: if the checkpoint is of another model or optimizer, or a callback cannot load its state.
+    Raises `UserError` if the checkpoint is of another model or optimizer, or a callback cannot load its state.
     """
     try:
         state.load_state_dict(found.contents)
@@ -120,24 +92,17 @@ def restore(found: LoadedCheckpoint, state: Stateful, callbacks: dict[str, Any])
                     callback.load_state_dict(saved)
                 except Exception as error:  # of a custom class, or of a state in a file from somebody else
                     keys = ", ".join(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+                    problem = f"{type(callback).__name__} cannot load its state from {found.path}: {file.reason(error)}"
+                    allowed = "a load_state_dict that takes it, or callbacks=none or an option without this callback"
                     raise UserError(
-                        f"callbacks.{name}",
-                        f"{type(callback).__name__} cannot load its state from {found.path}: {_reason(error)}; "
-                        f"saved are: {keys or 'nothing'}",
-                        "a load_state_dict that takes this state, or callbacks=none or another option without this callback",
+                        f"callbacks.{name}", f"{problem}; saved are: {keys or 'nothing'}", allowed
                     ) from error
         # Last, so that random numbers drawn while loading leave no trace
         rng.restore(found.contents["rng"])
     except UserError:
         raise
     except Exception as error:  # a file made by hand can raise anything in the objects of a run
-        raise UserError(str(found.path), f"does not fit this run: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):  # says the key alone
-        return f"there is no {error}"
-    return str(error).strip() or type(error).__name__
+        raise UserError(str(found.path), f"does not fit this run: {file.reason(error)}") from error
 
 
 def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bool:
@@ -155,6 +120,6 @@ def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bo
             continue
         # A file named best may be of another evaluation, so the step decides
         if found["position"]["global_step"] == global_step:
-            manager.make_best(path)
+            manager.name(path, manager.best)
             return True
     return False

@@ -14,11 +14,7 @@ from runner.distributed.world import world
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices.
-
-    Raises:
-        UserError: if torch has no such seed.
-    """
+    """Seed Python, NumPy and torch on all devices; raises `UserError` for a seed that torch does not have."""
     if not 0 <= seed < 2**64:
         raise UserError(f"seed: cannot be {seed}\n    allowed: a whole number from 0 to {2**64 - 1}")
     random.seed(seed)

@@ -68,8 +68,7 @@ class Tensors:
     def add(self, name: str, tensor: torch.Tensor) -> str | list[str]:
         """Store a tensor; gives its name, with the dtype where the file stores bytes instead.
 
-        Raises:
-            Unsupported: if it is sparse, quantized or without values.
+        Raises `Unsupported` if it is sparse, quantized or without values.
         """
         # Such tensors have no plain bytes to write
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":

@@ -52,19 +52,12 @@ def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[st
     averaged = contents["averaged"] or {"kind": "", "weights": None, "calibrated": True}
     kind, weights = averaged["kind"], averaged["weights"]
     if which == "averaged" and weights is None:
-        raise UserError(
-            "weights",
-            "is averaged, but the checkpoint holds no average",
-            "auto or raw, or a checkpoint of a run with ema or swa",
-        )
+        raise UserError("weights", "is averaged, but the checkpoint holds no average", "auto or raw")
     # Without statistics for the mean weights, a model with BatchNorm would give nonsense
     if which == "averaged" and not averaged["calibrated"]:
-        raise UserError(
-            "weights",
-            f"is averaged, but the checkpoint was saved after {kind} took weights and before an evaluation, which "
-            "computes BatchNorm's statistics for their mean",
-            "raw, or a checkpoint of an evaluation such as best.safetensors",
-        )
+        problem = f"is averaged, but the checkpoint was saved after {kind} took weights and before an evaluation"
+        reason = f"{problem}, which computes BatchNorm's statistics for their mean"
+        raise UserError("weights", reason, "raw, or a checkpoint of an evaluation such as best.safetensors")
     # The best evaluation decides what `auto` means: the weights that gave the best value
     best = contents["metrics"]["best"]
     of_average = best is not None and bool(kind) and best["metric"].startswith(f"val/{kind}_")
@@ -100,23 +93,14 @@ def part_with(which: Which = "auto") -> Parts:
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name, as in a model's state dict on the CPU, and where they were read.
+    """Tensors by name, as in a model's state dict on the CPU, and where they were read."""
 
-    Attributes:
-        path: the file.
-        tensors: by name.
-        classes: names of the classes that the model tells apart; empty where the file does not say.
-        kind: of a checkpoint's, see `weights_of`; those of other files are `raw`.
-        warnings: what was passed over on the way to the file.
-        config: that of a checkpoint, as YAML.
-    """
-
-    path: Path
+    path: Path  # the file
     tensors: dict[str, Tensor]
-    classes: tuple[str, ...] = ()
-    kind: str = "raw"
-    warnings: list[str] = field(default_factory=list)
-    config: str = "{}"
+    classes: tuple[str, ...] = ()  # that the model tells apart; empty where the file does not say
+    kind: str = "raw"  # of a checkpoint's, see `weights_of`
+    warnings: list[str] = field(default_factory=list)  # what was passed over on the way to the file
+    config: str = "{}"  # that of a checkpoint, as YAML
 
 
 def read_weights(init_from: str, runs: Path) -> Weights:
@@ -134,7 +118,11 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     # Files of other programs have tensors only; those of this one have a config and classes too
     path = Path(init_from)
     if path.is_file() and not is_checkpoint(path):
-        return Weights(path, _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path))
+        tensors = _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path)
+        if not tensors:
+            allowed = f"a state dict, or a mapping with one under {' or '.join(_INSIDE)}"
+            raise UserError(_KEY, f"{path} has no tensors by name", allowed)
+        return Weights(path, tensors)
     found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -147,12 +135,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        tensors = dict(load_file(path))
+        return dict(load_file(path))
     except (SafetensorError, OSError, MemoryError) as error:
         raise UserError(_KEY, f"{path} cannot be read: {error}") from error
-    if not tensors:
-        raise UserError(_KEY, f"{path} has no tensors", "a file with the weights of a model")
-    return tensors
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
@@ -173,20 +158,14 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         # torch names the class that it refused, which tells a user what the file really is
         found = re.search(r"GLOBAL ([\w.]{1,200})", str(error))
-        raise UserError(
-            _KEY,
-            f"{path} is refused: it is damaged, or holds more than tensors and plain containers"
-            f"{f' ({found[1]})' if found else ''}; nothing in it was run",
-            "a checkpoint of this program's, .safetensors, or torch.save(model.state_dict(), ...)",
-        ) from error
+        refused = f"is damaged, or holds more than tensors and plain containers{f' ({found[1]})' if found else ''}"
+        allowed = "a checkpoint of this program's, .safetensors, or torch.save(model.state_dict(), ...)"
+        raise UserError(_KEY, f"{path} is refused: it {refused}; nothing in it was run", allowed) from error
     except Exception as error:  # a crafted file can raise anything in the unpickler
         reason = first_line(error).split(". ")[0]  # after it, torch advises to trust the file
         raise UserError(_KEY, f"{path} cannot be read: {reason[:200]}") from error
     if odd is not None:
         raise UserError(_KEY, f"{path} is refused: {odd[:200]!r} is not a dense tensor that fits into the file")
-    if not tensors:
-        allowed = f"a state dict, or a mapping with one under {' or '.join(_INSIDE)}"
-        raise UserError(_KEY, f"{path} has no tensors by name", allowed)
     return tensors
 
 

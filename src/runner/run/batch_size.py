@@ -40,10 +40,7 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple
 
     Without `data.batch_size=auto` the config is as it was, and there is no row. The size is the largest power of two that is no
     more than the training samples. The memory of a sample is estimated from what the graph of a few keeps for backward. On a GPU,
-    the batch is then tried.
-
-    Raises:
-        UserError: if not even one sample fits.
+    the batch is then tried. A `UserError` says that not even one sample fits.
     """
     if config.data.batch_size != "auto":
         return config, []
@@ -60,18 +57,13 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple
             problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
             raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
         # A power of two, not above the training samples: more would have no effect
-        size = largest_power(min(samples, room // each))
+        size = 1 << (min(samples, room // each).bit_length() - 1)
         # The estimate is linear, and memory is not: on a GPU the size is tried, and halved until it fits
         while run.device.type == "cuda" and size > 1 and not _fits(run, size):
             size //= 2
     limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"
     row = "batch", f"{size:,} samples", f"auto: about {readable(each)} a sample, {limit}"
     return with_changes(config, {"data.batch_size": size}), [row]
-
-
-def largest_power(number: int) -> int:
-    """The largest power of two up to a number of at least 1."""
-    return 1 << (number.bit_length() - 1)
 
 
 def free_memory(device: torch.device) -> int:

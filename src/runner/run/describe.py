@@ -12,8 +12,6 @@ from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
 from runner.distributed.world import world
-from runner.engine.weight_average import AveragedModel
-from runner.run.metrics import Monitor
 from runner.run.optimizer import table_of_groups
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
@@ -70,39 +68,51 @@ def start_progress(run: Run, record: RunRecord) -> None:
 def describe(config: Train, run: Run) -> list[Row]:
     """What runs, and every choice that was made for the user, with its reason."""
     # Each row has a value and the reason for it, as many settings are chosen automatically
-    data, plan, device = run.data, run.plan, run.device
+    data, plan, device, averaged, ranks = run.data, run.plan, run.device, run.state.averaged, world().size
     counts = [f"{split.samples:,} {name}" for name in ("train", "val", "test") if (split := getattr(data, name))]
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     trainable = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
     shape = f"{data.channels}x{data.image_size[0]}x{data.image_size[1]}, " if data.channels else ""
     classes = f"{len(data.classes)} classes, " if data.classes else ""
     where = f"{device}, {amount(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else str(device)
-    return [
-        (
-            "model",
-            f"{_class(config.model)}, {parameters:,} parameters",
-            f"{trainable:,} trainable" * (trainable < parameters),
-        ),
+    some_trained = f"{trainable:,} trainable" * (trainable < parameters)
+    rows: list[Row] = [
+        ("model", f"{_class(config.model)}, {parameters:,} parameters", some_trained),
         ("data", f"{_data(config.data)}, {shape}{classes}{', '.join(counts)}", ""),
         *data.choices,
         ("device", where, run.hardware.reason),
-        *_ranks(config, plan.batch_size),
-        ("precision", run.precision.name, run.precision.reason),
-        *_preferred(config, data.channels),
-        *run.initial.rows(),
-        *[("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts],
-        *run.toggled.rows(),
-        *_optimizers(config),
-        *([("update", run.kernels.name, run.kernels.reason)] if run.kernels.name else []),
-        *_averaging(run.state.averaged),
-        (
-            "steps",
-            f"{run.total_steps:,}",
-            f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
-        ),
-        *_monitored(config.checkpoint.monitor, run.monitor),
-        *(_repeating(config, device) if config.deterministic else []),
     ]
+    if ranks > 1:
+        strategy = "ddp" if config.strategy == "auto" else config.strategy
+        rows += [("ranks", str(ranks), f"{strategy}, batches of {plan.batch_size} divided among them")]
+    rows += [("precision", run.precision.name, run.precision.reason)]
+    rows += _preferred(config, data.channels)
+    rows += run.initial.rows()
+    rows += [("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts]
+    rows += run.toggled.rows()
+    rows += _optimizers(config)
+    rows += [("update", run.kernels.name, run.kernels.reason)] if run.kernels.name else []
+    if averaged is not None and averaged.kind == "ema":
+        rows += [("averaging", f"EMA, decay {averaged.decay}", "after every step" + ", rising" * averaged.warmup)]
+    elif averaged is not None:
+        rows += [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
+    an_epoch = f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each"
+    rows += [("steps", f"{run.total_steps:,}", an_epoch)]
+    # What decides which evaluation is best, where the config gives a part of its name
+    (metric, mode), given = run.monitor, config.checkpoint.monitor
+    rows += [("best by", f"{metric}, {mode}", f"checkpoint.monitor={given} means that of val")] * (
+        given not in (None, metric)
+    )
+    if config.deterministic:
+        # What a deterministic run repeats, and what it cannot promise
+        other = "another CPU, number of threads or version" if device.type == "cpu" else "another GPU or version"
+        some = " where available" if config.deterministic == "warn" else ""
+        rows += [
+            ("algorithms", f"deterministic{some}", f"deterministic={str(config.deterministic).lower()}"),
+            ("seeded", "Python, NumPy, torch, each sample", "not: generators created by other code"),
+            ("same bits", "on this machine", f"{other} may round differently"),
+        ]
+    return rows
 
 
 def _optimizers(config: Train) -> list[Row]:
@@ -114,12 +124,6 @@ def _optimizers(config: Train) -> list[Row]:
         settings = [f"{name} {node[name]}" for name in names if node.get(name) is not None]
         rows.append((key.rpartition(".")[2], ", ".join([_class(node), *settings]), f"schedule {_class(schedule)}"))
     return rows
-
-
-def _ranks(config: Train, batch_size: int) -> list[Row]:
-    """How many processes train."""
-    strategy, size = "ddp" if config.strategy == "auto" else config.strategy, world().size
-    return [("ranks", str(size), f"{strategy}, batches of {batch_size} divided among them")] if size > 1 else []
 
 
 def _class(node: dict[str, Any]) -> str:
@@ -150,30 +154,3 @@ def _preferred(config: Train, channels: int) -> list[Row]:
     parts += [f"{name} {', '.join(f'{value:.4g}' for value in values)}" for name, values in statistics]
     reason = "from the pretrained weights"
     return [("images", ", ".join(parts), f"{reason}, except {' and '.join(own)}" if own else reason)]
-
-
-def _averaging(averaged: AveragedModel | None) -> list[Row]:
-    """What is averaged, from when."""
-    if averaged is None:
-        return []
-    if averaged.kind == "ema":
-        return [("averaging", f"EMA, decay {averaged.decay}", "after every step" + ", rising" * averaged.warmup)]
-    return [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
-
-
-def _monitored(given: str | None, monitor: Monitor) -> list[Row]:
-    """What decides which evaluation is best, where the config gives a part of its name."""
-    if given in (None, monitor.metric):
-        return []
-    return [("best by", f"{monitor.metric}, {monitor.mode}", f"checkpoint.monitor={given} means that of val")]
-
-
-def _repeating(config: Train, device: torch.device) -> list[Row]:
-    """What a deterministic run repeats, and what it cannot promise."""
-    where = "another CPU, number of threads or version" if device.type == "cpu" else "another GPU or version"
-    some = " where available" if config.deterministic == "warn" else ""
-    return [
-        ("algorithms", f"deterministic{some}", f"deterministic={str(config.deterministic).lower()}"),
-        ("seeded", "Python, NumPy, torch, each sample", "not: generators created by other code"),
-        ("same bits", "on this machine", f"{where} may round differently"),
-    ]

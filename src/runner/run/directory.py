@@ -10,7 +10,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import yaml
 
 from runner.base.errors import UserError
 from runner.base.files import make_folder, write_atomically, write_json, writing
-from runner.base.reading import modified, open_regular, read_json, read_summary, start_time
+from runner.base.reading import open_regular, read_json, read_summary
 from runner.base.secrets import mask_text, mask_words
+from runner.checkpoint import find
 from runner.tracking import progress_file
 from runner.tracking.jsonl import copy_until
 
@@ -45,13 +45,11 @@ def claim(parent: Path, stamp: str, kind: str = "") -> Path:
         UserError: the directory cannot be created.
     """
     try:
-        with writing(parent):
-            parent.mkdir(parents=True, exist_ok=True)
-            # mkdir decides who gets the name: runs that start in the same second get different directories
-            for path in (parent / (stamp + f"_{count}" * bool(count) + kind) for count in itertools.count()):
-                with contextlib.suppress(FileExistsError):
-                    path.mkdir()
-                    break
+        make_folder(parent)
+        for path in (parent / (stamp + f"_{count}" * bool(count) + kind) for count in itertools.count()):
+            with writing(path), contextlib.suppress(FileExistsError):
+                path.mkdir()
+                break
     except UserError as error:
         raise UserError("output_root", str(error)) from error
     return path
@@ -76,7 +74,7 @@ def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[RunDirectory |
         return None
 
     # Every run has this file, because it is written first
-    for folder in sorted((path.parent for path in runs.glob("*/overrides.yaml")), key=_recency, reverse=True):
+    for folder in sorted((path.parent for path in runs.glob("*/overrides.yaml")), key=find.recency, reverse=True):
         if (read_summary(folder) or {}).get("status") == "finished":
             # A finished run that is newer than the unfinished one wins: what was interrupted was done again
             finished.append(folder)
@@ -89,12 +87,6 @@ def slurm_job(folder: Path) -> str:
     """The number of the SLURM job that a run began in; an empty string if there was none."""
     variables = read_json(folder / "environment.json").get("variables")
     return str(variables.get("SLURM_JOB_ID", "")) if isinstance(variables, dict) else ""
-
-
-def _recency(folder: Path) -> tuple[datetime, list[int]]:
-    """Larger for a run that started later; with equal times, for the one with larger numbers in its name."""
-    numbers = [int(part) for part in re.findall(r"\d{1,18}", folder.name)]
-    return start_time(folder) or modified(folder / "overrides.yaml") or datetime.min.replace(tzinfo=UTC), numbers
 
 
 def hold(folder: Path) -> int | None:
@@ -193,15 +185,11 @@ class RunDirectory:
         for path in sorted({*own, *self.path.glob("metrics_*.csv")}):
             if path.is_symlink():
                 problem = f"{path} is a link, and a run writes only into its own directory"
-                allowed = "another directory, or output_root=... to keep runs on another disk"
-                raise UserError(str(path), problem, allowed)
+                raise UserError(
+                    str(path), problem, "another directory, or output_root=... to keep runs on another disk"
+                )
             if path.exists() and not path.is_file() and not path.is_dir():
-                allowed = "another directory, or this one after you have removed the file"
-                raise UserError("", f"{path} is not a regular file", allowed)
-
-    def write_config(self, yaml_text: str) -> None:
-        """Store the resolved config."""
-        write_atomically(self.config_file, yaml_text.encode())
+                raise UserError(f"{path} is not a regular file")
 
     def write_overrides(self, overrides: list[str]) -> None:
         """Store the overrides of the command line as a YAML list, secrets masked."""
@@ -219,23 +207,17 @@ class RunDirectory:
             with writing(path):
                 path.unlink(missing_ok=True)
 
-    def truncate_metrics(self, global_step: int, repeated: Collection[str] = ()) -> None:
-        """Remove the metrics after `global_step`, and those of `repeated` splits at it, which a resumed run writes again."""
-        copy_until(self.metrics_file, self.metrics_file, global_step, repeated)
+    def take_metrics(self, source: Path, global_step: int, repeated: Collection[str] = ()) -> None:
+        """Take the metrics of a run, maybe of this one, up to a step, without those of `repeated` splits at it."""
+        copy_until(source / self.metrics_file.name, self.metrics_file, global_step, repeated)
 
     def lock(self) -> None:
-        """Prevent other processes from writing here until this one ends, however it ends.
-
-        Raises:
-            UserError: if another process has the directory.
-        """
+        """Prevent other processes from writing here until this one ends, however it ends; raises as `hold`."""
         if self._lock is not None:
             return
         self._lock = hold(self.path)
-        if self._lock is None:
-            return
         # Temporary files of a killed process; the lock excludes that another one uses them.
-        for folder in (self.path, self.plots, self.checkpoints):
+        for folder in (self.path, self.plots, self.checkpoints) if self._lock is not None else ():
             for leftover in folder.glob(".*.tmp"):
                 with contextlib.suppress(OSError):
                     leftover.unlink()
@@ -245,7 +227,3 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def copy_metrics(self, source: Path, global_step: int) -> None:
-        """Copy the metrics of the run in `source`, if any, up to a step."""
-        copy_until(source / self.metrics_file.name, self.metrics_file, global_step)

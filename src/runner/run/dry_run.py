@@ -13,8 +13,7 @@ from runner.run.describe import describe
 from runner.run.finetune import explaining
 from runner.run.model import example_batch
 from runner.run.ranks import count_ranks
-from runner.run.run import Run
-from runner.run.validate import validate_limits
+from runner.run.run import Run, validate_limits
 from runner.runtime.memory import peak_memory, readable, reset_peak_memory
 from runner.tracking.console import Console
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ from runner.instrument.no_trace import preserved_rng
 from runner.run.batch_size import explaining_memory
 from runner.run.metrics import fresh_metrics
 from runner.run.run import Run
-
-_LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
 
 
 class Evaluator:
@@ -66,39 +65,37 @@ class Evaluator:
 
     def weights_and_average(self, name: str) -> dict[str, float]:
         """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
-        try:
+        with self._agreeing():
             return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
-        except Interrupted:
-            self._agree()
-            raise
 
     def test(self, manager: CheckpointManager) -> dict[str, Any]:
         """Test the best checkpoint, or without one the weights as they are.
 
-        Returns:
-            `test`, the metrics; `test_step`, the step of the weights; and `test_weights`, their kind, where there are several.
+        Gives `test`, the metrics; `test_step`, the step of the weights; and `test_weights`, their kind, where there are several.
         """
+        state = self._run.state
+        summary: dict[str, Any] = {"test_step": state.position.global_step}
+        with self._agreeing():
+            # Rank 0 decides for all, because ranks that disagree would wait for each other
+            if state.best is not None and world().decide(manager.best.is_file):
+                # Only the weights that are tested are read: the moments of the optimizer may take twice as much
+                contents = file.read(manager.best, part_with(), later=True)
+                kind = load_best(self._run, contents)
+                summary["test_step"] = contents["position"]["global_step"]
+                if state.averaged is not None or kind != "raw":
+                    summary["test_weights"] = kind
+                results = self.weights("test")
+            else:
+                results = evaluate_both(self._run, lambda: self.weights("test"), self._interrupted)
+        return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
+
+    @contextlib.contextmanager
+    def _agreeing(self) -> Iterator[None]:
         try:
-            return self._tested(manager)
+            yield
         except Interrupted:
             self._agree()
             raise
-
-    def _tested(self, manager: CheckpointManager) -> dict[str, Any]:
-        state = self._run.state
-        summary: dict[str, Any] = {"test_step": state.position.global_step}
-        # Rank 0 decides for all, because ranks that disagree would wait for each other
-        if state.best is not None and world().decide(manager.best.is_file):
-            # Only the weights that are tested are read: the moments of the optimizer may take twice as much
-            contents = file.read(manager.best, part_with(), later=True)
-            kind = load_best(self._run, contents)
-            summary["test_step"] = contents["position"]["global_step"]
-            if state.averaged is not None or kind != "raw":
-                summary["test_weights"] = kind
-            results = self.weights("test")
-        else:
-            results = evaluate_both(self._run, lambda: self.weights("test"), self._interrupted)
-        return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
 
 
 def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
@@ -128,7 +125,7 @@ def evaluate_both(
     if averaged.begun:
         with averaged.applied():
             if averaged.kind == "swa":
-                with explaining_memory("data.batch_size", run.plan.batch_size, _LESS):
+                with explaining_memory("data.batch_size", run.plan.batch_size, "a smaller data.batch_size or amp=true"):
                     averaged.recalibrate(lambda: _feed(run, interrupted))
             others = evaluate()
     # The average gets its own prefix in the log, so that both curves can be compared

@@ -49,8 +49,8 @@ class FoundRate:
             "a fifth of the edge (recommended)": self.suggestions.fifth,
             "edge: the loss begins to rise": self.suggestions.edge,
         }
-        rates, losses, smoothed = self.curve.rates, self.curve.losses, self.curve.smoothed
-        rate_curve(rates, losses, smoothed, marks=marks, target=target, title=title)
+        curve = self.curve
+        rate_curve(curve.rates, curve.losses, curve.smoothed, marks=marks, target=target, title=title)
 
 
 def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Callable[[], str] = lambda: "") -> FoundRate:

@@ -45,14 +45,9 @@ def explaining(key: str, problem: str, allowed: str = "") -> Iterator[None]:
 
 
 def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: Tensor) -> None:
-    """Replace the head of a model: `linear`, hidden layers of the widths given, or `none`.
-
-    Raises:
-        UserError: if it has no head that could be replaced.
-    """
-    head = head_of(model, image, "model.head")
+    """Replace the head of a model: `linear`, hidden layers of the widths given, or `none`; raises as `head_of`."""
     hidden = None if setting == "none" else [] if isinstance(setting, str) else setting
-    replace_head(model, head, hidden, outputs)
+    replace_head(model, head_of(model, image, "model.head"), hidden, outputs)
 
 
 def find_head(model: nn.Module, image: Tensor) -> Head | None:
@@ -84,7 +79,11 @@ def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule)
             if scheme == "zero_gamma":
                 zero_last_norms(model)
             elif scheme == "prior_bias":
-                _set_prior(model, image, data.class_counts)
+                if data.class_counts is None:
+                    raise ValueError("the classes of the training samples are not known")
+                if (layer := head_of(model, image, "init").last) is None:
+                    raise ValueError("model.head=none leaves no head")
+                set_prior(model.get_submodule(layer), data.class_counts)
             elif scheme == "whiten":
                 whiten(model, _some_images(data))
             else:
@@ -104,15 +103,6 @@ def _some_images(data: DataModule) -> Iterator[Tensor]:
         for batch in loader.batches(0, 0, batches, max(1, loader.samples // _WHITENED)):
             yield batch.images
     loader.close()
-
-
-def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> None:
-    if class_counts is None:
-        raise ValueError("the classes of the training samples are not known")
-    head = head_of(model, image, "init")
-    if head.last is None:
-        raise ValueError("model.head=none leaves no head")
-    set_prior(model.get_submodule(head.last), class_counts)
 
 
 def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
@@ -136,12 +126,11 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
 
 def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     """The weights and modules that a pattern matches, with everything inside matched modules."""
-    own = [name for name, _ in model.named_modules() if name]
-    own += [name for name, _ in model.named_parameters()]
+    own = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
     if entry.pattern == ALL_BUT_HEAD:
         if isinstance(model, nn.ModuleDict):
-            problem = "is all-but-head, and the task adds modules to the model"
-            raise UserError("freeze", problem, "name patterns, such as [model.features]")
+            allowed = "name patterns, such as [model.features]"
+            raise UserError("freeze", "is all-but-head, and the task adds modules to the model", allowed)
         head = head_of(model, image, "freeze")
         # Not what is around the head, and only modules with weights: a dropout beside the head goes on.
         apart = [name for name in own if not head.covers(name) and not head.path.startswith(f"{name}.")]

@@ -42,7 +42,6 @@ MODEL = ("model", "task", "transform.eval", "transform.sample_eval")
 EVALUATED = ("data", "transform", "model", "task", "loss", "metrics")
 """Those that have the components to evaluate a model on the data of the config."""
 
-_CPU = torch.device("cpu")
 _TRAINING_ONLY = {
     "activation_checkpointing": "which computes no gradients",
     "compile": "which runs the model without compiling it",
@@ -78,9 +77,8 @@ class ResolvedCheckpoint(Generic[T]):
         """The same for people, with the other checkpoint of the run."""
         record, beside = self.record(), find.beside(self.found.path)
         average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
-        return f"{record['checkpoint']}  step {record['global_step']}{average}" + (
-            f"\nweights: {beside}" if beside else ""
-        )
+        other = f"\nweights: {beside}" if beside else ""
+        return f"{record['checkpoint']}  step {record['global_step']}{average}{other}"
 
     def set_up_device(self, verb: str, report: Report) -> tuple[torch.device, Precision]:
         """Choose device and precision, set torch's switches, and warn of what has no effect."""
@@ -94,8 +92,7 @@ class ResolvedCheckpoint(Generic[T]):
     def data(self, device: torch.device) -> DataModule:
         """The data that the config names."""
         self.with_data()
-        config = self.config
-        splits = read_data(config, device, dtype=getattr(torch, config.dtype))
+        splits = read_data(self.config, device, dtype=getattr(torch, self.config.dtype))
         # Other classes would give metrics that look right and mean nothing.
         try:
             check_classes(self.classes, splits.classes)
@@ -119,18 +116,15 @@ class ResolvedCheckpoint(Generic[T]):
         if config.data.images is not None:
             mean, std = mean or [0.0], std or [1.0]
         if mean is None or std is None:
-            raise UserError(
-                "data.normalize",
-                "the checkpoint does not store how images were normalised",
-                "data.normalize.mean and data.normalize.std on the command line, one number per channel",
-            )
+            allowed = "data.normalize.mean and data.normalize.std on the command line, one number per channel"
+            raise UserError("data.normalize", "the checkpoint does not store how images were normalised", allowed)
         steps = callables("transform.eval", config.transform.eval)
         return Pipeline(steps, mean, std, config.seed, device, channels_last=config.channels_last, dtype=dtype)
 
     def blank_input(self, data: KnownData) -> Tensor:
         """A blank image after `transform.eval`, which may change its size, and normalisation: (1, C, H, W) on the CPU."""
         pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
-        return prepared(self.input_pipeline(_CPU), pixels)
+        return prepared(self.input_pipeline(torch.device("cpu")), pixels)
 
     def load_weights(self, model: nn.Module, task: Task, loss: nn.Module | None = None) -> None:
         """Load the selected weights into a model, what belongs to them into a loss, and the state of the task."""
@@ -185,10 +179,7 @@ def config_and_checkpoint(
 ) -> tuple[T, find.LoadedCheckpoint | None]:
     """The config of a verb that works with and without `ckpt_path`, and the checkpoint, if there is one.
 
-    `prefer` is `last` or `best`: the checkpoint to use of a run directory.
-
-    Raises:
-        UserError: with everything that is wrong.
+    `prefer` is `last` or `best`: the checkpoint to use of a run directory. Raises `UserError` with everything that is wrong.
     """
     if composition.values.get("ckpt_path") is None:
         return resolve_config(composition, schema), None
@@ -236,13 +227,7 @@ def split_of(data: DataModule, name: str, key: str = "split") -> SplitData:
 
 
 def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
-    """The model with test-time augmentation.
-
-    Args:
-        image: an example input, (1, C, H, W).
-        names: of the views.
-        mean: `logits` or `probabilities`.
-    """
+    """The model with test-time augmentation: views by name, their mean of `logits` or `probabilities`; `image` is (1, C, H, W)."""
     # A mean of probabilities needs to know how outputs become probabilities
     activation = activation_of(task) if mean == "probabilities" else None
     if mean == "probabilities" and activation is None:

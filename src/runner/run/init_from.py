@@ -89,10 +89,11 @@ def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image
     if config.task["_target_"] == "runner.tasks.distillation.Distillation" and "teacher" not in files:
         problem = "names no weights for task.teacher, which would teach at random"
         raise UserError("init_from", problem, "init_from={teacher: PATH}")
-    others: dict[str, InitialWeights] = {}
-    for name, path in files.items():
-        head = find_head(modules[name], image) if name == "model" and image.numel() else None
-        others[name] = start_from(config, modules[name], head, data.classes, name=name, path=path)
+    head = find_head(modules["model"], image) if "model" in files and image.numel() else None
+    others = {
+        name: start_from(config, modules[name], head if name == "model" else None, data.classes, name=name, path=path)
+        for name, path in files.items()
+    }
     initial = others.pop("model", InitialWeights())
     return replace(initial, schemes=schemes, others=others)
 
@@ -103,8 +104,7 @@ def start_from(
     """Load the weights of a file of `init_from` that fit a module; nothing else of a checkpoint is used.
 
     Raises:
-        UserError: if the file cannot be read, more does not fit than `init_mismatch` allows, or a tensor holds another kind
-            of values than the model's.
+        UserError: if the file cannot be read, more does not fit than `init_mismatch` allows, or a tensor holds other values.
     """
     given = read_weights(path, Path(config.output_root) / config.name)
     # A module that the task adds, such as a teacher, is to be what was trained
@@ -131,25 +131,18 @@ def start_from(
         remedies = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         remedy = remedies.get(policy, "") if name == "model" else ""
         raise UserError("init_from", problem, f"{remedy}weights of this {name}")
-    # Integers instead of floats would be converted silently, and are never what was meant
     for name, tensor in fitting.items():
-        wanted = kind_of(own[name])
-        # In a state dict converted to half precision, counters are floats too.
+        # Integers instead of floats would be converted silently, and are never what was meant. In a state dict converted to half
+        # precision, counters are floats too.
         is_counter = name.endswith("num_batches_tracked") and tensor.is_floating_point()
-        if kind_of(tensor) != wanted and not is_counter:
+        if kind_of(tensor) != kind_of(own[name]) and not is_counter:
             problem = f"the tensor {name} of {given.path} is {tensor.dtype}, and the model's is {own[name].dtype}"
-            raise UserError("init_from", problem, f"{wanted} values of any precision")
+            raise UserError("init_from", problem, f"{kind_of(own[name])} values of any precision")
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
-    return InitialWeights(
-        path=given.path,
-        sha256=weights_sha256(given.tensors),
-        kind=given.kind,
-        loaded=len(fitting),
-        misfits=misfits,
-        warnings=given.warnings,
-    )
+    digest = weights_sha256(given.tensors)
+    return InitialWeights((), given.path, digest, given.kind, len(fitting), misfits, given.warnings)
 
 
 def _other_model(given: Weights, own: dict[str, Any]) -> str:
@@ -195,10 +188,6 @@ def _misfits(tensors: dict[str, Tensor], own: dict[str, Any], head: Head | None,
             lack = "unexpected"
         elif isinstance(wanted, Tensor) and not name.endswith(".num_batches_tracked"):  # which older files do not have
             lack = "missing"
-        if lack:
-            found.append(Misfit(name, lack, _shape(given), _shape(wanted), in_head))
+        shape, own_shape = ("x".join(map(str, getattr(value, "shape", "-"))) or "scalar" for value in (given, wanted))
+        found += [Misfit(name, lack, shape, own_shape, in_head)] if lack else []
     return found
-
-
-def _shape(value: Any) -> str:
-    return "x".join(map(str, value.shape)) or "scalar" if isinstance(value, Tensor) else "-"

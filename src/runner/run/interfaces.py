@@ -20,14 +20,9 @@ def calls_of(protocol: type) -> Calls:
 
 
 def require_methods(key: str, target: str, found: Any, calls: Calls, optional: Collection[str] = ()) -> None:
-    """Refuse an object that lacks methods or attributes, or whose methods take other arguments.
+    """Refuse what a component built if it lacks methods or attributes, or its methods take other arguments than `calls` names.
 
-    Args:
-        key: dotted key of the component.
-        target: its `_target_`.
-        found: what it built.
-        calls: the methods.
-        optional: those of the methods that it may lack; one of all there has to be.
+    Of `optional` methods it may lack some, but there has to be one of all. `key` and `target` are the component's.
 
     Raises:
         UserError: with what is wrong and what is needed.

@@ -33,9 +33,9 @@ def choose_monitor(config: Train, task: Task) -> Monitor:
     Raises:
         UserError: if there is no such metric, or neither it nor the config says which of its values are better.
     """
-    if config.checkpoint.monitor is None and task.monitor is None:
+    if (own := task.monitor) is None and config.checkpoint.monitor is None:
         return Monitor("", "min")
-    named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
+    named = config.checkpoint.monitor or own.replace("val/", f"val/{prefix(averaging(config))}", 1)
     metric = _full_name("checkpoint.monitor", named, config, task)
     return Monitor(metric, config.checkpoint.mode or better("checkpoint.mode", metric, config, task))
 
@@ -101,8 +101,8 @@ def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "ma
         return "min"
     if f"val/{plain}" == task.monitor:
         return task.mode
-    problem = f"whether small or large values of '{name}' are better is not known"
-    raise UserError(key, problem, "min or max, or a metric with the attribute higher_is_better")
+    allowed = "min or max, or a metric with the attribute higher_is_better"
+    raise UserError(key, f"whether small or large values of '{name}' are better is not known", allowed)
 
 
 def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:
@@ -131,31 +131,23 @@ def stops_early(node: Mapping[str, Any]) -> bool:
 
 def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, Any]:
     """Fresh metrics: those of the task, and those that the config adds or puts in their place."""
-    if config.metrics is None:
-        return task.metrics(device)
+    metrics = dict(task.metrics(device))
     # torchmetrics has classes for each kind of task; the arguments say which one is meant
     classes, threshold = getattr(task, "num_classes", None), getattr(task, "threshold", None)
-    facts = {"num_classes": classes, "task": "multiclass"}
-    if threshold is not None:
-        facts = {"num_classes": classes, "num_labels": classes, "threshold": threshold, "task": "multilabel"}
-    metrics = {name: build(f"metrics.{name}", node, facts=facts) for name, node in config.metrics.items()}
-    for name, metric in metrics.items():
-        require_methods(f"metrics.{name}", config.metrics[name]["_target_"], metric, calls_of(Metric))
+    of_labels = {"num_labels": classes, "threshold": threshold, "task": "multilabel"}
+    facts = {"num_classes": classes} | ({"task": "multiclass"} if threshold is None else of_labels)
     # Metrics of the config come last, so that they replace those of the task with the same name
-    return task.metrics(device) | {
-        name: converting(metric.to(device) if hasattr(metric, "to") else metric, task)
-        for name, metric in metrics.items()
-    }
+    for name, node in (config.metrics or {}).items():
+        metric = build(f"metrics.{name}", node, facts=facts)
+        require_methods(f"metrics.{name}", node["_target_"], metric, calls_of(Metric))
+        metrics[name] = converting(metric.to(device) if hasattr(metric, "to") else metric, task)
+    return metrics
 
 
 def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor) -> None:
     """Try the config's metrics of torchmetrics on two samples: those made for another number of classes refuse them.
 
-    Args:
-        config: the config of the run.
-        task: its task.
-        outputs: of the model, for each sample.
-        target: of one sample, as the data set has it, shape (1, ...).
+    `outputs` is the number of the model's for each sample; `target` is that of one sample in the data set, shape (1, ...).
 
     Raises:
         UserError: if a metric refuses them.
@@ -165,12 +157,11 @@ def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor)
     with torch.random.fork_rng(devices=[]):  # the run's own generators go on as without this
         metrics = build_metrics(config, task, torch.device("cpu"))
     targets = task.targets(torch.cat([target.cpu(), target.cpu()]))
+    problem = f"cannot take outputs of shape (2, {outputs}) and targets of shape {tuple(targets.shape)}: "
     for name in config.metrics:
         # Others may need more samples, or be expensive
         if type(metrics[name]).__module__.startswith("torchmetrics.classification"):
-            problem = f"cannot take outputs of shape (2, {outputs}) and targets of shape {tuple(targets.shape)}: "
-            allowed = "arguments that fit the task; null for those it knows"
-            with explaining(f"metrics.{name}", problem, allowed):
+            with explaining(f"metrics.{name}", problem, "arguments that fit the task; null for those it knows"):
                 metrics[name].update(torch.zeros(2, outputs), targets)
 
 

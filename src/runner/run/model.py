@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError, first_line
+from runner.base.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
@@ -32,7 +32,6 @@ from runner.tasks.regression import Regression
 from runner.tasks.task import SHOWS, STEPS, Task
 from runner.tracking.formats import is_number
 
-_SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
 _MOST_TENSORS = 2**15  # a checkpoint with two averages of each, as Adam keeps them, has a header of about 25 MB
 
 TAKES_BATCHES = (
@@ -55,9 +54,7 @@ KnownData: TypeAlias = DataModule | DataFacts
 """What a model has to know about the data."""
 
 
-def build_task_model_loss(
-    config: Train, data: DataModule, fetch_weights: bool = True
-) -> tuple[Task, nn.Module, nn.Module]:
+def build_task_model_loss(config: Train, data: DataModule, fetch_weights: bool) -> tuple[Task, nn.Module, nn.Module]:
     """Build task, model and loss; for `fetch_weights` see `build_model`."""
     if data.incompatibilities:
         raise data.incompatibilities[0]
@@ -70,40 +67,33 @@ def build_task_model_loss(
 
 def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Task:
     """Build the task, which must fit the data; for `fetch_weights` see `build_model`."""
-    facts, shape = _task_facts(data), data.target_shape or ()
-    shipped = str(config.task["_target_"]).startswith("runner.")
+    facts, shape, target = _task_facts(data), data.target_shape or (), str(config.task["_target_"])
     # A mask has a target for every pixel, and other shipped tasks would take it for a long vector
-    if shipped and len(shape) > 1 and math.prod(shape) > 1:
+    if target.startswith("runner.") and len(shape) > 1 and math.prod(shape) > 1:
         problem = f"the target of a sample has shape {shape}, as the mask of a segmentation"
-        masks = "task=segmentation with pairs (tv_tensors.Image, tv_tensors.Mask) and data.images=['0'] for masks"
-        raise UserError("data.dataset", problem, f"{masks}; {_SUPPORTED}; or a custom task")
+        masks = "task=segmentation with pairs (tv_tensors.Image, tv_tensors.Mask) and data.images=['0']"
+        raise UserError("data.dataset", problem, f"{masks}, a number or a vector for each sample, or a custom task")
     # Only data with class names or vectors tell how many outputs there are
     open_ = config.task.get("num_classes", 0) is None and names_argument(config.task, "num_classes")
     if facts["num_classes"] is None and open_:
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
-    # A number in the config that contradicts the data is a mistake, even if it would run
     _check_against_data("task", config.task, facts)
     with _of_bounded_size():  # of a teacher
         task: Task = build("task", _filled_task(config, data), facts=facts, fetch=fetch_weights)
-    _complete(task)
-    require_methods("task", config.task["_target_"], task, {**calls_of(Task), **STEPS, **SHOWS}, optional=STEPS | SHOWS)
+    # What it lacks is as `Task` has it; it has to have one of the methods beside `modules`, which each nn.Module has
+    methods = {**calls_of(Task), **STEPS, **SHOWS}
+    if any(hasattr(task, name) for name in methods if name != "modules"):
+        for name, default in vars(Task).items():
+            if not name.startswith("_") and not hasattr(task, name):
+                # Also into a frozen dataclass
+                object.__setattr__(task, name, types.MethodType(default, task) if callable(default) else default)
+    require_methods("task", target, task, methods, optional=STEPS | SHOWS)
     # Class numbers as regression targets run without an error, and their distances mean nothing
     if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
         problem = f"predicts numbers, and the targets are class numbers with names such as '{named[0]}'"
         raise UserError("task", problem, "task=classification with a loss such as loss=cross_entropy, or other targets")
     return task
-
-
-def _complete(task: Any) -> None:
-    """Give a task the methods and attributes of `Task` that it lacks, unless it has none of them."""
-    # Not `modules`, which every nn.Module has
-    if not any(hasattr(task, name) for name in {**calls_of(Task), **STEPS, **SHOWS} if name != "modules"):
-        return
-    for name, default in vars(Task).items():
-        if not name.startswith("_") and not hasattr(task, name):
-            # Also into a frozen dataclass
-            object.__setattr__(task, name, types.MethodType(default, task) if callable(default) else default)
 
 
 class Modules(nn.ModuleDict):
@@ -118,22 +108,15 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     """
     if not callable(getattr(task, "modules", None)):
         return model
-    with explaining("task", "its modules(model, loss) fails: "):
-        given = task.modules(model, loss)  # type: ignore[attr-defined]
-    known = {"model": model, "loss": loss}
-    if not isinstance(given, Mapping) or any(given.get(name, known[name]) is not known[name] for name in known):
-        problem = "its modules(model, loss) gives another model or loss, or no mapping"
-        raise UserError("task", problem, "what it adds to them, as modules by name")
-    # The model comes first: layers are numbered in this order
-    added = {name: module for name, module in given.items() if name not in known}
-    if added and not model.training:  # as loaded models often are; alone, it would be trained
+    with explaining("task", "its modules(model, loss) cannot be used: ", "modules by name, beside model and loss"):
+        given = dict(task.modules(model, loss))  # type: ignore[attr-defined]
+        if given.pop("model", model) is not model or given.pop("loss", loss) is not loss:
+            raise ValueError("it gives another model or loss")
+        # The model comes first: layers are numbered in this order
+        together = Modules({"model": model, **given})
+    if given and not model.training:  # as loaded models often are; alone, it would be trained
         model.train()
-    try:
-        return Modules({"model": model, **added}) if added else model
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            "task", f"its modules(model, loss) cannot be used: {first_line(error)}", "modules by name"
-        ) from error
+    return together if given else model
 
 
 def modules_of(model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:
@@ -156,11 +139,7 @@ def model_of(model: nn.Module) -> nn.Module:
 
 
 def build_model(
-    config: Train,
-    task: Task,
-    data: KnownData,
-    image: Callable[[], Tensor],
-    fetch_weights: bool = True,
+    config: Train, task: Task, data: KnownData, image: Callable[[], Tensor], fetch_weights: bool = True
 ) -> nn.Module:
     """Build the model; of the data only their description has to be there.
 
@@ -171,15 +150,14 @@ def build_model(
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
     """
-    outputs = task.outputs(data.classes)
+    outputs, target = task.outputs(data.classes), str(config.model["_target_"])
     facts, background = _model_facts(outputs, data), outputs == (num_classes_of(task) or outputs) + 1
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None}, background)
 
     # Classifiers of images take their channels from pairs of an image and a target
-    target, open_ = str(config.model["_target_"]), not data.channels and config.model.get("in_channels", 0) is None
-    if open_ and target.startswith("runner.models."):
+    if not data.channels and config.model.get("in_channels", 0) is None and target.startswith("runner.models."):
         problem = f"{called(target, config.model.get('name'))} is for pairs of an image and a target, and these samples differ"
         others = "model=torchvision_segmentation for masks, model=torchvision_detection for boxes"
         raise UserError("model", problem, f"{others}, or model.in_channels=3 where the task calls a classifier")
@@ -187,8 +165,7 @@ def build_model(
     with _of_bounded_size():
         model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
         if not isinstance(model, nn.Module):
-            problem = f"{config.model['_target_']} gives a {type(model).__name__}"
-            raise UserError("model._target_", problem, "a torch.nn.Module, or a function that returns one")
+            raise UserError("model._target_", f"{target} gives a {type(model).__name__}", "a torch.nn.Module")
         if head is not None:
             give_head(model, head, facts["num_classes"], image())
     return model
@@ -253,9 +230,13 @@ def _check_targets(task: Task, splits: DataModule) -> None:
 
 def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
     """Build the loss, which must be a module."""
-    facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
-    facts["ignore_index"] = getattr(task, "ignore_index", -100)  # torch's own default
-    loss = build("loss", config.loss, facts=facts | {"label_counts": _label_counts(task, data)})
+    facts = {
+        "num_classes": task.outputs(data.classes),
+        "class_counts": data.class_counts,
+        "label_counts": _label_counts(task, data),
+        "ignore_index": getattr(task, "ignore_index", -100),  # torch's own default
+    }
+    loss = build("loss", config.loss, facts=facts)
     # A softmax over independent outputs may run without an error, so it is refused by its kind
     if isinstance(loss, CrossEntropy | Focal) and isinstance(task, MultiLabel | Regression):
         what, fit = ("sigmoid", "loss=bce") if isinstance(task, MultiLabel) else ("number", "loss=mse")
@@ -263,23 +244,19 @@ def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
             f"{type(loss).__name__} is for one class per sample, and each output of this task is a {what} of its own"
         )
         raise UserError("loss", problem, f"{fit}, or task=classification")
-    if isinstance(loss, nn.Module):
-        return loss
-    raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
+    if not isinstance(loss, nn.Module):
+        raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
+    return loss
 
 
 def with_facts(config: Train, task: Task, data: DataModule) -> Train:
     """The config with facts from the data instead of null, so that a checkpoint stores them: statistics, classes, image shape."""
-    return with_changes(
-        config,
-        {
-            "data.normalize": Normalize(mean=list(data.mean), std=list(data.std))
-            if data.mean
-            else config.data.normalize,
-            "task": _filled_task(config, data),
-            "model": _filled(config.model, _model_facts(task.outputs(data.classes), data)),
-        },
-    )
+    facts = {
+        "task": _filled_task(config, data),
+        "model": _filled(config.model, _model_facts(task.outputs(data.classes), data)),
+    }
+    statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
+    return with_changes(config, statistics | facts)
 
 
 def _label_counts(task: Task, data: DataModule) -> Tensor | None:
@@ -288,13 +265,8 @@ def _label_counts(task: Task, data: DataModule) -> Tensor | None:
     if "train" not in data.targets or num_classes_of(task) is None:
         return None
     targets = data.targets["train"][data.parts["train"][1][:]]
-    if targets.ndim == 1 and data.class_counts is not None:
-        having = data.class_counts
-    elif targets.ndim == 2:
-        having = (targets > 0.5).sum(0)
-    else:
-        return None
-    return torch.stack([len(targets) - having, having])
+    having = (targets > 0.5).sum(0) if targets.ndim == 2 else data.class_counts if targets.ndim == 1 else None
+    return None if having is None else torch.stack([len(targets) - having, having])
 
 
 def num_classes_of(task: Task) -> int | None:
@@ -307,8 +279,7 @@ def _task_facts(data: KnownData) -> dict[str, Any]:
     """The number of classes, or else of values of a target vector, and the number of values of a target."""
     shape = data.target_shape
     values = None if shape is None else math.prod(shape)
-    vector = values if shape is not None and len(shape) == 1 else None
-    return {"num_classes": len(data.classes) or vector, "num_outputs": values}
+    return {"num_classes": len(data.classes) or (values if shape and len(shape) == 1 else None), "num_outputs": values}
 
 
 def _model_facts(outputs: int, data: KnownData) -> dict[str, Any]:
@@ -319,9 +290,9 @@ def _model_facts(outputs: int, data: KnownData) -> dict[str, Any]:
 def _filled_task(config: Train, data: KnownData) -> dict[str, Any]:
     """The section `task` with facts, and a teacher in it with those of a model."""
     node = _filled(config.task, _task_facts(data))
-    if not isinstance(teacher := node.get("teacher"), dict):
-        return node
-    return node | {"teacher": _filled(teacher, _model_facts(len(data.classes), data))}
+    if isinstance(teacher := node.get("teacher"), dict):
+        node["teacher"] = _filled(teacher, _model_facts(len(data.classes), data))
+    return node
 
 
 def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
@@ -331,16 +302,16 @@ def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any], background: bool = False) -> None:
+    """Refuse a number in the config that contradicts the data, even if it would run."""
     for name, fact in facts.items():
-        given = node.get(name)
-        if given is not None and fact is not None and _plain(given) != _plain(fact):
+        if None not in (given := node.get(name), fact) and _plain(given) != _plain(fact):
             one_more = f": {fact - 1} and the background" if background and name == "num_classes" else ""
             problem = f"is {given}, but the data says {fact}{one_more}"
             raise UserError(f"{key}.{name}", problem, f"{key}.{name}=null to take it from the data, or other data")
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | list) else value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def example_input(data: DataModule, copies: int = 1) -> Tensor:
@@ -382,19 +353,12 @@ def indices_for(images: Tensor) -> Tensor:
     return torch.zeros(len(images), dtype=torch.int64, device=images.device)
 
 
-def place(
-    model: nn.Module,
-    loss: nn.Module,
-    device: torch.device,
-    channels_last: bool,
-    dtype: torch.dtype = torch.float32,
-) -> None:
+def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool, dtype: torch.dtype) -> None:
     """Move model and loss to the device, weights in the memory layout that the images come in.
 
     In float64 all their floating-point tensors are converted; in float32 each keeps its type.
     """
-    kept = dtype if dtype == torch.float64 else None
-    loss.to(device, kept)
-    model.to(device, kept)
+    for module in (loss, model):
+        module.to(device, dtype if dtype == torch.float64 else None)
     if channels_last:
         model.to(memory_format=torch.channels_last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,13 +50,13 @@ def build_state(
     """
     # A loss with tensors is trained and saved like the model
     optimizer, kernels = build_optimizer(config, model, loss, _owned(config, task, model, loss))
-    dtype, policy = hardware.precision.weights, config.on_nonfinite
+    finite_only = config.on_nonfinite == "skip"
     state = TrainState(
         model=model,
         optimizer=optimizer,
         schedule=build_schedule(config, length, monitor),
         scaler=hardware.precision.scaler,
-        meter=RunningMean(hardware.device, finite_only=policy == "skip", dtype=dtype),
+        meter=RunningMean(hardware.device, finite_only, hardware.precision.weights),
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, loss, optimizer, length),
         loss=loss,
@@ -72,11 +73,11 @@ def build_averaged(
     # Frozen weights do not change, so their average is what they are
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [each for each in (*model.parameters(), *loss.parameters()) if id(each) in trained]
-    can_skip = config.on_nonfinite == "skip"
+    average = functools.partial(
+        AveragedModel, model=model, parameters=parameters, can_skip=config.on_nonfinite == "skip", loss=loss
+    )
     if config.ema is not None:
-        return AveragedModel(
-            "ema", model, parameters, decay=config.ema, warmup=config.averaging.warmup, can_skip=can_skip, loss=loss
-        )
+        return average("ema", decay=config.ema, warmup=config.averaging.warmup)
     if config.swa is None:
         return None
     # A resumed run may have epochs of another length, and SWA takes weights once an epoch
@@ -86,7 +87,7 @@ def build_averaged(
         # The next weights are taken a whole number of epochs after the start, the last ones before the turn.
         part = (timeline.scaled(start) / timeline.steps - epoch) % 1
         start = turn + round(part * timeline.steps) - timeline.steps
-    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, can_skip=can_skip, loss=loss)
+    return average("swa", start=start, every=timeline.steps)
 
 
 def build_optimizer(
@@ -102,9 +103,8 @@ def build_optimizer(
     Raises:
         UserError: if there is nothing to train, or an optimizer refuses its arguments.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise UserError("model", "has no trainable parameter", "a model with weights that require gradients")
+    if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
+        raise UserError("model", "has no trainable parameter, none that requires a gradient")
     # A loss with weights of its own, such as class centres, is trained as well
     if loss is not None:  # first, as Muon takes the last matrix as the head
         parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]
@@ -136,9 +136,7 @@ def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[
         allowed = f"optimizer.{', optimizer.'.join(divided)}" if divided else "optimizers(modules) and optimizer_steps"
         raise UserError("optimizer", f"{problem}, and those of the task are {', '.join(divided) or 'none'}", allowed)
     owned = {name: _parameters(divided[name]) for name in names}
-    named = {
-        name: each for part, prefix in ((model, ""), (loss, "loss")) for name, each in part.named_parameters(prefix)
-    }
+    named = dict([*model.named_parameters(), *loss.named_parameters("loss")])
     count = Counter(each for own in owned.values() for each in own)
     if wrong := [name for name, each in named.items() if each.requires_grad and count[each] != 1]:
         problem = f"its optimizers give {wrong[0]} to {count[named[wrong[0]]]} of {', '.join(names)}"
@@ -148,9 +146,8 @@ def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[
 
 def _parameters(owned: Any) -> list[nn.Parameter]:
     """The parameters of a module, or of a list of modules and parameters."""
-    if isinstance(owned, nn.Module):
-        return list(owned.parameters())
-    found = [each for part in owned for each in (part.parameters() if isinstance(part, nn.Module) else [part])]
+    parts = [owned] if isinstance(owned, nn.Module) else owned
+    found = [each for part in parts for each in (part.parameters() if isinstance(part, nn.Module) else [part])]
     return list(dict.fromkeys(found))
 
 
@@ -176,8 +173,7 @@ def _built(
         raise UserError(key, f"{node['_target_']} refuses its arguments: {error}") from error
     # Any class may be named in the config, so what it built is checked
     if not isinstance(optimizer, torch.optim.Optimizer):
-        problem = f"{node['_target_']} gives a {type(optimizer).__name__}"
-        raise UserError(f"{key}._target_", problem, "a torch.optim.Optimizer")
+        raise UserError(f"{key}._target_", f"{node['_target_']} gives a {type(optimizer).__name__}", "an Optimizer")
     # Without lr_mult in its groups, the loop below would give every group the same rate
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
         problem = f"{node['_target_']} drops keys of its parameter groups, so no group can have its own rate"
@@ -205,15 +201,14 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
     if "optimizer" in optimizers and "scheduler" in nodes:
         return _schedule("scheduler", config, config.optimizer, length, monitor)
     # One schedule for all is built for each, as some take the rate of their optimizer
-    keys = {key: key.replace("optimizer", "scheduler", 1) for key in optimizers}
-    if "scheduler" not in nodes and nodes.keys() != set(keys.values()):
+    keys = {
+        key: "scheduler" if "scheduler" in nodes else key.replace("optimizer", "scheduler", 1) for key in optimizers
+    }
+    if nodes.keys() != set(keys.values()):
         problem = f"names {', '.join(nodes)}, and there are {', '.join(optimizers)}"
         raise UserError("scheduler", problem, f"one schedule for all, or {', '.join(keys.values())}")
-    built = {}
-    for key, node in optimizers.items():
-        own = "scheduler" if "scheduler" in nodes else keys[key]
-        built[key.partition(".")[2]] = _schedule(own, config, node, length, monitor)
-    return Schedules(built)
+    named = {key.partition(".")[2]: (keys[key], node) for key, node in optimizers.items()}
+    return Schedules({name: _schedule(key, config, node, length, monitor) for name, (key, node) in named.items()})
 
 
 def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLength, monitor: Monitor) -> Schedule:
@@ -223,8 +218,7 @@ def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLen
     """
     node = components_of("scheduler", config.scheduler)[key]
     if not monitor.metric and names_argument(node, "mode"):
-        problem = "follows the metric of checkpoint.monitor, which is null, and the task names none"
-        raise UserError(key, problem, "checkpoint.monitor=loss, or another schedule")
+        raise UserError(key, "follows the metric of checkpoint.monitor, which is null, and the task names none")
     clock, timeline, total_steps = Clock(), length.timeline, length.total_steps
     # The clock counts scaled epochs, so that a schedule keeps its place if an epoch has another length now
     if timeline.turns and names_argument(node, "clock"):
@@ -249,8 +243,7 @@ def divide(
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []
     if extras.no_decay and not names_argument(node, "weight_decay"):
-        problem = f"{node['_target_']} has no weight_decay to exempt weights from"
-        raise UserError(f"{key}.no_decay", problem, "null, or an optimizer with the argument weight_decay")
+        raise UserError(f"{key}.no_decay", f"{node['_target_']} has no weight_decay to exempt weights from")
     blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
     return parameter_groups(
         model, extras.no_decay, extras.lr_mult, layer_decay=extras.layer_decay, blocks=blocks, loss=loss, key=key
@@ -261,7 +254,7 @@ def table_of_groups(optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """A row for each parameter group: name, tensors, parameters, peak learning rate, weight decay; none if there are no names."""
     return [
         [
-            f"{group['name']}" + (f" ({group['algorithm']})" if "algorithm" in group else ""),
+            group["name"] + (f" ({group['algorithm']})" if "algorithm" in group else ""),
             f"{len(group['params']):,}",
             f"{sum(parameter.numel() for parameter in group['params']):,}",
             f"{group['initial_lr']:.4g}",

@@ -75,7 +75,6 @@ class RunRecord:
         Rank 0 writes into it. Any other writes what nobody needs into `scratch`, and its messages into its own log.
         """
         record = cls(composition)
-        # Only rank 0 owns the directory; the others write what nobody reads into a scratch folder
         record.setup = setup
         directory = RunDirectory(path if rank == 0 else scratch)
         # All ranks read the same checkpoints
@@ -97,8 +96,8 @@ class RunRecord:
         directory.lock()
         self._directory = directory
         # Where overrides are there already, they are the same, see `why_occupied`
-        if not self._directory.overrides_file.exists():
-            self._directory.write_overrides(self.composition.overrides)
+        if not directory.overrides_file.exists():
+            directory.write_overrides(self.composition.overrides)
 
     def open(self, setup: Setup) -> None:
         """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names."""
@@ -217,13 +216,13 @@ class RunRecord:
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
         saved = self._directory is not None and resumable(self._directory.checkpoints.parent)
+        way = f"ckpt_path={self.directory.path}" if saved else ""
         # A preempted run did nothing wrong, so it gets a warning and the way to resume, not an error
         if preempted:
             repeat = "nothing was saved yet: repeat the same command"
-            self.console.warn(f"{text}; {f'resume with ckpt_path={self.directory.path}' if saved else repeat}")
+            self.console.warn(f"{text}; {f'resume with {way}' if way else repeat}")
             return
-        hint = f"\n    to resume: ckpt_path={self.directory.path}" if saved and isinstance(error, DataFailed) else ""
-        self.complain(text + hint)
+        self.complain(text + (f"\n    to resume: {way}" if way and isinstance(error, DataFailed) else ""))
         is_mistake = isinstance(error, UserError | BadMetric)
         # The screen shows a short error; run.log gets the whole traceback for those who need it
         if self._directory is not None and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
@@ -282,7 +281,6 @@ def post_mortem(error: BaseException) -> None:
 
     Only the main process of a run has a terminal to talk to: in any other, and in all ranks but the first, nothing happens.
     """
-    # Workers and other ranks have no terminal
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return
     while error.__cause__ is not None:  # errors of user code are wrapped in ours

@@ -43,21 +43,13 @@ from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger, Watched
 from runner.tracking.reporting import MetricsBuffer
 
-_MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
-
 
 class Saving:
     """Writes checkpoints of a run, and with each one the metrics and the summary up to it.
 
-    When the run ends, `__exit__` waits for the background, and keeps the best state if a failure came before it was written.
-
-    Args:
-        run: the run.
-        record: its directory and summary.
-        callbacks: of the user, by name; those with a state are saved.
-        loggers: where metrics are stored.
-        buffer: metrics on their way there.
-        clock: see `runner.engine.callbacks.Checkpointing`.
+    Callbacks of the user are saved if they have a state; `buffer` has metrics on their way to `loggers`; for `clock` see
+    `runner.engine.callbacks.Checkpointing`. When the run ends, `__exit__` waits for the background, and keeps the best state if
+    a failure came before it was written.
     """
 
     def __init__(
@@ -85,17 +77,14 @@ class Saving:
         self._loggers, self._buffer = loggers, buffer
         # Facts that do not change during a run; with them, a checkpoint can be used without its run directory
         self.config_text = stored.dump(run.config)
-        self._facts: dict[str, Any] = {
-            "config": self.config_text,
-            "classes": list(run.data.classes),
-            "versions": versions(),
+        self._texts = {"config": self.config_text, "classes": list(run.data.classes), "versions": versions()}
+        self._known: dict[str, Any] = {
             "data": run.data.fingerprint(),
             **({"images": list(run.data.image_shape)} if run.data.trial is None else {}),
             "sources": source_digests(run.config),
         }
         self._background, self._snapshot = AsyncWriter(), Snapshot()
-        self._by_design: set[str] = set()
-        self._hook: Any = None
+        self._by_design, self._hook = set[str](), ExitStack()  # removes the hook of `_copy_behind`
 
     def begin(self, loop: Loop) -> None:
         """Check before the first step that checkpoints fit on the disk."""
@@ -111,9 +100,8 @@ class Saving:
         # A disk that is full is found out now, not after hours of training
         weights = size_of(state.model.state_dict())
         require_space(folder, weights)
-        # A checkpoint has the weights, the moments of the optimizer, and the average if there is one
-        tensors = 1 + _MOMENTS + (state.averaged is not None)
-        if warning := scarce(folder, weights * tensors, self.manager.keep):
+        # A checkpoint has the weights, two moments of each as Adam keeps them, and the average if there is one
+        if warning := scarce(folder, weights * (3 + (state.averaged is not None)), self.manager.keep):
             self._record.console.warn(warning)
 
     def end(self, loop: Loop) -> None:
@@ -134,7 +122,7 @@ class Saving:
         """
         data, ignore = self._run.data, self._run.config.data.identity == "ignore"
         # Other data would make the position in the epoch and the metrics meaningless, so they are compared first
-        warnings = compare_data(found.contents, data, self._facts["data"], self._facts["sources"], ignore)
+        warnings = compare_data(found.contents, data, self._known["data"], self._known["sources"], ignore)
         state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
         saved = loss_of(found.contents, "raw", self._run.config, state.loss)
         resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
@@ -149,39 +137,47 @@ class Saving:
             warnings.append("the checkpoint of the best evaluation is missing: the best one is determined again")
             state.best = None
         if continued:
-            self.manager.make_last(path)  # later ones belong to a future that is computed again
+            self.manager.name(path, self.manager.last)  # later ones belong to a future that is computed again
         elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
-            directory.copy_metrics(path.parents[1], step)
+            directory.take_metrics(path.parents[1], step)
         if state.best is None and self.manager.writes:
             self.manager.best.unlink(missing_ok=True)  # of an evaluation that does not count any more
-        # Lines logged after the checkpoint are logged again, so they are removed: each appears once
-        directory.truncate_metrics(step, _repeated(state))
+        # Lines logged after the checkpoint are logged again, so they are removed: each appears once. So are those of splits
+        # that are evaluated at this very step, where an earlier attempt may have done so already.
+        directory.take_metrics(directory.path, step, ("test", "val") if state.position.evaluation_due else ("test",))
         return warnings
 
     def _save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
         """Write the state, and before it the best one if that was put off."""
-        contents = self._contents(loop)
+        contents, background = self._contents(loop), self._run.config.checkpoint.async_
         # The log goes first: a resume removes lines after the checkpoint, but cannot add missing ones before it
         self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
+        summary = copy.deepcopy(self._record.update(loop.state, self._run.monitor.metric))
         # Only rank 0 writes, but all ranks took part in collecting the state
         if not self.manager.writes:
-            self._record.update(loop.state, self._run.monitor.metric)
             return
-        if not self._run.config.checkpoint.async_:
-            self._write(contents, is_best, earlier_best, self._record.update(loop.state, self._run.monitor.metric))
-            return
-        self._background.wait()  # its buffers are used again
-        # The thread writes a copy, as training changes the tensors meanwhile
-        contents = self._copy_behind(contents, loop.state)
-        summary = copy.deepcopy(self._record.update(loop.state, self._run.monitor.metric))
+        if background:
+            self._background.wait()  # its buffers are used again
+            # The thread writes a copy, as training changes the tensors meanwhile
+            contents = self._copy_behind(contents, loop.state)
 
-        def work() -> None:
-            self._snapshot.finish()
-            self._write(contents, is_best, earlier_best, summary)
+        def write() -> None:
+            if background:
+                self._snapshot.finish()
+            if earlier_best is not None:
+                self._write_best(earlier_best)
+            step = contents["position"]["global_step"]
+            if name := self._not_finite(contents):
+                raise Diverged(f"{name} is not finite after step {step}; it was not saved")
+            self.manager.save(contents, step, is_best)
+            self._record.directory.write_summary(summary)
 
-        self._background.start(work)
+        if background:
+            self._background.start(write)
+        else:
+            write()
 
     def _copy_behind(self, contents: dict[str, Any], state: TrainState) -> dict[str, Any]:
         """A copy of which an optimizer's moments are copied by the thread: nothing changes them before the next update.
@@ -189,7 +185,7 @@ class Saving:
         Weights are copied at once, as some models change theirs in forward. The update waits for the thread, by a hook that
         is there for this one step.
         """
-        self._remove_hook()
+        self._hook.close()
         if "step" in vars(state.optimizer):  # replaced by a compiled one, which calls no hooks
             return self._snapshot.take(contents)
         copied = self._snapshot.take(contents, lambda place: place.startswith("/optimizer/state/"))
@@ -198,18 +194,13 @@ class Saving:
         def wait(*_: Any) -> None:
             self._snapshot.complete.wait()
 
-        self._hook = state.optimizer.register_step_pre_hook(wait)
+        self._hook.callback(state.optimizer.register_step_pre_hook(wait).remove)
         return copied
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
     def _check(self) -> None:
         """Raise what went wrong in the background, if anything did."""
         if self._snapshot.complete.is_set():
-            self._remove_hook()
+            self._hook.close()
         self._background.check()
 
     def _write_best(self, contents: dict[str, Any]) -> None:
@@ -219,18 +210,7 @@ class Saving:
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
         loop.check_nonfinite()
-        return resume.contents(loop.state, self._callbacks, **self._facts)
-
-    def _write(
-        self, contents: dict[str, Any], is_best: bool, earlier_best: dict[str, Any] | None, summary: dict[str, Any]
-    ) -> None:
-        step = contents["position"]["global_step"]
-        if earlier_best is not None:
-            self._write_best(earlier_best)
-        if name := self._not_finite(contents):
-            raise Diverged(f"{name} is not finite after step {step}; it was not saved")
-        self.manager.save(contents, step, is_best)
-        self._record.directory.write_summary(summary)
+        return resume.contents(loop.state, self._callbacks, self._texts, self._known)
 
     def _not_finite(self, contents: dict[str, Any]) -> str:
         return not_finite({key: contents.get(key) for key in ("model", "loss", "optimizer")}, self._by_design)
@@ -297,21 +277,11 @@ def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
             if method not in reported:
                 reported.add(method)
                 place = "".join(f" ({each.filename}, line {each.lineno})" for each in own_frames(error)[-1:])
-                warn(
-                    f"logger.{name}: {method} raised {type(error).__name__}: {first_line(error)}{place}; the run continues"
-                )
+                problem = f"{method} raised {type(error).__name__}: {first_line(error)}{place}"
+                warn(f"logger.{name}: {problem}; the run continues")
 
     methods = [each for each in (*calls_of(Logger), "finish") if hasattr(logger, each)]
     return SimpleNamespace(**{each: functools.partial(call, each) for each in methods})
-
-
-def _repeated(state: TrainState) -> tuple[str, ...]:
-    """Splits that a run evaluates at the step that it resumes from, where an earlier attempt may have done so already."""
-    return ("test", "val") if state.position.evaluation_due else ("test",)
-
-
-_KNOWN = {"runner", "torch", "torchvision", "torchmetrics"}
-_INSTALLED = ("site-packages", "dist-packages")
 
 
 def source_digests(config: Train) -> dict[str, str]:
@@ -320,14 +290,17 @@ def source_digests(config: Train) -> dict[str, str]:
     Installed packages are not read: their versions are recorded. The components must have been built.
     """
     # Code of the user changes between runs without a version number; installed packages have one
-    packages = {target.partition(".")[0] for _, target in targets_in(to_plain(config))} - _KNOWN
-    found = {}
+    packages = {target.partition(".")[0] for _, target in targets_in(to_plain(config))}
+    packages -= {"runner", "torch", "torchvision", "torchmetrics"}
+    digests = {}
     for name in sorted(name for name in sys.modules if name.partition(".")[0] in packages):
         path = Path(getattr(sys.modules[name], "__file__", None) or "")
-        installed = any(part in _INSTALLED for part in path.parts) or path.is_relative_to(sysconfig.get_path("stdlib"))
+        installed = {"site-packages", "dist-packages"} & {*path.parts} or path.is_relative_to(
+            sysconfig.get_path("stdlib")
+        )
         if path.suffix == ".py" and path.is_file() and not installed:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+            digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
 
 
 def compare_data(
@@ -335,8 +308,7 @@ def compare_data(
 ) -> list[str]:
     """Compare data, their fingerprint and `source_digests` with the contents of a checkpoint; returns warnings.
 
-    Raises:
-        UserError: if the data are others, unless `ignore` says to continue with them at the end of an epoch.
+    Raises `UserError` if the data are others, unless `ignore` says to continue with them at the end of an epoch.
     """
     before, inside_epoch = checkpoint["metrics"]["data"], checkpoint["position"]["batch"] > 0
     stored: dict[str, str] = checkpoint["metrics"]["sources"]

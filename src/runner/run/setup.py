@@ -47,8 +47,7 @@ def resolve(composition: Composition) -> Setup:
     if composition.resumes or restarted():
         # A job of a sweep begins with the checkpoint, and resumes from its own.
         if ckpt_path is not None and composition.values.get("resume") == "auto" and composition.job_dir is None:
-            problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
-            raise UserError("resume", problem, "one of them")
+            raise UserError("resume", "is auto, which finds the checkpoint by itself, and ckpt_path names one")
         again, warnings = to_continue(composition)
         # A finished run is not trained again, and its weights are not read: the caller reports it
         if again is not None and (read_summary(again.path) or {}).get("status") == "finished":
@@ -69,9 +68,7 @@ def resolve(composition: Composition) -> Setup:
     gone = [key[:-9] for key, _, now in differences if now == "-" and re.fullmatch(r"logger\.[^.]+\._target_", key)]
     if gone and "logger" not in map(key_of, composition.overrides):
         differences = [each for each in differences if each[0] != "logger" and not within(each[0], gone)]
-        found.warnings.append(
-            f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it"
-        )
+        warnings.append(f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it")
     # Some changes would make the state of the checkpoint meaningless; they are refused before anything is built
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
@@ -120,14 +117,13 @@ def why_occupied(composition: Composition) -> UserError | None:
     if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
         return None
     try:
-        if not (unlike := _compared_with(composition)(fixed)):
-            return None
-        reason = f"holds a run of other settings ({', '.join(unlike[:5])})"
+        unlike = _compared_with(composition)(fixed)
+        reason = f"of other settings ({', '.join(unlike[:5])})" if unlike else ""
     except ValueError as error:
-        reason = f"holds a run whose {error}"
+        reason = f"whose {error}"
     other = f", or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
     allowed = f"its command, another folder{other if find.resumable(fixed) else ''}"
-    return UserError("resume", f"is auto, and {fixed} {reason}", allowed)
+    return UserError("resume", f"is auto, and {fixed} holds a run {reason}", allowed) if reason else None
 
 
 def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:

@@ -54,18 +54,18 @@ class TaskSteps:
         while True:
             first = ""
             for place, losses in enumerate(running):
-                found = next(losses, ("", None))
-                if not isinstance(found, tuple) or len(found) != 2 or found[0] not in ("", *names):
-                    got = f"'{found[0]}'" if isinstance(found, tuple) and found else f"a {type(found).__name__}"
+                step = next(losses, ("", None))
+                if not isinstance(step, tuple) or len(step) != 2 or step[0] not in ("", *names):
+                    got = f"'{step[0]}'" if isinstance(step, tuple) and step else f"a {type(step).__name__}"
                     allowed = f"one of {', '.join(names)}, and its loss: yield name, loss"
                     raise UserError("task", f"its optimizer_steps yields {got}", allowed)
-                name = found[0]
+                name = step[0]
                 if place and name != first:
                     problem = f"its optimizer_steps yields '{name}' for one batch of a window and '{first}' for another"
                     raise UserError("task", problem, "the same optimizers for every batch, or accumulate=1")
                 first = name
                 if name:
-                    loss, terms = _loss_and_terms(found[1], "optimizer_steps")
+                    loss, terms = _loss_and_terms(step[1], "optimizer_steps")
                     yield place, name, loss, {name: loss.detach(), **terms}
             if not first:
                 return
@@ -88,33 +88,29 @@ class TaskSteps:
             problem = f"its evaluation_step gives {given or 'nothing'}"
             raise UserError("task", problem, "a dict of loss, outputs and targets, or of some of them")
         if "loss" in found:
-            _scalar(found["loss"], "evaluation_step")
+            _loss_and_terms({"loss": found["loss"]}, "evaluation_step")
         counted = {"weight": self._task.weight(data)} if _has(self._task, "weight") else {}
         return {**counted, **found}
 
 
-def _loss_and_terms(found: Any, step: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss that a step gives, and the further scalars if it is a dict."""
-    if not isinstance(found, Mapping):
-        return _scalar(found, step), {}
-    terms = {name: torch.as_tensor(value).detach() for name, value in found.items() if name != "loss"}
+def _loss_and_terms(given: Any, step: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss that a step gives, which must be a tensor without dimensions, and the further scalars if it is a dict."""
+    loss, terms = given, dict[str, Tensor]()
+    if isinstance(given, Mapping):
+        loss = given.get("loss")
+        terms = {name: torch.as_tensor(value).detach() for name, value in given.items() if name != "loss"}
     for name, value in terms.items():
         if value.ndim or name in _RESERVED:
             problem = f"its {step} gives '{name}' of shape {tuple(value.shape)}"
             raise UserError("task", problem, f"scalars of other names than {', '.join(_RESERVED)}")
-    return _scalar(found.get("loss"), step), terms
+    if not isinstance(loss, Tensor) or loss.ndim > 0:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise UserError("task", f"its {step} gives {got} as the loss", "a tensor of shape (), the mean of the batch")
+    return loss, terms
 
 
 def _has(task: Any, name: str) -> bool:
     return callable(getattr(task, name, None))
-
-
-def _scalar(loss: Any, step: str) -> Tensor:
-    """The loss that a step of a task gives, which must be a tensor without dimensions."""
-    if not isinstance(loss, Tensor) or loss.ndim > 0:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise UserError("task", f"its {step} gives {got} as the loss", "a tensor of shape (), the mean of the batch")
-    return loss
 
 
 def steps_of(task: Any, model: nn.Module, loss: nn.Module) -> Supervised | TaskSteps:
@@ -133,9 +129,7 @@ def build_parts(
     steps = steps_of(task, state.model, loss)
     if isinstance(steps, TaskSteps):
         if config.compile == "step":
-            raise UserError(
-                "compile", "is step, and the task computes its steps itself", "true, which compiles the model"
-            )
+            raise UserError("compile", "is step, and the task computes its steps itself", "true: compiles the model")
         state.has_terms = True
     return StepConfig(
         objective=steps,
@@ -161,8 +155,7 @@ def _check_window(config: Train, state: TrainState) -> None:
         )
     for name, each in state.optimizer.named.items() if isinstance(state.optimizer, Optimizers) else ():
         if needs_window(each):
-            problem = f"is {type(each).__name__}, which computes the loss itself"
-            raise UserError(f"optimizer.{name}", problem, "an optimizer that does not, or a single optimizer")
+            raise UserError(f"optimizer.{name}", f"is {type(each).__name__}, which computes the loss itself")
     for key, given, allowed in (
         ("compile", config.compile == "step", "true or false"),
         ("strategy", config.strategy == "fsdp" and world().size > 1, "ddp"),

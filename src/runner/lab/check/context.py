@@ -31,8 +31,7 @@ from runner.lab.check.result import NotApplicable, need
 from runner.lab.check.sample import SplitStats, is_classes, known_targets, measure_split
 from runner.run.batch_size import auto_batch_size
 from runner.run.evaluation import load_best
-from runner.run.run import Run
-from runner.run.validate import validate_limits
+from runner.run.run import Run, validate_limits
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
 

@@ -1,0 +1,18 @@
+"""Compares nested states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether states have the same types and values, tensors to the bit."""
+    if isinstance(first, torch.Tensor):
+        return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
+    return type(first) is type(second) and first == second
