@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.data.loaders import Batch, BatchPlan, MemoryLoader, prefetch_to_cuda
+from runner.data.loaders import Batch, BatchPlan, Fields, MemoryLoader, prefetch_to_cuda
 from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
@@ -136,12 +136,17 @@ def test_only_what_has_no_random_state_is_prepared_ahead(
     loader: Any
     if path == "memory":
         loader = MemoryLoader(
-            ARRAYS.images, ARRAYS.targets, BatchPlan(indices, 8, 0, True), cpu, prepare=prepare, mix_batch=mix
+            ARRAYS.images,
+            ARRAYS.targets,
+            BatchPlan(indices, 8, 0, True),
+            cpu,
+            prepare=Fields(["0"], prepare),
+            mix_batch=mix,
         )
         loader._prefetches = True  # as if the batches were wanted on another device than that of the images
     else:
         loader = WorkerLoader(
-            SeededDataset(ARRAYS, 0), BatchPlan(indices, 8, 0, True), cpu, prepare=prepare, mix_batch=mix
+            SeededDataset(ARRAYS, 0), BatchPlan(indices, 8, 0, True), cpu, prepare=Fields(["0"], prepare), mix_batch=mix
         )
     assert sum(len(batch.images) for batch in loader.batches(0, 0, 3)) == 20
     assert prepare.ahead

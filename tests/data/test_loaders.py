@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
-from runner.data.loaders import Batch, BatchPlan, MemoryLoader
+from runner.data.loaders import Batch, BatchPlan, Fields, MemoryLoader
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
@@ -262,9 +262,9 @@ class Noting:
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_preparing_gets_the_epoch_and_the_samples_and_is_the_same_on_both_paths(per_sample: bool) -> None:
     first, second = Noting(per_sample), Noting(per_sample)
-    memory = MemoryLoader(ARRAYS.images, ARRAYS.targets, BatchPlan(PART, 8, 5, True), CPU, prepare=first)
+    memory = MemoryLoader(ARRAYS.images, ARRAYS.targets, BatchPlan(PART, 8, 5, True), CPU, prepare=Fields(["0"], first))
     given = list(memory.batches(3, 1, BATCHES))
-    assert same(given, list(through_workers(prepare=second).batches(3, 1, BATCHES)))
+    assert same(given, list(through_workers(prepare=Fields(["0"], second)).batches(3, 1, BATCHES)))
     for batch in given:
         assert torch.equal(batch.images, ARRAYS.images[batch.indices].float() + 3 + batch.indices.view(-1, 1, 1, 1))
     # A transform that may look at its whole batch is given batches; any other all there is at once.
@@ -283,7 +283,9 @@ def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
             return images[..., :1].float().contiguous()
 
     for size, prepare in itertools.product((7, 16), (Noting(True), Cut(True))):
-        loader = MemoryLoader(odd, targets, BatchPlan(torch.arange(40), size, 0, True), CPU, prepare=prepare)
+        loader = MemoryLoader(
+            odd, targets, BatchPlan(torch.arange(40), size, 0, True), CPU, prepare=Fields(["0"], prepare)
+        )
         for batch in loader.batches(0, 0, 2):
             assert batch.images.data_ptr() % 64 == 0
 

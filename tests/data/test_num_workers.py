@@ -33,7 +33,6 @@ def test_there_are_as_many_as_cores_at_most_eight_and_none_for_arrays_and_few_sa
     assert chosen(arrays=True) == WorkerChoice(0, "auto: the images are arrays in memory")
     assert chosen(samples=63) == WorkerChoice(0, "auto: fewer than 64 samples")
     assert chosen(2, arrays=True) == chosen(2, samples=1) == WorkerChoice(2)
-    assert [num_workers.workers_for_files("auto", files) for files in (63, 64)] == [0, 3]
     monkeypatch.setattr(num_workers, "cores", lambda: 64)
     assert chosen() == WorkerChoice(8, "auto: at most 8")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.loaders import BatchPlan, Loader, MemoryLoader
+from runner.data.loaders import BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
@@ -52,13 +52,13 @@ class Noting(Dataset[Any]):
         return IMAGES[index], index % 4
 
 
-def pipeline(diary: Diary) -> Pipeline:
+def pipeline(diary: Diary) -> Fields:
     class Shift(RandomShift):
         def __call__(self, images: Tensor, rng: Any) -> Tensor:
             diary.note("augment")
             return super().__call__(images, rng)
 
-    return Pipeline([Shift(0.25)], [0.5], [0.25], 0, CPU)
+    return Fields(["0"], Pipeline([Shift(0.25)], [0.5], [0.25], 0, CPU))
 
 
 def memory(diary: Diary) -> Loader:

@@ -24,7 +24,7 @@ class WorkerChoice:
 
 
 def choose_num_workers(
-    wanted: int | Literal["auto"], samples: int, *, arrays: bool = False, bytes_ahead: int
+    wanted: int | Literal["auto"], samples: int, *, arrays: bool = False, bytes_ahead: int = 0
 ) -> WorkerChoice:
     """Choose how many workers read `samples`; if `wanted` is 'auto', none read `arrays` in memory or fewer than 64 samples.
 
@@ -47,11 +47,6 @@ def choose_num_workers(
         room: f"as many as {_SHARED_MEMORY} has room for",
     }
     return WorkerChoice(min(reasons), f"auto: {reasons[min(reasons)]}")
-
-
-def workers_for_files(wanted: int | Literal["auto"], files: int, ahead: int = 0) -> int:
-    """The workers that read image files once. `ahead` is as below."""
-    return choose_num_workers(wanted, files, bytes_ahead=ahead).workers
 
 
 def workers_with_room(ahead: int) -> int:

@@ -22,7 +22,7 @@ from runner.base.signals import STOPPING
 from runner.config.schema.sections import Data
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
-from runner.data.loaders import BatchPlan, Fields, Loader, Mix, Prepare
+from runner.data.loaders import BatchPlan, Fields, Loader, Mix
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
 from runner.data.samples import Read, SeededDataset, collate
@@ -107,7 +107,7 @@ class WorkerLoader(Loader):
         persistent: bool = True,
         pin: bool = False,
         non_blocking: bool = True,
-        prepare: Prepare | Fields | None = None,
+        prepare: Fields | None = None,
         mix_batch: Mix | None = None,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
         timeout_s: float | None = None,
@@ -152,7 +152,7 @@ class WorkerLoader(Loader):
     def _moved(self, tensor: Tensor) -> Tensor:
         if self._pin and not tensor.is_pinned():
             tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=self._prefetches)
+        return tensor.to(self.device, non_blocking=self._prefetches)
 
     def _read(self) -> Iterator[Read]:
         iterator, pending = None, self._requests.pending

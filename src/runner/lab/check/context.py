@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,13 +17,11 @@ from runner.config.rules import never_evaluates
 from runner.config.schema.verbs import Check
 from runner.config.targets import build
 from runner.data.build import read_data
-from runner.data.loaders import Batch, Fields
+from runner.data.loaders import Batch
 from runner.data.module import DataModule
-from runner.data.samples import SampleTransform, SeededDataset, collate
+from runner.data.samples import SampleTransform, SeededDataset
 from runner.data.sources.arrays import ImageArrays
-from runner.data.workers import WorkerLoader, as_numbers
 from runner.engine.step import Supervised
-from runner.instrument.nested import mapped_items, tensors_moved
 from runner.instrument.no_trace import SavedBuffers
 from runner.lab.check.limits import LIMITS
 from runner.lab.check.result import Check as Checked
@@ -118,7 +115,7 @@ class CheckContext:
     @property
     def whole(self) -> bool:
         """True if samples are not pairs of image and target."""
-        return self.splits.trial is not None
+        return not self.splits.pairs
 
     @property
     def supervised(self) -> bool:
@@ -176,19 +173,11 @@ class CheckContext:
 
         The epoch matters only for random transforms.
         """
-        data, device = self.splits.eval_split(split), self.splits.example[0].device
+        data, dataset = self.splits.eval_split(split), self.splits.parts[split][0]
         assert data is not None
-        dataset, transforms = self.splits.parts[split][0], self.sample_transforms
-        seeded = SeededDataset(dataset, self.config.seed, transforms, pairs=not self.whole)
+        seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms, pairs=not self.whole)
         items = seeded.__getitems__([(epoch, index) for index in indices])
-        places = torch.tensor(list(indices), device=device)
-        loader = data.loader
-        if self.whole and isinstance(loader, WorkerLoader) and isinstance(loader._prepare, Fields):
-            made = mapped_items(loader._loader.collate_fn(items).data, np.ndarray, as_numbers)
-            return Batch(loader._prepare.of(tensors_moved(made, device)), places)
-        read = collate(items)
-        images = data.prepare(read.data[0].to(device), places, epoch)
-        return Batch((images, torch.from_numpy(read.data[1]).to(device)), places)
+        return data.batch(items, torch.tensor(list(indices)), epoch)
 
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite, the first ones without shuffling; the same at each call."""

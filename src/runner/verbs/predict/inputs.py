@@ -16,9 +16,8 @@ from runner.config.schema.verbs import Predict
 from runner.data.bad_samples import BadSample, path_of
 from runner.data.loaders import Loader
 from runner.data.module import callables
-from runner.data.sources.image_files import files_loader
+from runner.data.sources.image_files import files_loader, samples_loader
 from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
-from runner.data.whole_samples import read_image_files
 from runner.run.from_checkpoint import SPLITS, ResolvedCheckpoint, activation_of, as_list, class_names, split_of
 from runner.run.model import KnownData, build_task
 from runner.tracking.verb_report import Report
@@ -78,7 +77,7 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
 def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> Source:
     config, data, unreadable = resolved.config, resolved.data_facts(), dict[int, str]()
     if config.data.images is not None:
-        whole, bad_samples = read_image_files(config, device, paths)
+        whole, bad_samples = samples_loader(config, device, paths)
         return Source(data, whole, lambda index, _: {"path": str(paths[index])}, lambda: bad_samples.reasons("input"))
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
 
