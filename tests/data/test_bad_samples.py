@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_loaders
 import torch
 from extended import some
 from PIL import Image
 from read_splits import read_splits
+from small_loaders import same
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -54,27 +56,14 @@ def noisy(image: Tensor) -> Tensor:
     return image.float() + torch.rand(image.shape)
 
 
-def loader(
-    broken: set[int] = BROKEN, found: list[BadSample] | None = None, seed: int = 3, **options: Any
-) -> WorkerLoader:
+def loader(broken: set[int] = BROKEN, found: list[BadSample] | None = None, **options: Any) -> WorkerLoader:
     note = (lambda skipped: None) if found is None else found.extend
     transforms = options.pop("transforms", ())
-    replacements = options.pop("replacements", ReplacementSampler(seed, PART))
-    reader = SeededDataset(Damaged(broken), seed, transforms, replacements)
-    return WorkerLoader(reader, BatchPlan(PART, 8, seed, True), CPU, **{"on_skipped": note, **options})
+    reader = SeededDataset(Damaged(broken), 3, transforms, options.pop("replacements", ReplacementSampler(3, PART)))
+    return WorkerLoader(reader, BatchPlan(PART, 8, 3, True), CPU, **{"on_skipped": note, **options})
 
 
-def read(made: WorkerLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
-    with contextlib.closing(made):
-        return list(made.batches(epoch, start, 4))
-
-
-def same(first: list[Batch], second: list[Batch]) -> bool:
-    return len(first) == len(second) and all(
-        torch.equal(a, b)
-        for one, two in zip(first, second, strict=True)
-        for a, b in zip((*one.data, one.indices), (*two.data, two.indices), strict=True)
-    )
+read = functools.partial(small_loaders.read, stop=4)
 
 
 def test_a_replacement_is_another_sample_of_the_split_and_the_rest_are_unchanged() -> None:
@@ -148,13 +137,9 @@ def test_without_replacements_it_is_an_error_at_once() -> None:
 
 
 def test_too_little_memory_is_no_damaged_sample() -> None:
-    made = WorkerLoader(
-        SeededDataset(Damaged({0}, MemoryError()), 0, (), ReplacementSampler(0, AllSamples(40))),
-        BatchPlan(AllSamples(40), 8, 0, True),
-        CPU,
-    )
+    reader = SeededDataset(Damaged({1}, MemoryError()), 3, (), ReplacementSampler(3, PART))
     with pytest.raises(MemoryError):
-        list(made.batches(0, 0, 5))
+        read(WorkerLoader(reader, BatchPlan(PART, 8, 3, True), CPU))
 
 
 def test_from_memory_the_same_samples_are_replacements() -> None:

@@ -19,8 +19,7 @@ from runner.data.consistency import check_classes, check_images, class_counts, k
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Loader
 from runner.data.module import DataModule, LoaderBuilder, as_splits, make_callable, read_dataset
-from runner.data.num_workers import choose_num_workers
-from runner.data.placement import DataPlacement, plan_placement
+from runner.data.placement import DataPlacement, choose_num_workers, plan_placement
 from runner.data.sample_rng import preserved_rng
 from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, EpochOrder, GivenOrder, Indices
 from runner.data.samples import as_pair, as_target, as_tensor, read_sample

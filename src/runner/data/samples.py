@@ -88,9 +88,8 @@ class SeededDataset(Dataset[Any]):
             return as_pair(item, source, self._split) if self._pairs else item
 
         # Samples that cannot be read are replaced here if data.on_error=skip
-        replacements, reader = self._replacements, read
-        if replacements is not None:
-            reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
+        replacements = self._replacements
+        reader = read if replacements is None else lambda source: replacements.read(read, epoch, source, skipped)
         return read_sample(reader, sample_of(place), self._split, self._transforms, self.dataset, pairs=self._pairs)
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
@@ -199,14 +198,8 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
     """
     images, targets = [as_tensor(image) for image, _ in items], [as_target(target) for _, target in items]
     # Stacking would fail with sizes that say nothing about the cause
-    for what, tensors, allowed in (
-        (
-            "images",
-            images,
-            "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)",
-        ),
-        ("targets", targets, "targets of one shape"),
-    ):
+    size = "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)"
+    for what, tensors, allowed in (("images", images, size), ("targets", targets, "targets of one shape")):
         if len(shapes := sorted({tuple(tensor.shape) for tensor in tensors})) > 1:
             problem = f"{what} of one batch have different shapes, such as {shapes[0]} and {shapes[1]}"
             raise UserError("data.dataset", problem, allowed)

@@ -18,7 +18,7 @@ from runner.config.schema.train import Train
 from runner.data.bad_samples import BadSample, BadSamples, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan, Fields, Loader
 from runner.data.module import LoaderBuilder
-from runner.data.num_workers import choose_num_workers
+from runner.data.placement import choose_num_workers
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
