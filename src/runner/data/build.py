@@ -177,12 +177,10 @@ def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBal
     # Unknown targets and targets without classes need different advice
     if targets is None and classes:
         problem = "is balanced, and the classes of the training samples are not known without reading them"
-        raise UserError(
-            "data.sampler", problem, "a data set with an attribute targets that agrees with its samples, or null"
-        )
+        raise UserError("data.sampler", problem, "an attribute targets that agrees with the samples, or null")
     if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
         problem = "is balanced, which draws every class equally often, and the targets are not one class per sample"
-        raise UserError("data.sampler", problem, "null, or a data set with one class per sample")
+        raise UserError("data.sampler", problem)
     # A number outside of the classes is named with its sample by the task
     return ClassBalance(targets[indices[:]].clamp(0, classes - 1))
 
@@ -231,12 +229,10 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
         return ()
     # A number above the count of samples is an identifier rather than a class
     if (largest := int(targets.max())) >= max(_MOST_CLASSES, len(targets)):
-        raise UserError(
-            "data.dataset",
-            f"the target of sample {int(targets.argmax())} of 'train' is {largest}, and the data set does not name its "
-            "classes",
-            "class numbers from 0 on, or an attribute classes with their names",
+        problem = (
+            f"the target of sample {int(targets.argmax())} of 'train' is {largest}, and there are no names of classes"
         )
+        raise UserError("data.dataset", problem, "class numbers from 0 on, or an attribute classes with their names")
     return tuple(str(number) for number in range(largest + 1))
 
 
@@ -270,21 +266,18 @@ def _measured(loaders: LoaderBuilder) -> tuple[list[float], list[float]]:
         total = total + pixels.sum(dim=(0, 2, 3))
         squares = squares + pixels.square().sum(dim=(0, 2, 3))
     if not count:
-        allowed = "samples that can be read, or data.normalize.mean and data.normalize.std"
-        raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read", allowed)
+        raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read")
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     # A single NaN in the data spoils every statistic, so its sample is named
     if not bool((mean + std).isfinite().all()):
-        given = "or data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
+        given = "data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
         for index, image in chunks():
             if not bool(image.isfinite().all()):
-                problem = (
-                    f"sample {index} of 'train' has values that are not finite, and data.normalize is measured on them"
-                )
-                raise UserError("data.dataset", problem, f"this sample corrected or removed, {given}")
+                problem = f"sample {index} of 'train' has values that are not finite"
+                raise UserError("data.dataset", f"{problem}, and data.normalize is measured on them", given)
         problem = "the mean or the standard deviation of 'train' is not finite, as its values are too large"
-        raise UserError("data.normalize", problem, f"smaller values, {given}")
+        raise UserError("data.normalize", problem, given)
     # A constant channel would be divided by zero
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]

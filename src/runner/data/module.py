@@ -245,7 +245,7 @@ class DataModule:
 
     @property
     def example(self) -> tuple[Tensor, Tensor]:
-        """The first training sample, image (1, C, H, W) and target (1, ...), on the device; empty tensors if samples have other fields."""
+        """The first training sample, image (1, C, H, W) and target (1, ...), on the device; without values if there is none."""
         image, target = (each[None] for each in self.examples["train"]) if self.pairs else (torch.empty(0),) * 2
         return image.to(self.device), target.to(self.device)
 
