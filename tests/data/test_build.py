@@ -116,16 +116,6 @@ def test_given_statistics_are_kept_and_have_to_fit_the_channels() -> None:
         put_together(normalize=Normalize(mean=[0.1, 0.2], std=[0.5, 0.5]))
 
 
-def test_validation_is_carved_out_of_training_and_the_test_split_never_is() -> None:
-    splits = put_together(split=Split(val=0.2))
-    train, val = indices(splits, "train"), indices(splits, "val")
-    assert not train & val
-    assert train | val == set(range(60))
-    assert len(val) == 12
-    assert splits.test is not None
-    assert splits.test.samples == 15
-
-
 def test_without_a_test_split_one_is_carved_and_no_sample_is_in_two() -> None:
     splits = put_together(node("Images"), split=Split(val=0.1, test=0.25))
     train, val, test = (indices(splits, name) for name in ("train", "val", "test"))

@@ -129,7 +129,7 @@ def test_only_what_has_no_random_state_is_prepared_ahead(
         return images, targets
 
     monkeypatch.setattr("runner.data.loaders.prefetch_to_cuda", marking)
-    loader = small_loader(workers, prepare=prepare, mix_batch=mix)
+    loader = small_loader(workers, prepare=prepare, mix=mix)
     loader._prefetches = True  # as if the batches were wanted on another device than that of the images
     assert len(joined(read(loader)).images) == len(PART)
     assert prepare.ahead

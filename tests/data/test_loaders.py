@@ -23,16 +23,23 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.data.loaders import Batch, BatchPlan, Fields, MemoryLoader
-from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, EpochOrder
+from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, EpochOrder, GivenOrder
 from runner.data.samples import as_target, as_tensor
 from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
+
+def drawn(generator: torch.Generator) -> Tensor:
+    """A function of `data.batch_sampler`, without its data set."""
+    return torch.randint(45, (45,), generator=generator)
+
+
 ORDERS: dict[str, Callable[[int], EpochOrder] | None] = {
     "shuffled": None,
     "balanced": functools.partial(BalancedOrder, ClassBalance(ARRAYS.targets[PART]), 3),
     "blocks": functools.partial(BlockOrder, torch.tensor([3, 3, 9, 15, 15, 30, 33, 45]), 2, 3),
+    "given": functools.partial(GivenOrder, drawn, 45, 3),
 }
 
 
@@ -45,7 +52,7 @@ def test_a_batch_holds_the_samples_that_its_indices_name(draws: Any) -> None:
         assert torch.equal(batch.targets, ARRAYS.targets[batch.indices])
     samples = joined(batches).indices
     assert torch.isin(samples, PART).all()
-    assert (len(samples.unique()) < 45) == (draws is ORDERS["balanced"]), "which alone draws some again"
+    assert (len(samples.unique()) < 45) == (draws in (ORDERS["balanced"], ORDERS["given"])), "which draw some again"
 
 
 @pytest.mark.parametrize("draws", ORDERS.values(), ids=ORDERS)
@@ -224,8 +231,8 @@ def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
             return images[..., :1].float().contiguous()
 
     for size, prepare in itertools.product((7, 16), (Noting(True), Cut(True))):
-        plan, fields = BatchPlan(torch.arange(40), size, 0, True), Fields(["0"], prepare)
-        for batch in MemoryLoader(odd, targets, plan, CPU, prepare=fields).batches(0, 0, 2):
+        plan = BatchPlan(torch.arange(40), size, 0, True, Fields(["0"], prepare))
+        for batch in MemoryLoader(odd, targets, plan, CPU).batches(0, 0, 2):
             assert batch.images.data_ptr() % 64 == 0
 
 

@@ -105,12 +105,6 @@ def test_asking_for_a_test_split_leaves_the_validation_split_as_it_was(stratifie
     assert torch.equal(alone, split_indices(targets, 1000, {"val": 0.15, "test": 0.3}, 3, stratified)["val"])
 
 
-def test_a_class_of_one_sample_is_somewhere():
-    targets = torch.tensor([0] * 50 + [1])
-    splits = split_indices(targets, 51, {"val": 0.1, "test": 0.1}, 0, True)
-    assert sum(int((targets[indices] == 1).sum()) for indices in splits.values()) == 1
-
-
 def test_float_targets_are_split_at_random():
     floats = split_indices(torch.rand(50, generator=torch.Generator()), 50, {"val": 0.2}, 4, True)
     assert torch.equal(floats["val"], split_indices(None, 50, {"val": 0.2}, 4, False)["val"])

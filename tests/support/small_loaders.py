@@ -61,8 +61,8 @@ def small_loader(
     **options: Any,
 ) -> Any:
     """A loader of batches of 8; with `workers` None one of `ARRAYS` in memory. `options` are those of the kind of loader."""
-    plan = BatchPlan(indices, options.pop("batch_size", 8), 3, shuffle)
-    options["prepare"] = None if prepare is None else Fields(["0"], prepare)
+    fields = None if prepare is None else Fields(["0"], prepare)
+    plan = BatchPlan(indices, options.pop("batch_size", 8), 3, shuffle, fields, options.pop("mix", None))
     made: Loader
     if workers is None:
         made = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU, **options)

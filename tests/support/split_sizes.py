@@ -81,7 +81,7 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
     for size, batch in itertools.product(SIZES, BATCHES):
         every.append(found := dict[str, Any]())
         for name, task in tasks.items():
-            loader = MemoryLoader(images, targets[name], BatchPlan(torch.arange(size), batch), _CPU, prepare=prepare)
+            loader = MemoryLoader(images, targets[name], BatchPlan(torch.arange(size), batch, prepare=prepare), _CPU)
             source = Noting(loader)
             for metric in metrics[name].values():
                 metric.reset()

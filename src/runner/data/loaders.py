@@ -126,34 +126,29 @@ Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The samples of a split, and how they are divided into batches; `seed` is that of their order, which `shuffle=False` keeps."""
+    """The samples of a split, and how batches are made of them: divided, prepared and mixed.
+
+    `seed` is that of their order, which `shuffle=False` keeps. Without `prepare` and `mix`, images and targets are those of the
+    data set.
+    """
 
     indices: Indices
     batch_size: int
     seed: int = 0
     shuffle: bool = False
+    prepare: Fields | None = None
+    mix: Mix | None = None
 
 
 class Loader:
-    """The batches of a split.
-
-    The last batch of an epoch may be smaller. Without `prepare` and `mix_batch`, images and targets are those of the data set.
-    """
+    """The batches of a split; the last one of an epoch may be smaller."""
 
     workers: int | None = None  # processes that read the samples, 0 where this one does; None if they are in memory
     resident: torch.device | None = None  # where the images are in memory; None if they are read
 
-    def __init__(
-        self,
-        plan: BatchPlan,
-        device: torch.device,
-        *,
-        prepare: Fields | None = None,
-        mix_batch: Mix | None = None,
-    ) -> None:
+    def __init__(self, plan: BatchPlan, device: torch.device) -> None:
         self.samples, self.batch_size = len(plan.indices), plan.batch_size
-        self.device, self.prepare = device, prepare
-        self._plan, self._mix = plan, mix_batch
+        self.device, self.prepare, self._plan = device, plan.prepare, plan
         self._chunk = 1  # batches that are made together
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
@@ -183,8 +178,8 @@ class Loader:
         if self._prefetches and early:
             batches = prefetch_to_cuda(batches, self.device)
         # Mixing takes two samples of one batch, so it comes after everything that treats them alone
-        if self._mix is not None:
-            batches = self._mixed(self._mix, batches, epoch, numbers)
+        if self._plan.mix is not None:
+            batches = self._mixed(self._plan.mix, batches, epoch, numbers)
         # Callers want the numbers of the samples
         return (
             batches if self.draws is None else (batch._replace(indices=sample_of(batch.indices)) for batch in batches)
@@ -268,15 +263,12 @@ class MemoryLoader(Loader):
         targets: Tensor,
         plan: BatchPlan,
         device: torch.device,
-        *,
-        prepare: Fields | None = None,
-        mix_batch: Mix | None = None,
         source_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
-        super().__init__(plan, device, prepare=prepare, mix_batch=mix_batch)
+        super().__init__(plan, device)
         self._images, self._targets, self._source_of = images, targets, source_of
         self.resident, self._prefetches = images.device, images.device != device
-        if prepare is None or prepare.per_sample:
+        if plan.prepare is None or plan.prepare.per_sample:
             bytes_of_batch = max(1, self.batch_size * images.shape[1:].numel() * 4)
             self._chunk = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
 

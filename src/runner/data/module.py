@@ -154,19 +154,18 @@ class LoaderBuilder:
         wide = not self.pairs and self._dtype == torch.float64
         prepare = Fields(["0"] if data.images is None else data.images, pipeline, wide)
         mix = self.mixing if training else None
-        plan = BatchPlan(indices, config.evaluate.batch_size, config.seed)
+        batch_size, shuffle = config.evaluate.batch_size, False
         if training:
-            plan = BatchPlan(indices, data.samples_a_batch, config.seed, data.shuffle is not False)
+            batch_size, shuffle = data.samples_a_batch, data.shuffle is not False
+        plan = BatchPlan(indices, batch_size, config.seed, shuffle, prepare, mix)
         note = self.bad_samples.noting(name, dataset, len(indices))
         # Workers read files; what is in memory or in a cache needs no processes
         if self.placement.in_memory is None:
-            loader: Loader = WorkerLoader(
+            loader = WorkerLoader(
                 self.reader(name, training),
                 plan,
                 self.device,
                 workers=self.placement.workers,
-                prepare=prepare,
-                mix_batch=mix,
                 on_skipped=note,
                 collate=self._collate,
                 **worker_options(data, self.device),
@@ -180,8 +179,7 @@ class LoaderBuilder:
             note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
             source_of = functools.partial(self.replacements[name].sources, unreadable=unreadable)
         images, targets = self.placement.stored(dataset)
-        loader = MemoryLoader(images, targets, plan, self.device, prepare=prepare, mix_batch=mix, source_of=source_of)
-        return SplitData(loader, pipeline, mix)
+        return SplitData(MemoryLoader(images, targets, plan, self.device, source_of), pipeline, mix)
 
 
 @dataclass

@@ -175,10 +175,9 @@ def files_loader(
     workers = choose_num_workers(data.num_workers, len(paths), bytes_ahead=ahead).workers
     return WorkerLoader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
-        BatchPlan(everything, batch_size),
+        BatchPlan(everything, batch_size, prepare=Fields(["0"], prepare)),
         device,
         workers=workers,
-        prepare=Fields(["0"], prepare),
         on_skipped=on_unreadable,
         **worker_options(data, device) | {"persistent": False},
     )
