@@ -88,7 +88,7 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def same(first: list[Batch], second: list[Batch]) -> bool:
-    """Whether batches have the same images, targets and samples, to the bit and the type."""
+    """Whether batches have the same images, targets and samples of the same types, bit for bit."""
     return len(first) == len(second) and all(
         torch.equal(a, b) and a.dtype == b.dtype
         for one, other in zip(first, second, strict=True)
