@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_loaders
 import torch
 from extended import some
 from PIL import Image
 from read_splits import read_splits
+from small_loaders import same
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -54,27 +56,15 @@ def noisy(image: Tensor) -> Tensor:
     return image.float() + torch.rand(image.shape)
 
 
-def loader(
-    broken: set[int] = BROKEN, found: list[BadSample] | None = None, seed: int = 3, **options: Any
-) -> WorkerLoader:
+def loader(broken: set[int] = BROKEN, found: list[BadSample] | None = None, **options: Any) -> WorkerLoader:
     note = (lambda skipped: None) if found is None else found.extend
     transforms = options.pop("transforms", ())
-    replacements = options.pop("replacements", ReplacementSampler(seed, PART))
-    reader = SeededDataset(Damaged(broken), seed, transforms, replacements)
-    return WorkerLoader(reader, BatchPlan(PART, 8, seed, True), CPU, **{"on_skipped": note, **options})
+    damaged, replacements = Damaged(broken, options.pop("error", None)), ReplacementSampler(3, PART)
+    reader = SeededDataset(damaged, 3, transforms, options.pop("replacements", replacements))
+    return WorkerLoader(reader, BatchPlan(PART, 8, 3, True), CPU, **{"on_skipped": note, **options})
 
 
-def read(made: WorkerLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
-    with contextlib.closing(made):
-        return list(made.batches(epoch, start, 4))
-
-
-def same(first: list[Batch], second: list[Batch]) -> bool:
-    return len(first) == len(second) and all(
-        torch.equal(a, b)
-        for one, two in zip(first, second, strict=True)
-        for a, b in zip((*one.data, one.indices), (*two.data, two.indices), strict=True)
-    )
+read = functools.partial(small_loaders.read, stop=4)
 
 
 def test_a_replacement_is_another_sample_of_the_split_and_the_rest_are_unchanged() -> None:
@@ -129,32 +119,24 @@ def test_what_happens_to_a_replacement_is_drawn_as_for_the_sample() -> None:
         assert torch.allclose(noise, expected_noise, atol=1e-5)
 
 
-def test_when_nothing_can_be_read_it_is_an_error_after_a_while() -> None:
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        (
+            {},
+            UserError,
+            rf"^data.on_error: .* \d+ cannot be read, nor can any of {DRAWS}.*the disk says no$",
+        ),
+        ({"replacements": None}, UserError, r"sample \d+ cannot be read: OSError: the disk .*\n.*data.on_error=skip"),
+        ({"error": MemoryError("of the machine")}, MemoryError, "of the machine"),
+    ],
+    ids=["nothing can be read", "without replacements", "too little memory"],
+)
+def test_what_is_not_replaced_is_an_error(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     found: list[BadSample] = []
-    with pytest.raises(
-        UserError, match=rf"sample \d+ cannot be read, nor can any of {DRAWS}.*the disk says no"
-    ) as raised:
-        read(loader(set(range(40)), found))
+    with pytest.raises(kind, match=words):
+        read(loader(set(range(40)), found, **options))
     assert not found
-    assert raised.value.problems[0].key == "data.on_error"
-    assert "data.on_error=skip" not in str(raised.value), "which is set"
-
-
-def test_without_replacements_it_is_an_error_at_once() -> None:
-    with pytest.raises(
-        UserError, match=r"sample \d+ cannot be read: OSError: the disk says no .*\n.*data.on_error=skip"
-    ):
-        read(loader(replacements=None))
-
-
-def test_too_little_memory_is_no_damaged_sample() -> None:
-    made = WorkerLoader(
-        SeededDataset(Damaged({0}, MemoryError()), 0, (), ReplacementSampler(0, AllSamples(40))),
-        BatchPlan(AllSamples(40), 8, 0, True),
-        CPU,
-    )
-    with pytest.raises(MemoryError):
-        list(made.batches(0, 0, 5))
 
 
 def test_from_memory_the_same_samples_are_replacements() -> None:
@@ -241,18 +223,15 @@ def test_if_no_measured_image_can_be_read_this_is_what_is_said(folder: Path, mon
     for index in indices[:: len(indices) // 2]:
         path = sorted(folder.rglob("*.png"))[int(index)]
         damage(path.parent, path.name)
-    with pytest.raises(UserError, match=r"data.dataset: no sample of .* can be read"), assembled(data(folder)):
-        pass
+    with pytest.raises(UserError, match=r"data.dataset: no sample of .* can be read"):
+        read_splits(data(folder), seed=0)
 
 
 def test_a_cache_with_gaps_is_not_for_a_run_that_wants_all_images(folder: Path) -> None:
     with assembled(data(folder, cache="disk")):
         pass
-    with (
-        pytest.raises(UserError, match=r"cannot read the image .*00\.png"),
-        assembled(data(folder, cache="disk", on_error="raise")),
-    ):
-        pass
+    with pytest.raises(UserError, match=r"cannot read the image .*00\.png"):
+        read_splits(data(folder, cache="disk", on_error="raise"))
 
 
 def test_a_damaged_image_that_is_mended_is_read_again_into_the_cache(folder: Path) -> None:
@@ -282,6 +261,7 @@ def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
 
 def test_a_sample_is_counted_once_and_only_the_first_is_reported() -> None:
     skipped, said = BadSamples(), list[str]()
+    assert (skipped.summary(), len(skipped)) == ("", 0)
     note: Callable[[list[BadSample]], None] = skipped.noting("train", Named(), 100)
     note([BadSample(3, "early")])  # as a cache does, before there is a console
     skipped.open(said.append)
@@ -293,12 +273,6 @@ def test_a_sample_is_counted_once_and_only_the_first_is_reported() -> None:
     assert skipped.summary() == "samples could not be read and were replaced by others: 2 of train, 1 of val"
 
 
-def test_nothing_skipped_is_nothing_reported() -> None:
-    skipped, said = BadSamples(), list[str]()
-    skipped.open(said.append)
-    assert (said, skipped.summary(), len(skipped)) == ([], "", 0)
-
-
 @pytest.mark.parametrize(("share", "samples", "allowed"), [(0.1, 40, 4), (0.1, 4, 1), (0.0, 40, 0), (1.0, 40, 40)])
 def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, allowed: int) -> None:
     skipped = BadSamples(share)
@@ -306,9 +280,8 @@ def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, all
     note([BadSample(sample, "bad") for sample in range(allowed)])
     skipped.noting("val", object(), 9)([BadSample(0, "bad")] if share else [])
     if allowed < samples:
-        with pytest.raises(
-            UserError, match=rf"max_skipped: {allowed + 1} of the {samples} samples of 'train'.*\.png: bad"
-        ):
+        words = rf"max_skipped: {allowed + 1} of the {samples} samples of 'train'.*\.png: bad"
+        with pytest.raises(UserError, match=words):
             note([BadSample(39, "bad")])
 
 

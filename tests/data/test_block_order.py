@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import math
@@ -17,21 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from small_loaders import CPU, PART, Listed
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
 from runner.data.build import read_data
-from runner.data.loaders import Batch, BatchPlan, Loader, MemoryLoader
 from runner.data.sampler import LISTED, AllSamples, BlockOrder, block_ends
-from runner.data.samples import SeededDataset
-from runner.data.sources.synthetic import synthetic
-from runner.data.workers import WorkerLoader
-from runner.distributed.world import World
 
-CPU = torch.device("cpu")
 block_sizes = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 windows = st.integers(1, 45)
 
@@ -131,75 +124,30 @@ def test_a_window_of_all_blocks_is_a_full_shuffle() -> None:
     assert abs(same_block - 9 / 99) < 5 * (9 / 99 * 90 / 99 / 4000) ** 0.5
 
 
-# Splits and loaders
+# Splits
 
-ARRAYS = synthetic(samples=60, image_size=4, classes=5)["train"]
-PART = torch.arange(60)[torch.arange(60) % 4 != 0]  # 45 samples: five batches of 8 and one of 5
 ENDS = [4, 4, 13, 20, 21, 40, 44, 60]
 
 
-class Blocks(Dataset[Any]):
-    """The images above in shards."""
-
-    def __init__(self, ends: Any = None) -> None:
-        self.block_ends = ENDS if ends is None else ends
-
-    def __len__(self) -> int:
-        return len(ARRAYS)
-
-    def __getitem__(self, index: int) -> Any:
-        return ARRAYS[index]
-
-
-def noisy(image: Tensor) -> Tensor:
-    return image.float() + torch.rand(image.shape)
+def in_shards(ends: Any = ENDS) -> Any:
+    """Sixty samples in shards."""
+    dataset = Listed(range(60))
+    dataset.block_ends = ends  # type: ignore[attr-defined]
+    return dataset
 
 
 def test_the_blocks_of_a_split_are_its_samples_in_each_shard() -> None:
-    assert block_ends(Blocks(), AllSamples(60)).tolist() == ENDS
+    assert block_ends(in_shards(), AllSamples(60)).tolist() == ENDS
     expected = [sum(int(index) < end for index in PART) for end in ENDS]
-    assert block_ends(Blocks(), PART).tolist() == expected
-    assert block_ends(Blocks(), torch.tensor([5, 6, 59])).tolist() == [0, 0, 2, 2, 2, 2, 2, 3]
+    assert block_ends(in_shards(), PART).tolist() == expected
+    assert block_ends(in_shards(), torch.tensor([5, 6, 59])).tolist() == [0, 0, 2, 2, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("ends", [[], [60, 50], [30, 59], [30, 61], [30.0, 60.0], [[30, 60]], 60], ids=str)
 def test_ends_that_are_not_those_of_the_data_set_are_refused(ends: Any) -> None:
     with pytest.raises(UserError, match="does not say where its shards end") as caught:
-        block_ends(Blocks(ends), AllSamples(60))
+        block_ends(in_shards(ends), AllSamples(60))
     assert caught.value.problems[0].key == "data.dataset"
-
-
-def loader(workers: int | None = None, transforms: Any = (), rank: int = 0, ranks: int = 1) -> Loader:
-    plan = BatchPlan(PART, 8, 3, True)
-    made: Loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU)
-    if workers is not None:
-        made = WorkerLoader(SeededDataset(Blocks(), 3, transforms), plan, CPU, workers=workers, persistent=False)
-    made.draws = functools.partial(BlockOrder, block_ends(Blocks(), PART), 2, 3)
-    made.world = World(rank=rank, size=ranks)
-    return made
-
-
-def joined(batches: list[Batch]) -> list[Tensor]:
-    return [torch.cat(parts) for parts in zip(*((*batch.data, batch.indices) for batch in batches), strict=True)]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_memory_workers_and_ranks_give_the_same_batches_wherever_an_epoch_is_entered() -> None:
-    expected = list(loader().batches(1, 0, 6))
-    images, targets, indices = joined(expected)
-    assert indices.sort().values.tolist() == PART.tolist()
-    assert torch.equal(images, ARRAYS.images[indices])
-    assert torch.equal(targets, ARRAYS.targets[indices])
-    for workers, start in ((None, 0), (None, 4), (0, 0), (0, 3), (1, 1), (2, 0), (2, 5)):
-        assert same(joined(list(loader(workers).batches(1, start, 6))), joined(expected[start:]))
-    noise = joined(list(loader(0, (noisy,)).batches(1, 2, 6)))
-    assert same(joined(list(loader(2, (noisy,)).batches(1, 2, 6))), noise)
-    parts = [list(loader(0, (), rank, 2).batches(1, 1, 6)) for rank in (0, 1)]
-    for batch, *ranks in zip(expected[1:], *parts, strict=True):
-        assert same(joined(ranks), joined([batch]))
 
 
 # The program

@@ -2,66 +2,60 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from read_splits import read_splits
+from small_loaders import Listed, joined, read
 from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
+from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.samples import SeededDataset
+from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
-CPU = torch.device("cpu")
-HERE = "assembly_parts"
+
+# Data sets and transforms, as a user would have
 
 
-@pytest.fixture(autouse=True)
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of data sets and transforms, as a user would have."""
-    (tmp_path / f"{HERE}.py").write_text(
-        """
-import torch
-from torch.utils.data import Dataset
-from runner.data.sources.arrays import ImageArrays
+class Images(Listed):
+    """Forty images of floats, and their classes."""
 
-class Listed(Dataset):
-    def __init__(self, samples=40, classes=True, size=6):
-        self.images = torch.arange(samples * 3 * size * size, dtype=torch.float32).view(samples, 3, size, size) / 10000
-        self.targets = [index % 4 for index in range(samples)]
+    def __init__(self, classes: bool = True) -> None:
+        pixels = torch.arange(40 * 3 * 6 * 6, dtype=torch.float32).view(40, 3, 6, 6) / 10000
+        self.targets = [index % 4 for index in range(40)]
+        super().__init__(list(zip(pixels, self.targets, strict=True)))
         if classes:
             self.classes = ["a", "b", "c", "d"]
-    def __len__(self): return len(self.images)
-    def __getitem__(self, index): return self.images[index], self.targets[index]
 
-def three(samples=20):
-    make = lambda count, offset: ImageArrays(
-        torch.full((count, 1, 4, 4), offset, dtype=torch.uint8), torch.arange(count) % 2, ("no", "yes"))
-    return {"train": make(samples, 1), "val": make(8, 2), "test": make(6, 3)}
 
-class Triples(Listed):
-    def __getitem__(self, index): return self.images[index], 0, 1
+class Triples(Images):
+    def __getitem__(self, index: int) -> Any:
+        return *super().__getitem__(index), 1
 
-def stream(): return iter([])
-def halved(image): return image * 0.5
-def blackened(image): return image.mul_(0)
-""",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+
+def constant(samples: int = 20) -> ImageArrays:
+    return ImageArrays(torch.ones((samples, 1, 4, 4), dtype=torch.uint8), torch.arange(samples) % 2, ("no", "yes"))
+
+
+def stream() -> Any:
+    return iter([])
+
+
+def blackened(image: Tensor) -> Tensor:
+    return image.mul_(0)
 
 
 def node(name: str = "", **arguments: Any) -> dict[str, Any]:
-    return {"_target_": f"{HERE}.{name}" if name else "runner.data.sources.synthetic.synthetic", **arguments}
+    return {"_target_": f"{__name__}.{name}" if name else "runner.data.sources.synthetic.synthetic", **arguments}
 
 
 def put_together(dataset: dict[str, Any] | None = None, transform: Transform | None = None, **keys: Any) -> DataModule:
@@ -74,47 +68,20 @@ def choice(splits: DataModule, label: str) -> tuple[str, str]:
     return next((value, reason) for name, value, reason in splits.choices if name == label)
 
 
-def indices(splits: DataModule, name: str) -> set[int]:
+def whole(splits: DataModule, name: str) -> Batch:
+    """All samples of a split as they are evaluated."""
     split = splits.eval_split(name)
     assert split is not None
-    count = -(-split.samples // split.loader.batch_size)
-    return {index for batch in split.loader.batches(0, 0, count) for index in batch.indices.tolist()}
+    return joined(read(split.loader, stop=-(-split.samples // split.loader.batch_size)))
 
 
-def test_images_in_memory_stay_there_and_the_reason_is_reported() -> None:
-    assert choice(put_together(), "data path") == ("in RAM", "0.0 MiB of images, and the CPU computes")
-    assert choice(put_together(placement="ram"), "data path") == ("in RAM", "as set")
-    assert choice(put_together(placement="device"), "data path") == ("in RAM", "as set")
-    assert choice(put_together(placement="disk"), "data path") == ("workers", "as set")
+def indices(splits: DataModule, name: str) -> set[int]:
+    return set(whole(splits, name).indices.tolist())
 
 
-def test_samples_read_one_by_one_and_sample_transforms_go_through_workers() -> None:
-    assert choice(put_together(node("Listed")), "data path") == ("workers", "images are read one by one")
-    transform = Transform(sample_train=[node("halved", _partial_=True)])
+def test_sample_transforms_go_through_workers() -> None:
+    transform = Transform(sample_train=[node("blackened", _partial_=True)])
     assert choice(put_together(transform=transform), "data path") == ("workers", "transform has sample transforms")
-
-
-@pytest.mark.parametrize("placement", ["ram", "device"])
-def test_a_placement_that_is_impossible_is_refused(placement: str) -> None:
-    with pytest.raises(UserError, match=rf"data.placement: '{placement}' needs .*\n.*allowed: auto or disk"):
-        put_together(node("Listed"), placement=placement)
-
-
-def test_workers_without_effect_are_a_warning_and_none_else() -> None:
-    (warning,) = put_together(num_workers=3).warnings
-    assert warning.startswith("data.num_workers=3 has no effect")
-    assert put_together(num_workers="auto").warnings == []
-    assert put_together(num_workers=1, placement="disk").warnings == []
-    (warning,) = put_together(num_workers=4096, placement="disk").warnings
-    assert warning.startswith("data.num_workers=4096 is more than the")
-
-
-def test_automatic_workers_are_chosen_and_reported() -> None:
-    arrays, listed = (
-        put_together(one, placement="disk", num_workers="auto") for one in (None, node("Listed", samples=200))
-    )
-    assert choice(arrays, "workers") == ("0", "auto: the images are arrays in memory")
-    assert re.fullmatch(r"auto: \d+ cores|auto: at most 8", choice(listed, "workers")[1])
 
 
 def test_statistics_are_those_of_the_training_pixels() -> None:
@@ -124,31 +91,20 @@ def test_statistics_are_those_of_the_training_pixels() -> None:
     assert splits.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=1e-6)
     assert splits.std == pytest.approx(pixels.std((0, 2, 3)).tolist(), abs=1e-6)
     assert choice(splits, "normalize")[1] == "measured on the training split"
-    batch = next(iter(splits.train_for_eval.loader.batches(0, 0, 1)))
-    places = [chosen.index(place) for place in batch.indices.tolist()]
-    expected = (pixels[places] - pixels.mean((0, 2, 3), keepdims=True)[0]) / pixels.std((0, 2, 3), keepdims=True)[0]
-    assert np.allclose(batch.images.numpy(), expected, atol=1e-4)
+    expected = (pixels - pixels.mean((0, 2, 3), keepdims=True)) / pixels.std((0, 2, 3), keepdims=True)
+    assert np.allclose(whole(splits, "train").images.numpy(), expected, atol=1e-4)
 
 
 def test_statistics_of_samples_read_one_by_one_are_those_of_their_pixels() -> None:
-    splits = put_together(node("Listed"))
+    splits = put_together(node("Images"))
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (splits.mean, splits.std))
-    images = torch.stack([image * std + mean for image, _ in _batch_of(splits)]).double()
+    images = (whole(splits, "train").images * std + mean).double()
     assert splits.mean == pytest.approx(images.mean((0, 2, 3)).tolist(), abs=1e-6)
     assert splits.std == pytest.approx(images.std((0, 2, 3), correction=0).tolist(), abs=1e-6)
 
 
-def _batch_of(splits: DataModule) -> list[tuple[Tensor, Tensor]]:
-    loader = splits.train_for_eval.loader
-    return [
-        (image, target)
-        for batch in loader.batches(0, 0, -(-loader.samples // loader.batch_size))
-        for image, target in zip(batch.images, batch.targets, strict=True)
-    ]
-
-
 def test_constant_pixels_do_not_divide_by_zero() -> None:
-    splits = put_together(node("three"))
+    splits = put_together(node("constant"))
     assert splits.std == [1.0]
     assert splits.mean == pytest.approx([1 / 255], abs=1e-6)
 
@@ -160,29 +116,18 @@ def test_given_statistics_are_kept_and_have_to_fit_the_channels() -> None:
         put_together(normalize=Normalize(mean=[0.1, 0.2], std=[0.5, 0.5]))
 
 
-def test_validation_is_carved_out_of_training_and_the_test_split_never_is() -> None:
-    splits = put_together(split=Split(val=0.2))
-    train, val = indices(splits, "train"), indices(splits, "val")
-    assert not train & val
-    assert train | val == set(range(60))
-    assert len(val) == 12
-    assert splits.test is not None
-    assert splits.test.samples == 15
-
-
 def test_without_a_test_split_one_is_carved_and_no_sample_is_in_two() -> None:
-    splits = put_together(node("Listed"), split=Split(val=0.1, test=0.25))
+    splits = put_together(node("Images"), split=Split(val=0.1, test=0.25))
     train, val, test = (indices(splits, name) for name in ("train", "val", "test"))
     assert (len(train), len(val), len(test)) == (26, 4, 10)
     assert train | val | test == set(range(40))
     # What training reads, with augmentation and shuffling, is the same set of samples.
-    read = {index for batch in splits.train.loader.batches(4, 0, 2) for index in batch.indices.tolist()}
-    assert read == train
+    assert set(joined(read(splits.train.loader, 4)).indices.tolist()) == train
 
 
 def test_classes_are_counted_in_the_training_split_alone() -> None:
-    splits = put_together(node("Listed"), split=Split(val=0.1, test=0.25))
-    targets = torch.tensor([target for _, target in _batch_of(splits)])
+    splits = put_together(node("Images"), split=Split(val=0.1, test=0.25))
+    targets = whole(splits, "train").targets
     assert splits.classes == ("a", "b", "c", "d")
     assert splits.class_counts is not None
     assert splits.class_counts.tolist() == torch.bincount(targets, minlength=4).tolist()
@@ -190,7 +135,7 @@ def test_classes_are_counted_in_the_training_split_alone() -> None:
 
 
 def test_classes_without_names_are_numbered_and_regression_has_none() -> None:
-    assert put_together(node("Listed", classes=False)).classes == ("0", "1", "2", "3")
+    assert put_together(node("Images", classes=False)).classes == ("0", "1", "2", "3")
     regression = put_together(node(samples=40, image_size=8, kind="regression"))
     assert regression.classes == ()
     assert regression.class_counts is None
@@ -201,10 +146,9 @@ def test_only_training_is_augmented_and_shuffled() -> None:
     splits = put_together(transform=transform)
     images, places = torch.full((4, 3, 8, 8), 255, dtype=torch.uint8), torch.arange(4)
     assert not torch.equal(splits.train.prepare(images, places, 0), splits.train_for_eval.prepare(images, places, 0))
-    order = [index for batch in splits.train_for_eval.loader.batches(7, 0, 2) for index in batch.indices.tolist()]
-    assert order == sorted(order)
-    first = [index for batch in splits.train.loader.batches(7, 0, 4) for index in batch.indices.tolist()]
-    assert first != sorted(first)
+    for loader, ordered in ((splits.train_for_eval.loader, True), (splits.train.loader, False)):
+        order = joined(read(loader, 7, stop=2)).indices.tolist()
+        assert (order == sorted(order)) == ordered
     assert splits.train.loader.batch_size == 16
     assert splits.train_for_eval.loader.batch_size == 32
 
@@ -215,9 +159,10 @@ def test_splits_in_memory_share_one_copy_of_the_images() -> None:
     assert len(stored) == 1
 
 
-@pytest.mark.parametrize("name", ["stream", "Triples"])
-def test_data_of_another_kind_is_reported(name: str) -> None:
-    words = "no length or no items" if name == "stream" else r"a pair \(image, target\)"
+@pytest.mark.parametrize(
+    ("name", "words"), [("stream", "no length or no items"), ("Triples", r"a pair \(image, target\)")]
+)
+def test_data_of_another_kind_is_reported(name: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         put_together(node(name))
 
@@ -236,7 +181,7 @@ def test_the_example_is_the_first_training_sample() -> None:
     assert int(target[0]) == int(stored.targets[first])
 
 
-@pytest.mark.parametrize("name", ["", "Listed"])
+@pytest.mark.parametrize("name", ["", "Images"])
 def test_a_transform_that_works_in_place_leaves_the_data_set_as_it_is(name: str) -> None:
     steps = [node("blackened", _partial_=True)]
     splits = put_together(node(name), Transform(sample_train=steps, sample_eval=steps), num_workers=0)

@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
+from small_loaders import joined, read, same, small_loader
 
-from runner.data.loaders import Batch, BatchPlan
+from runner.data.loaders import Batch
 from runner.data.sample_rng import seed_generators
-from runner.data.samples import SeededDataset
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
 from runner.data.transforms.crops import RandomResizedCrop
-from runner.data.workers import WorkerLoader
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -116,23 +115,14 @@ def test_a_large_photograph_is_decoded_at_a_fraction_and_looks_alike(
         assert (reduced.float() - exact).abs().mean() < 2.5
 
 
-def read(folder: ImageFolder, workers: int, epoch: int = 0, start: int = 0) -> list[Batch]:
-    loader = WorkerLoader(
-        SeededDataset(folder, 5, [RandomResizedCrop(16)]),
-        BatchPlan(torch.arange(8), 3, 5, True),
-        torch.device("cpu"),
-        workers=workers,
-        persistent=False,
-    )
-    return list(loader.batches(epoch, start, 3))
-
-
 def test_crops_are_the_same_for_any_workers_and_any_start_and_others_in_another_epoch(folder: ImageFolder) -> None:
-    alone = read(folder, 0)
-    for other, expected in ((read(folder, 2), alone), (read(folder, 1, start=1), alone[1:])):
-        assert len(other) == len(expected)
-        for ours, theirs in zip(other, expected, strict=True):
-            assert torch.equal(ours.images, theirs.images)
-            assert torch.equal(ours.indices, theirs.indices)
-    first, second = (torch.cat([batch.images for batch in read(folder, 0, epoch)]) for epoch in (0, 1))
-    assert not torch.equal(first, second)
+    def crops(workers: int, epoch: int = 0, start: int = 0) -> list[Batch]:
+        transforms = [RandomResizedCrop(16)]
+        return read(
+            small_loader(workers, folder, torch.arange(8), transforms=transforms, batch_size=3), epoch, start, 3
+        )
+
+    alone = crops(0)
+    assert same(crops(2), alone)
+    assert same(crops(1, start=1), alone[1:])
+    assert not torch.equal(joined(crops(0, 1)).images, joined(alone).images)

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_loaders import PART, joined, read, small_loader
 from torch import Tensor
 
-from runner.data.loaders import Batch, BatchPlan, MemoryLoader, prefetch_to_cuda
-from runner.data.samples import SeededDataset
-from runner.data.sources.synthetic import synthetic
-from runner.data.workers import WorkerLoader
+from runner.data.loaders import Batch, prefetch_to_cuda
 
 CUDA = torch.device("cuda", 0)
-ARRAYS = synthetic(samples=20, image_size=6)["train"]
 
 
 class Gpu:
@@ -112,9 +109,9 @@ class Preparing:
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
-@pytest.mark.parametrize("path", ["memory", "workers"])
+@pytest.mark.parametrize("workers", [None, 0])
 def test_only_what_has_no_random_state_is_prepared_ahead(
-    path: str, per_sample: bool, monkeypatch: pytest.MonkeyPatch
+    workers: int | None, per_sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare = Preparing(per_sample)
 
@@ -132,17 +129,8 @@ def test_only_what_has_no_random_state_is_prepared_ahead(
         return images, targets
 
     monkeypatch.setattr("runner.data.loaders.prefetch_to_cuda", marking)
-    cpu, indices = torch.device("cpu"), torch.arange(20)
-    loader: Any
-    if path == "memory":
-        loader = MemoryLoader(
-            ARRAYS.images, ARRAYS.targets, BatchPlan(indices, 8, 0, True), cpu, prepare=prepare, mix_batch=mix
-        )
-        loader._prefetches = True  # as if the batches were wanted on another device than that of the images
-    else:
-        loader = WorkerLoader(
-            SeededDataset(ARRAYS, 0), BatchPlan(indices, 8, 0, True), cpu, prepare=prepare, mix_batch=mix
-        )
-    assert sum(len(batch.images) for batch in loader.batches(0, 0, 3)) == 20
+    loader = small_loader(workers, prepare=prepare, mix=mix)
+    loader._prefetches = True  # as if the batches were wanted on another device than that of the images
+    assert len(joined(read(loader)).images) == len(PART)
     assert prepare.ahead
     assert all(ahead == per_sample for ahead in prepare.ahead)

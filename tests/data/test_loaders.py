@@ -1,7 +1,8 @@
-"""Both data paths give the same batches, whatever workers read them and wherever an epoch is entered."""
+"""Memory, any workers and any ranks give the same batches, wherever an epoch is entered and in whatever order."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -16,128 +17,85 @@ import pytest
 import torch
 from extended import some
 from PIL import Image
+from small_loaders import ARRAYS, BATCHES, CPU, PART, Listed, joined, noisy, read, same, small_loader
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
-from runner.data.loaders import Batch, BatchPlan, MemoryLoader
-from runner.data.samples import SeededDataset, as_target, as_tensor
-from runner.data.sources.synthetic import synthetic
+from runner.data.loaders import Batch, BatchPlan, Fields, MemoryLoader
+from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, EpochOrder, GivenOrder
+from runner.data.samples import as_target, as_tensor
 from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
-CPU = torch.device("cpu")
-ARRAYS = synthetic(samples=37, image_size=6)["train"]
-PART = torch.arange(37)[torch.arange(37) % 4 != 0]  # 27 samples: three batches of 8 and one of 3
-BATCHES = 4
+
+def drawn(generator: torch.Generator) -> Tensor:
+    """A function of `data.batch_sampler`, without its data set."""
+    return torch.randint(45, (45,), generator=generator)
 
 
-def noisy(image: Any) -> Tensor:
-    """A sample transform that draws from every library."""
-    pixels = as_tensor(image).float() / 255
-    pixels = pixels + random.random() + float(np.random.rand())
-    return pixels + torch.rand(pixels.shape)
+ORDERS: dict[str, Callable[[int], EpochOrder] | None] = {
+    "shuffled": None,
+    "balanced": functools.partial(BalancedOrder, ClassBalance(ARRAYS.targets[PART]), 3),
+    "blocks": functools.partial(BlockOrder, torch.tensor([3, 3, 9, 15, 15, 30, 33, 45]), 2, 3),
+    "given": functools.partial(GivenOrder, drawn, 45, 3),
+}
 
 
-class Listed(Dataset[Any]):
-    """A data set made of a list."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        item = self.items[index]
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
-def through_workers(
-    dataset: Dataset[Any] = ARRAYS,
-    indices: Tensor = PART,
-    transforms: tuple[Callable[[Any], Any], ...] = (),
-    seed: int = 5,
-    shuffle: bool = True,
-    **options: Any,
-) -> WorkerLoader:
-    return WorkerLoader(SeededDataset(dataset, seed, transforms), BatchPlan(indices, 8, seed, shuffle), CPU, **options)
-
-
-def in_memory(seed: int = 5, shuffle: bool = True) -> MemoryLoader:
-    return MemoryLoader(ARRAYS.images, ARRAYS.targets, BatchPlan(PART, 8, seed, shuffle), CPU)
-
-
-def same(first: list[Batch], second: list[Batch]) -> bool:
-    return len(first) == len(second) and all(
-        torch.equal(getattr(a, name), getattr(b, name)) and getattr(a, name).dtype == getattr(b, name).dtype
-        for a, b in zip(first, second, strict=True)
-        for name in ("images", "targets", "indices")
-    )
-
-
-def test_a_batch_holds_the_samples_that_its_indices_name() -> None:
-    batches = list(in_memory().batches(0, 0, BATCHES))
-    assert [len(batch.images) for batch in batches] == [8, 8, 8, 3]
+@pytest.mark.parametrize("draws", ORDERS.values(), ids=ORDERS)
+def test_a_batch_holds_the_samples_that_its_indices_name(draws: Any) -> None:
+    batches = read(small_loader(draws=draws))
+    assert [len(batch.images) for batch in batches] == [8, 8, 8, 8, 8, 5]
     for batch in batches:
         assert torch.equal(batch.images, ARRAYS.images[batch.indices])
         assert torch.equal(batch.targets, ARRAYS.targets[batch.indices])
-    assert sorted(torch.cat([batch.indices for batch in batches]).tolist()) == PART.tolist()
+    samples = joined(batches).indices
+    assert torch.isin(samples, PART).all()
+    assert (len(samples.unique()) < 45) == (draws in (ORDERS["balanced"], ORDERS["given"])), "which draw some again"
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("draws", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize(
     "options",
-    [
-        {"workers": 0},
-        {"workers": 1, "prefetch": 1, "persistent": False},
-        {"workers": 3, "prefetch": 8, "persistent": True},
-    ],
+    [{"workers": 0}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent": True}],
     ids=str,
 )
-def test_memory_and_workers_give_the_same_batches_in_every_epoch(options: dict[str, Any], shuffle: bool) -> None:
-    loader, reference = through_workers(shuffle=shuffle, **options), in_memory(shuffle=shuffle)
-    try:
-        for epoch in (0, 1, 5):
-            assert same(list(loader.batches(epoch, 0, BATCHES)), list(reference.batches(epoch, 0, BATCHES)))
-    finally:
-        loader.close()
+def test_memory_and_workers_give_the_same_batches_in_every_epoch(options: dict[str, Any], draws: Any) -> None:
+    loader = small_loader(draws=draws, **options)
+    for epoch, start in ((0, 0), (1, 2), (5, 0)):
+        found = list(loader.batches(epoch, start, BATCHES))
+        assert same(found, read(small_loader(draws=draws), epoch, start))
+    loader.close()
+    assert same(read(small_loader(0, shuffle=False)), read(small_loader(shuffle=False)))
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2, "persistent": True}], ids=str)
+@pytest.mark.parametrize("draws", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("workers", [None, 0])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_together_have_the_batches_of_one_process(workers: int | None, draws: Any, ranks: int) -> None:
+    whole = read(small_loader(workers, draws=draws), 1, 1)
+    parts = [read(small_loader(workers, draws=draws, rank=rank, ranks=ranks), 1, 1) for rank in range(ranks)]
+    assert all(same([joined(list(of_ranks))], [batch]) for batch, *of_ranks in zip(whole, *parts, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 2, "persistent": True}, {}], ids=str)
 def test_any_slice_of_an_epoch_equals_that_part_of_the_whole(options: dict[str, Any]) -> None:
-    loader = through_workers(transforms=(noisy,), **options)
-    try:
-        whole = list(loader.batches(2, 0, BATCHES))
-        for start, stop in itertools.combinations(range(BATCHES + 1), 2):
-            assert same(list(loader.batches(2, start, stop)), whole[start:stop])
-    finally:
-        loader.close()
-    memory = in_memory()
+    loader = small_loader(transforms=(noisy,), **options)
+    whole = list(loader.batches(2, 0, BATCHES))
     for start, stop in itertools.combinations(range(BATCHES + 1), 2):
-        assert same(list(memory.batches(2, start, stop)), list(memory.batches(2, 0, BATCHES))[start:stop])
-
-
-def test_an_epoch_that_was_left_early_does_not_leak_into_the_next() -> None:
-    loader = through_workers(workers=2, prefetch=4, persistent=True)
-    try:
-        abandoned = loader.batches(0, 0, BATCHES)
-        next(abandoned)
-        assert same(list(loader.batches(1, 0, BATCHES)), list(in_memory().batches(1, 0, BATCHES)))
-    finally:
-        loader.close()
+        assert same(list(loader.batches(2, start, stop)), whole[start:stop])
+    assert same(list(loader.batches(2, 1, BATCHES, 2)), whole[1::2])
+    loader.close()
 
 
 @pytest.mark.parametrize(
     "options",
     some(
         [
-            {"workers": 1, "persistent": False, "prefetch": 1},
+            {"workers": 1, "prefetch": 1},
             {"workers": 1, "persistent": True, "prefetch": 8},
-            {"workers": 3, "persistent": False, "prefetch": 8},
+            {"workers": 3, "prefetch": 8},
             {"workers": 3, "persistent": True, "prefetch": 1},
         ],
         1,
@@ -145,35 +103,46 @@ def test_an_epoch_that_was_left_early_does_not_leak_into_the_next() -> None:
     ),
     ids=str,
 )
-def test_random_sample_transforms_draw_the_same_for_any_worker_count(options: dict[str, Any]) -> None:
-    alone, loader = through_workers(transforms=(noisy,)), through_workers(transforms=(noisy,), **options)
-    try:
-        for epoch in (0, 1):
-            expected = list(alone.batches(epoch, 0, BATCHES))
-            assert same(list(loader.batches(epoch, 0, BATCHES)), expected)
-    finally:
-        loader.close()
-    assert not same(expected, list(alone.batches(0, 0, BATCHES))), "another epoch has other random numbers"
+@pytest.mark.parametrize("draws", [ORDERS["shuffled"], ORDERS["balanced"]], ids=["shuffled", "balanced"])
+def test_random_sample_transforms_draw_the_same_for_any_worker_count(options: dict[str, Any], draws: Any) -> None:
+    loader = small_loader(transforms=(noisy,), draws=draws, **options)
+    for epoch in (0, 1):
+        expected = read(small_loader(0, transforms=(noisy,), draws=draws), epoch)
+        torch.rand(5), random.random(), np.random.rand(2)  # what was drawn before does not matter
+        assert same(list(loader.batches(epoch, 0, BATCHES)), expected)
+    loader.close()
+    assert not same(expected, read(small_loader(0, transforms=(noisy,), draws=draws), 0)), "other numbers in an epoch"
+
+
+def test_a_sample_that_is_drawn_again_is_augmented_in_another_way() -> None:
+    batch = joined(read(small_loader(0, transforms=(noisy,), draws=ORDERS["balanced"])))
+    again = [place for place, index in enumerate(batch.indices.tolist()) if index in batch.indices[:place].tolist()]
+    first = batch.indices.tolist().index(int(batch.indices[again[0]]))
+    assert not torch.equal(batch.images[first], batch.images[again[0]])
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_an_epoch_that_was_left_early_neither_leaks_into_the_next_nor_ends_its_workers(persistent: bool) -> None:
+    loader = small_loader(2, prefetch=4, persistent=persistent)
+    abandoned = loader.batches(0, 0, BATCHES)
+    next(abandoned)
+    following = loader.batches(1, 0, BATCHES)
+    first = next(following)
+    del abandoned
+    assert same([first, *following], read(small_loader(), 1))
+    loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_main_process_draws_on_as_if_nothing_was_read(workers: int) -> None:
-    loader = through_workers(transforms=(noisy,), workers=workers)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index,union-attr]
-    try:
-        for _ in loader.batches(0, 0, BATCHES):
-            assert random.getstate() == before[0]
-            assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index,union-attr]
-            assert torch.equal(torch.get_rng_state(), before[2])
-    finally:
-        loader.close()
-    assert torch.equal(torch.get_rng_state(), before[2])
+    def state() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index,union-attr]
 
-
-def test_reading_does_not_depend_on_what_was_drawn_before() -> None:
-    first = list(through_workers(transforms=(noisy,)).batches(0, 0, BATCHES))
-    torch.rand(5), random.random(), np.random.rand(2)
-    assert same(list(through_workers(transforms=(noisy,)).batches(0, 0, BATCHES)), first)
+    loader, before = small_loader(workers, transforms=(noisy,)), state()
+    for _ in loader.batches(0, 0, BATCHES):
+        assert state() == before
+    loader.close()
+    assert state() == before
 
 
 @pytest.mark.parametrize(
@@ -192,13 +161,10 @@ def test_reading_does_not_depend_on_what_was_drawn_before() -> None:
 def test_images_of_all_kinds_become_channels_first_tensors(
     image: Any, shape: tuple[int, ...], dtype: torch.dtype, value: float
 ) -> None:
-    loader = through_workers(Listed([(image, 1), (image, 0)]), torch.arange(2), shuffle=False)
-    (batch,) = loader.batches(0, 0, 1)
-    assert batch.images.shape == (2, *shape)
-    assert batch.images.dtype == dtype
+    (batch,) = read(small_loader(0, Listed([(image, 1), (image, 0)]), torch.arange(2), shuffle=False), stop=1)
+    assert (batch.images.shape, batch.images.dtype) == ((2, *shape), dtype)
     assert float(batch.images[1, 0, 0, 0]) == value
-    assert batch.targets.tolist() == [1, 0]
-    assert batch.targets.dtype == torch.int64
+    assert (batch.targets.tolist(), batch.targets.dtype) == ([1, 0], torch.int64)
 
 
 @pytest.mark.parametrize("target", [0.5, np.float64(0.5), np.float32(0.5), torch.tensor(0.5, dtype=torch.float64)])
@@ -207,44 +173,28 @@ def test_numbers_to_predict_are_float32(target: Any) -> None:
     assert float(as_target(target)) == 0.5
 
 
+GREY = torch.zeros(1, 4, 4)
+
+
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 5), 0)], r"different shapes.*\n.*data\.image_size"),
-        (
-            [(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)],
-            "different kinds: torch.float32, torch.uint8",
-        ),
+        ([(GREY, 0), (torch.zeros(1, 4, 5), 0)], r"different shapes.*\n.*data\.image_size"),
+        ([(GREY, 0), (GREY.to(torch.uint8), 0)], "different kinds: torch.float32, torch.uint8"),
         ([("path.png", 0)] * 2, "gave str where an image was expected"),
-        ([(torch.zeros(1, 1, 4, 4), 0)] * 2, r"shape \(1, 1, 4, 4\)"),
-        ([(torch.zeros(1, 4, 4), "cat")] * 2, "'cat', which is not a number"),
-        (
-            [UserError("data.root: the file 7.png is broken")] * 2,
-            r"^data.root: the file 7.png is broken\n.*data.on_error=skip",
-        ),
+        ([(GREY[None], 0)] * 2, r"shape \(1, 1, 4, 4\)"),
+        ([(GREY, "cat")] * 2, "'cat', which is not a number"),
+        ([UserError("data.root: the file 7.png is broken")] * 2, r"^data.root: the file 7.*\n.*data.on_error=skip"),
     ],
     ids=["shapes", "kinds", "path", "dimensions", "target", "own"],
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_sample_is_one_sentence_on_either_side_of_a_process(items: list[Any], words: str, workers: int) -> None:
-    loader = through_workers(Listed(items), torch.arange(2), shuffle=False, workers=workers)
-    try:
-        with pytest.raises(UserError, match=words) as caught:
-            list(loader.batches(0, 0, 1))
-    finally:
-        loader.close()
+    with pytest.raises(UserError, match=words) as caught:
+        read(small_loader(workers, Listed(items), torch.arange(2), shuffle=False), stop=1)
     assert "Traceback" not in str(caught.value)
     assert "Caught" not in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2, "the problem, and what is allowed"
-
-
-@pytest.fixture
-def busy() -> Iterator[tuple[WorkerLoader, Iterator[Batch], list[Batch], list[int]]]:
-    loader = through_workers(workers=2, prefetch=1, persistent=True)
-    batches = loader.batches(0, 0, BATCHES)
-    first = next(batches)
-    yield loader, batches, [first], [worker.pid for worker in loader._loader._iterator._workers]  # type: ignore[union-attr]
-    loader.close()
 
 
 class Noting:
@@ -262,19 +212,17 @@ class Noting:
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_preparing_gets_the_epoch_and_the_samples_and_is_the_same_on_both_paths(per_sample: bool) -> None:
     first, second = Noting(per_sample), Noting(per_sample)
-    memory = MemoryLoader(ARRAYS.images, ARRAYS.targets, BatchPlan(PART, 8, 5, True), CPU, prepare=first)
-    given = list(memory.batches(3, 1, BATCHES))
-    assert same(given, list(through_workers(prepare=second).batches(3, 1, BATCHES)))
-    for batch in given:
+    batches = read(small_loader(prepare=first), 3, 3)
+    assert same(batches, read(small_loader(0, prepare=second), 3, 3))
+    for batch in batches:
         assert torch.equal(batch.images, ARRAYS.images[batch.indices].float() + 3 + batch.indices.view(-1, 1, 1, 1))
     # A transform that may look at its whole batch is given batches; any other all there is at once.
-    assert [len(places) for _, places in first.calls] == ([19] if per_sample else [8, 8, 3])
+    assert [len(places) for _, places in first.calls] == ([21] if per_sample else [8, 8, 5])
     assert {epoch for epoch, _ in first.calls} == {3}
 
 
 def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
-    odd = torch.zeros(40, 1, 3, 3, dtype=torch.uint8)
-    targets = torch.zeros(40, dtype=torch.int64)
+    odd, targets = torch.zeros(40, 1, 3, 3, dtype=torch.uint8), torch.zeros(40, dtype=torch.int64)
 
     class Cut(Noting):
         """Changes the size: what fitted no longer does."""
@@ -283,27 +231,32 @@ def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
             return images[..., :1].float().contiguous()
 
     for size, prepare in itertools.product((7, 16), (Noting(True), Cut(True))):
-        loader = MemoryLoader(odd, targets, BatchPlan(torch.arange(40), size, 0, True), CPU, prepare=prepare)
-        for batch in loader.batches(0, 0, 2):
+        plan = BatchPlan(torch.arange(40), size, 0, True, Fields(["0"], prepare))
+        for batch in MemoryLoader(odd, targets, plan, CPU).batches(0, 0, 2):
             assert batch.images.data_ptr() % 64 == 0
 
 
+@pytest.fixture
+def busy() -> Iterator[tuple[WorkerLoader, Iterator[Batch], list[Batch], list[int]]]:
+    loader = small_loader(2, prefetch=1, persistent=True)
+    batches = loader.batches(0, 0, BATCHES)
+    first = next(batches)
+    yield loader, batches, [first], [worker.pid for worker in loader._loader._iterator._workers]
+    loader.close()
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_workers_go_on_reading_when_the_whole_group_is_signalled(
-    name: str, busy: tuple[WorkerLoader, Iterator[Batch], list[Batch], list[int]]
-) -> None:
+def test_workers_go_on_reading_when_the_whole_group_is_signalled(name: str, busy: Any) -> None:
     loader, batches, seen, workers = busy
     for pid in workers:
         os.kill(pid, getattr(signal, name))
-    seen += list(batches)
-    seen += list(loader.batches(1, 0, BATCHES))
-    memory = in_memory()
-    assert same(seen, [*memory.batches(0, 0, BATCHES), *memory.batches(1, 0, BATCHES)])
+    seen += [*batches, *loader.batches(1, 0, BATCHES)]
+    assert same(seen, [*read(small_loader(), 0), *read(small_loader(), 1)])
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_that_comes_while_a_worker_starts_does_not_end_it(name: str) -> None:
-    loader = through_workers(workers=1)
+    loader = small_loader(1)
     start: Any = loader._loader.worker_init_fn
 
     def signalled(worker: int) -> None:
@@ -311,14 +264,11 @@ def test_a_signal_that_comes_while_a_worker_starts_does_not_end_it(name: str) ->
         start(worker)
 
     loader._loader.worker_init_fn = signalled
-    try:
-        assert same(list(loader.batches(0, 0, BATCHES)), list(in_memory().batches(0, 0, BATCHES)))
-    finally:
-        loader.close()
+    assert same(read(loader), read(small_loader()))
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_closing_ends_the_workers(busy: tuple[WorkerLoader, Iterator[Batch], list[Batch], list[int]]) -> None:
+def test_closing_ends_the_workers(busy: Any) -> None:
     loader, _, _, workers = busy
     loader.close()
     loader.close()
@@ -342,19 +292,18 @@ def test_samples_are_computed_on_one_thread_wherever_they_are_read(workers: int)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        loader = through_workers(Counting(), torch.arange(4), workers=workers, persistent=False)
-        (batch,) = loader.batches(0, 0, 1)
+        (batch,) = read(small_loader(workers, Counting(), torch.arange(4)), stop=1)
         assert batch.images.eq(1).all()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_worker_writes_a_batch_straight_into_shared_memory() -> None:
-    for workers, shared in ((1, True), (0, False)):
-        (batch,) = through_workers(indices=torch.arange(8), workers=workers, persistent=False).batches(0, 0, 1)
-        assert batch.images.is_shared() == shared
-        assert batch.images.is_contiguous()
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_worker_writes_a_batch_straight_into_shared_memory(workers: int) -> None:
+    (batch,) = read(small_loader(workers, indices=torch.arange(8)), stop=1)
+    assert batch.images.is_shared() == bool(workers)
+    assert batch.images.is_contiguous()
 
 
 def test_an_array_that_must_not_be_written_to_is_copied() -> None:
@@ -367,19 +316,13 @@ def test_an_array_that_must_not_be_written_to_is_copied() -> None:
 
 
 LEFT_RUNNING = """
-import torch
-from runner.data.loaders import BatchPlan
-from runner.data.samples import SeededDataset
-from runner.data.sources.synthetic import synthetic
-from runner.data.workers import WorkerLoader
+import sys
+sys.path.insert(0, sys.argv[1])
+from small_loaders import small_loader
 
-arrays = synthetic(samples=40, image_size=6)["train"]
 kept = []
 for persistent in (True, False):
-    loader = WorkerLoader(
-        SeededDataset(arrays, 0), BatchPlan(torch.arange(40), 8, 0, True), torch.device("cpu"),
-        workers=1, prefetch=1, persistent=persistent,
-    )
+    loader = small_loader(1, prefetch=1, persistent=persistent)
     batches = loader.batches(0, 0, 5)
     next(batches)
     kept += [loader, batches]
@@ -388,18 +331,7 @@ raise SystemExit(3)
 
 
 def test_a_process_that_ends_in_the_middle_of_an_epoch_does_not_wait_for_its_workers() -> None:
-    done = subprocess.run([sys.executable, "-c", LEFT_RUNNING], timeout=60, check=False, capture_output=True, text=True)
+    support = next(path for path in sys.path if path.endswith("support"))
+    command = [sys.executable, "-c", LEFT_RUNNING, support]
+    done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
-
-
-def test_an_epoch_that_is_left_late_does_not_end_the_workers_of_the_next() -> None:
-    loader = through_workers(workers=1, prefetch=1, persistent=False)
-    abandoned = loader.batches(0, 0, BATCHES)
-    next(abandoned)
-    following = loader.batches(1, 0, BATCHES)
-    first = next(following)
-    del abandoned
-    try:
-        assert same([first, *following], list(in_memory().batches(1, 0, BATCHES)))
-    finally:
-        loader.close()

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from small_loaders import ARRAYS, CPU, Listed, same, small_loader
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from runner.data.loaders import BatchPlan, Loader, MemoryLoader
-from runner.data.samples import SeededDataset
-from runner.data.sources.arrays import ImageArrays
+from runner.data.loaders import Loader
 from runner.data.transforms.augment import Pipeline, RandomShift
-from runner.data.workers import WorkerLoader, loader_in_ranges
+from runner.data.workers import loader_in_ranges
 from runner.instrument.profiler_ranges import PREPARE, WAIT
-
-CPU = torch.device("cpu")
-NAMES = tuple(str(number) for number in range(4))
-IMAGES = torch.arange(10 * 3 * 4 * 4, dtype=torch.int64).remainder(251).to(torch.uint8).view(10, 3, 4, 4)
 
 
 class Diary:
@@ -40,60 +34,46 @@ class Diary:
         self.book.append(f"{event} in {self.open[-1] if self.open else 'nothing'}")
 
 
-class Noting(Dataset[Any]):
+class Noting(Listed):
     def __init__(self, diary: Diary) -> None:
+        super().__init__(ARRAYS)
         self.diary = diary
 
-    def __len__(self) -> int:
-        return len(IMAGES)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> Any:
         self.diary.note("read")
-        return IMAGES[index], index % 4
+        return super().__getitem__(index)
 
 
-def pipeline(diary: Diary) -> Pipeline:
+def made(workers: int | None, diary: Diary) -> Loader:
+    """A loader of two whole batches and one of two samples, which notes where it reads and augments."""
+
     class Shift(RandomShift):
         def __call__(self, images: Tensor, rng: Any) -> Tensor:
             diary.note("augment")
             return super().__call__(images, rng)
 
-    return Pipeline([Shift(0.25)], [0.5], [0.25], 0, CPU)
+    prepare = Pipeline([Shift(0.25)], [0.5], [0.25], 0, CPU)
+    return small_loader(workers, Noting(diary), torch.arange(10), prepare=prepare, batch_size=4)
 
 
-def memory(diary: Diary) -> Loader:
-    return MemoryLoader(
-        IMAGES, torch.arange(10) % 4, BatchPlan(torch.arange(10), 4, 0, True), CPU, prepare=pipeline(diary)
-    )
-
-
-def disk(diary: Diary) -> Loader:
-    return WorkerLoader(
-        SeededDataset(Noting(diary), 0), BatchPlan(torch.arange(10), 4, 0, True), CPU, prepare=pipeline(diary)
-    )
-
-
-@pytest.mark.parametrize("make", [memory, disk])
-def test_the_batches_are_the_same(make: Callable[[Diary], Loader]) -> None:
+@pytest.mark.parametrize("workers", [None, 0])
+def test_the_batches_are_the_same_and_the_loader_itself_stays_as_it_is(workers: int | None) -> None:
     diary = Diary()
-    plain, loader = make(diary), make(diary)
+    loader = made(workers, diary)
     with_ranges = loader_in_ranges(loader, diary, 1)
-    assert (with_ranges.samples, with_ranges.batch_size) == (plain.samples, plain.batch_size)
+    assert (with_ranges.samples, with_ranges.batch_size) == (loader.samples, loader.batch_size)
+    assert (loader.workers, loader.resident) == ((None, CPU) if workers is None else (0, None))
     for start in (0, 1):
-        pairs = zip(plain.batches(2, start, 3), with_ranges.batches(2, start, 3), strict=True)
-        assert (
-            sum(
-                all(torch.equal(x, y) for x, y in zip((*a.data, a.indices), (*b.data, b.indices), strict=True))
-                for a, b in pairs
-            )
-            == 3 - start
-        )
+        diary.book.clear()
+        plain = list(loader.batches(2, start, 3))
+        assert {event.partition(" in ")[2] for event in diary.book} == {"nothing"}
+        assert same(list(with_ranges.batches(2, start, 3)), plain)
     with_ranges.close()
 
 
 def test_reading_is_waiting_and_everything_else_is_preparing() -> None:
     diary = Diary()
-    for batch in loader_in_ranges(disk(diary), diary, 9).batches(0, 0, 3):
+    for batch in loader_in_ranges(made(0, diary), diary, 9).batches(0, 0, 3):
         diary.note(f"step of {len(batch.images)}")
     one, last = [f"read in {WAIT}"] * 4, [f"read in {WAIT}"] * 2
     augment = f"augment in {PREPARE}"
@@ -104,41 +84,23 @@ def test_reading_is_waiting_and_everything_else_is_preparing() -> None:
 
 def test_images_in_memory_are_prepared_and_never_waited_for() -> None:
     diary = Diary()
-    for _ in loader_in_ranges(memory(diary), diary, 9).batches(0, 0, 3):
+    for _ in loader_in_ranges(made(None, diary), diary, 9).batches(0, 0, 3):
         diary.note("step")
     assert set(diary.book) == {f"augment in {PREPARE}", "step in nothing"}
 
 
-@pytest.mark.parametrize(("at_once", "times"), [(1, 4), (2, 2), (3, 2), (9, 1)])
+@pytest.mark.parametrize(("at_once", "times"), [(1, 3), (2, 2), (9, 1)])
 def test_batches_are_gathered_at_most_so_many_at_a_time(at_once: int, times: int) -> None:
     diary = Diary()
-    images = IMAGES[:8].repeat(2, 1, 1, 1)
-    loader = MemoryLoader(
-        images, torch.arange(16) % 4, BatchPlan(torch.arange(16), 4, 0, True), CPU, prepare=pipeline(diary)
-    )
-    assert len(list(loader_in_ranges(loader, diary, at_once).batches(0, 0, 4))) == 4
+    loader = made(None, diary)
+    assert len(list(loader_in_ranges(loader, diary, at_once).batches(0, 0, 3))) == 3
     assert len(diary.book) == times
     assert loader._chunk > 9, "the loader of the run itself stays as it is"
 
 
-def test_the_loader_itself_stays_as_it_is() -> None:
-    diary = Diary()
-    loader = disk(diary)
-    loader_in_ranges(loader, diary, 9)
-    list(loader.batches(0, 0, 1))
-    assert set(diary.book) == {"read in nothing", "augment in nothing"}
-
-
-def test_how_samples_are_read_is_known() -> None:
-    diary = Diary()
-    assert (memory(diary).workers, memory(diary).resident) == (None, CPU)
-    assert (disk(diary).workers, disk(diary).resident) == (0, None)
-
-
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:
-    arrays, diary = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES), Diary()
-    loader = WorkerLoader(SeededDataset(arrays, 0), BatchPlan(torch.arange(10), 4, 0, True), CPU, workers=1)
-    with_ranges = loader_in_ranges(loader, diary, 9)
+    loader = small_loader(1, persistent=True)
+    with_ranges = loader_in_ranges(loader, Diary(), 9)
     list(with_ranges.batches(0, 0, 3))
     (worker,) = loader._iterator._workers
     with_ranges.close()

@@ -52,23 +52,10 @@ def test_the_computed_order_is_one_to_one_for_any_number_of_samples(samples: int
     assert np.array_equal(np.sort(computed(samples, seed, epoch)), np.arange(samples))
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
-        LISTED - 1,
-        LISTED,
-        LISTED + 1,
-        65_543,
-        99_991,
-        2**17 - 1,
-        2**17,
-        2**17 + 1,
-        317**2,
-        317**2 + 1,
-        317 * 318,
-        300_007,
-    ],
-)
+AROUND_LIMITS = [limit + more for limit in (LISTED, 2**17) for more in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("samples", [*AROUND_LIMITS, 65_543, 99_991, 317**2, 317**2 + 1, 317 * 318, 300_007])
 def test_every_sample_comes_once_in_orders_that_are_too_long_for_a_list(samples: int) -> None:
     found = whole(samples, 3, 5)
     assert torch.equal(found.sort().values, torch.arange(samples))

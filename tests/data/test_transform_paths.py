@@ -10,9 +10,10 @@ import pytest
 import torch
 from extended import some
 from read_splits import read_splits
-from torch import Tensor
+from small_loaders import read, same
 
 from runner.config.schema.sections import Data, Transform
+from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.transforms import augment, auto_augment, color_jitter, mixing, resized_crop
 from runner.data.transforms.augment import Pipeline
@@ -98,17 +99,13 @@ def test_a_split_of_the_samples_changes_no_bit(
         assert torch.equal(whole, torch.cat(parts))
 
 
-def batches(splits: DataModule) -> list[tuple[Tensor, ...]]:
+def batches(splits: DataModule) -> list[Batch]:
     loader = splits.train.loader
     count = -(-loader.samples // loader.batch_size)
-    try:
-        found = [(*batch.data, batch.indices) for epoch in (0, 3) for batch in loader.batches(epoch, 0, count)]
-        # Where a run is resumed inside an epoch, the rest of it is as it was.
-        for batch, whole in zip(loader.batches(3, 2, count), found[count + 2 :], strict=True):
-            assert all(map(torch.equal, (*batch.data, batch.indices), whole))
-        return found
-    finally:
-        splits.close()
+    found = [*read(loader, 0, 0, count), *read(loader, 3, 0, count)]
+    # Where a run is resumed inside an epoch, the rest of it is as it was.
+    assert same(read(loader, 3, 2, count), found[count + 2 :])
+    return found
 
 
 @pytest.mark.parametrize("channels_last", some([False, True], 1))
@@ -121,10 +118,10 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
     for keys in ({"placement": "ram"}, {"placement": "disk", "num_workers": 2 if channels_last else 0}):
         data = Data(dataset=dataset, batch_size=16, pin_memory=False, **keys)  # type: ignore[arg-type]
         found.append(batches(read_splits(data, transform, channels_last=channels_last)))
+    assert same(*found)
     for memory, workers in zip(*found, strict=True):
-        assert all(map(torch.equal, memory, workers))
-        assert memory[0].stride() == workers[0].stride()
-        assert memory[1].dtype == (torch.float32 if target in MIX else torch.int64)
+        assert memory.images.stride() == workers.images.stride()
+        assert memory.targets.dtype == (torch.float32 if target in MIX else torch.int64)
 
 
 @pytest.mark.extended
@@ -143,7 +140,6 @@ def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Any) -> 
             assert splits.choices[0] == ("data path", "workers", "transform has sample transforms")
         found.append(batches(splits))
     alone, shared, unchanged = found
-    for one, other in zip(alone, shared, strict=True):
-        assert all(map(torch.equal, one, other))
-    changed = [not torch.equal(*images) for images in zip(alone[0][0], unchanged[0][0], strict=True)]
+    assert same(alone, shared)
+    changed = [not torch.equal(*images) for images in zip(alone[0].images, unchanged[0].images, strict=True)]
     assert sum(changed) > 8, "each image has draws of its own, and few of them leave it as it is"

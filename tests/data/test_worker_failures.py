@@ -15,19 +15,16 @@ from typing import Any
 import pytest
 import torch
 from extended import some
+from small_loaders import small_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.base.errors import DataFailed
-from runner.data.loaders import BatchPlan
-from runner.data.sampler import AllSamples
-from runner.data.samples import SeededDataset
 from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
 FOLDERS = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]  # that a script imports from
 
 
@@ -63,9 +60,9 @@ class Numbered(Dataset[Any]):
 
 
 def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
-    return WorkerLoader(
-        SeededDataset(Numbered(wrong, side), 0), BatchPlan(AllSamples(80), 8), CPU, workers=workers, **options
-    )
+    options = {"persistent": True, **options}
+    made: WorkerLoader = small_loader(workers, Numbered(wrong, side), torch.arange(80), shuffle=False, **options)
+    return made
 
 
 def gone(pids: list[int]) -> bool:

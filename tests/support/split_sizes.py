@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.data.loaders import BatchPlan, MemoryLoader
+from runner.data.loaders import BatchPlan, Fields, MemoryLoader
 from runner.data.transforms.augment import Pipeline
 from runner.distributed.sharding import shard
 from runner.distributed.world import World, joined
@@ -65,7 +65,10 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
     The models are divided among the ranks of `world`, if there is one. The metrics do not depend on it, so one task has to do.
     """
     torch.manual_seed(0)
-    images, prepare = torch.randint(256, (41, 1, 2, 2), dtype=torch.uint8), Pipeline([], [0.5], [0.3], 0, _CPU)
+    images, prepare = (
+        torch.randint(256, (41, 1, 2, 2), dtype=torch.uint8),
+        Fields(["0"], Pipeline([], [0.5], [0.3], 0, _CPU)),
+    )
     targets = {"classes": torch.randint(3, (41,)), "numbers": torch.randn(41)}
     tasks: dict[str, Any] = {"classes": Classification(3), "numbers": Regression()}
     losses: dict[str, Any] = {"classes": F.cross_entropy, "numbers": F.mse_loss}
@@ -78,7 +81,7 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
     for size, batch in itertools.product(SIZES, BATCHES):
         every.append(found := dict[str, Any]())
         for name, task in tasks.items():
-            loader = MemoryLoader(images, targets[name], BatchPlan(torch.arange(size), batch), _CPU, prepare=prepare)
+            loader = MemoryLoader(images, targets[name], BatchPlan(torch.arange(size), batch, prepare=prepare), _CPU)
             source = Noting(loader)
             for metric in metrics[name].values():
                 metric.reset()

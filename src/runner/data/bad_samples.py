@@ -67,7 +67,7 @@ class ReplacementSampler:
                 first = first or error
         assert first is not None
         problem = f"is skip, and sample {index} cannot be read, nor can any of {DRAWS} others: {_reason(first)}"
-        raise UserError("data.on_error", problem, "a data set of which most samples can be read") from first
+        raise UserError("data.on_error", problem) from first
 
     def sources(self, places: Tensor, epoch: int, unreadable: Tensor) -> Tensor:
         """The sample that is read for each of `places`, given those that are known to be unreadable.

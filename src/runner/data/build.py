@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.bad_samples import ReplacementSampler
-from runner.data.consistency import Examples, check_classes, check_images, class_counts, known_targets, shared_groups
-from runner.data.module import (
-    DataModule,
-    LoaderBuilder,
-    SplitData,
-    as_splits,
-    assembled,
-    callables,
-    make_callable,
-    read_dataset,
-)
-from runner.data.placement import plan_placement
+from runner.data.consistency import check_classes, check_images, class_counts, known_targets, shared_groups
+from runner.data.dataset_fingerprint import fingerprint_data
+from runner.data.loaders import Loader
+from runner.data.module import DataModule, LoaderBuilder, as_splits, make_callable, read_dataset
+from runner.data.placement import DataPlacement, choose_num_workers, plan_placement
 from runner.data.sample_rng import preserved_rng
-from runner.data.sampler import BalancedOrder, ClassBalance, Indices
-from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
+from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, EpochOrder, GivenOrder, Indices
+from runner.data.samples import as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
-from runner.data.sources.folders import ImageList
+from runner.data.sources.folders import ImageFolder, ImageList
+from runner.data.sources.listing import in_two_splits
 from runner.data.splits import Parts, make_splits, targets_of
-from runner.data.transforms.augment import Pipeline, as_shown
+from runner.data.transforms.augment import as_shown
 from runner.data.transforms.mixing import Mixing
-from runner.data.whole_samples import read_whole_samples
+from runner.data.workers import as_numbers
+from runner.instrument.nested import mapped_items, tensors_in
 
 _MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
 _MEASURED = 2048  # images that statistics are measured on if they are read one by one
@@ -49,90 +45,131 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
-    if config.data.images is None:
-        return _read_pairs(config, device, make_cache=make_cache, dtype=dtype)
-    return read_whole_samples(config, device, make_cache=make_cache, dtype=dtype)
-
-
-def _read_pairs(config: Train, device: torch.device, *, make_cache: bool, dtype: torch.dtype) -> DataModule:
-    """Read a data set of images and targets; see `read_data`."""
     data = config.data
     parts = make_splits(as_splits(read_dataset(data)), data.split)
-    train_set, train_indices = parts["train"]
-    files = train_set if isinstance(train_set, ImageList) else None
-    unkept = [] if files is None else files.keep_indexes(make_cache)
-    loaders = LoaderBuilder(config, device, parts)
-    transforms = loaders.sample_train, loaders.sample_eval
+    train_set = parts["train"][0]
+    unkept = train_set.keep_indexes(make_cache) if isinstance(train_set, ImageList) else []
+    loaders = LoaderBuilder(config, device, parts, dtype)
+    # The first samples tell what batches are like, before anything is built for them
+    facts = _facts_of_pairs(loaders, make_cache) if loaders.pairs else _facts_of_fields(loaders)
+    warnings = [*loaders.placement.warnings, *unkept, *facts.pop("warnings"), *_files_listed_twice(parts)]
+    # Mixing needs the number of classes to make probabilities of targets
+    if (node := config.transform.mix) is not None:
+        loaders.mixing = Mixing(make_callable("transform.mix", node), config.seed, len(facts["classes"]) or None)
+    # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
+    train, train_for_eval = loaders.split("train", True), loaders.split("train", False)
+    # Balanced sampling is only for training: evaluations count every sample once
+    draws: Callable[[int], EpochOrder] | None = None
+    if data.sampler == "balanced":
+        balance = _balance(facts["targets"].get("train"), parts["train"][1], len(facts["classes"]))
+        draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
+        amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
+        facts["choices"].append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
+    if loaders.ends is not None:
+        draws = functools.partial(BlockOrder, loaders.ends, data.shuffle_window, config.seed)
+    elif data.shuffle_window != Data.shuffle_window:
+        problem = f"has no effect: data.shuffle={str(data.shuffle).lower()} is not blocks"
+        warnings.append(f"data.shuffle_window={data.shuffle_window} {problem}")
+    train.loader.draws = draws
+    if data.batch_sampler is not None:
+        _use_batch_sampler(loaders, train.loader, data.batch_sampler)
+    fingerprint = functools.partial(fingerprint_data, parts, loaders.sources, pairs=loaders.pairs, ends=loaders.ends)
+    made = DataModule(
+        loaders=loaders,
+        train=train,
+        val=loaders.split("val", False) if "val" in parts else None,
+        test=loaders.split("test", False) if "test" in parts else None,
+        train_for_eval=train_for_eval,
+        fingerprint=functools.cache(fingerprint),
+        warnings=warnings,
+        **facts,
+    )
+    if not made.pairs:  # the functions that make batches of samples are tried before a model is built
+        _ = made.trial
+    return made
 
-    # The first sample of each split tells what images and targets are like, before anything is built for them.
-    examples = _examples(parts, loaders.sample_eval, loaders.replacements)
-    first, target = examples["train"]
-    placement = plan_placement(config, parts, transforms, device, first, make_cache=make_cache)
-    loaders.placement = placement
-    sources = {name: placement.source(dataset) for name, (dataset, _) in parts.items()}
+
+def _facts_of_pairs(loaders: LoaderBuilder, make_cache: bool) -> dict[str, Any]:
+    """What `DataModule` says of images and targets; decides how they are read."""
+    config, parts = loaders.config, loaders.parts
+    data, (train_set, indices) = config.data, parts["train"]
+    examples = {"train": _first(loaders, "train")}
+    # Other splits are read without a trace in the generators: the run is the same whichever splits there are.
+    with preserved_rng():
+        examples |= {name: _first(loaders, name) for name in parts if name != "train"}
+    transforms, first = (loaders.sample_train, loaders.sample_eval), examples["train"][0]
+    loaders.placement = plan_placement(config, parts, transforms, loaders.device, first, make_cache=make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
-    known, warnings = known_targets(parts, sources, examples)
-    warnings = [*placement.warnings, *unkept, *warnings]
+    known, warnings = known_targets(parts, loaders.sources, examples)
     warnings += shared_groups(parts, data.split.group) if data.split.group else []
     classes, (channels, height, width) = _classes(train_set), first.shape
-    incompatibilities = _incompatibilities(parts, examples, classes)
     # Files are resized when they are read, and transforms may crop them again
-    cropped = files is not None and loaders.sample_eval
+    cropped = isinstance(train_set, ImageList) and loaders.sample_eval
     if data.image_size is not None and not cropped and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
-    mean, std, reason = _normalization(data, parts["train"], loaders.sample_eval, channels)
-    choices = [as_shown(mean, std, reason)]
-
-    # Mixing needs the number of classes to make probabilities of targets
-    mixing = None
-    if (node := config.transform.mix) is not None:
-        mixing = Mixing(make_callable("transform.mix", node), config.seed, len(classes) or None)
-
-    # A split is built for training and again for evaluation, which neither shuffles nor augments.
-    def split(name: str, training: bool) -> SplitData:
-        key, nodes = ("train", config.transform.train) if training else ("eval", config.transform.eval)
-        steps, memory = callables(f"transform.{key}", nodes), config.channels_last
-        prepare = Pipeline(steps, mean, std, config.seed, device, channels_last=memory, dtype=dtype)
-        mix = mixing if training else None
-        return SplitData(loaders.build(name, training, prepare, mix), prepare, mix)
-
-    # Balanced sampling is only for training: evaluations count every sample once
-    draws = None
-    if data.sampler == "balanced":
-        balance = _balance(known.get("train"), train_indices, len(classes))
-        draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
-        amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
-        choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
-    return assembled(
-        loaders,
-        split,
-        draws,
-        classes=classes,
-        class_counts=_class_counts(train_set, train_indices, classes),
-        channels=channels,
-        image_size=(height, width),
-        mean=mean,
-        std=std,
-        example=(first[None].to(device), target[None].to(device)),
-        choices=[*placement.choices, *choices],
-        warnings=warnings,
-        examples=examples,
-        targets=known,
-        incompatibilities=incompatibilities,
-    )
-
-
-def _incompatibilities(parts: Parts, examples: Examples, classes: tuple[str, ...]) -> list[UserError]:
-    """Reasons why the splits do not fit together. They are kept for `check`, which examines such data; all else refuses it."""
-    errors = []
+    # `check` examines data whose splits do not fit together; all else refuses them
+    incompatibilities = []
     for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, classes)):
         try:
             check()
         except UserError as error:
-            errors.append(error)
-    return errors
+            incompatibilities.append(error)
+    targets, counts = targets_of(train_set), None
+    if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
+        counts = class_counts(targets[indices[:]], len(classes))
+
+    mean, std, reason = data.normalize.mean, data.normalize.std, ""
+    if mean is None or std is None:
+        mean, std = _measured(loaders)
+        reason = "measured on the training split"
+    if len(mean) not in (1, channels):
+        problem = f"has {len(mean)} values, but the images have {channels} channels"
+        raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
+    loaders.mean, loaders.std = mean, std
+    return {
+        "classes": classes,
+        "class_counts": counts,
+        "channels": channels,
+        "image_size": (height, width),
+        "mean": mean,
+        "std": std,
+        "choices": [*loaders.placement.choices, as_shown(mean, std, reason)],
+        "warnings": warnings,
+        "examples": examples,
+        "targets": known,
+        "incompatibilities": incompatibilities,
+    }
+
+
+def _facts_of_fields(loaders: LoaderBuilder) -> dict[str, Any]:
+    """What `DataModule` says of samples with other fields than an image and a target; decides how many workers read them."""
+    config, data = loaders.config, loaders.config.data
+    items, _ = tried = loaders.first("train", True, data.samples_a_batch)
+    sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
+    ahead = data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes
+    train_set, indices = loaders.parts["train"]
+    choice = choose_num_workers(data.num_workers, len(indices), bytes_ahead=ahead)
+    loaders.placement = DataPlacement(workers=choice.workers, warnings=choice.warnings)
+    shown = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
+    shown += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
+    return {
+        "classes": tuple(str(name) for name in getattr(train_set, "classes", None) or ()),
+        "choices": shown,
+        "warnings": [],
+        "tried": tried,
+    }
+
+
+def _files_listed_twice(parts: Parts) -> list[str]:
+    """Warnings of folders of images, and of files that are in two splits."""
+    folders = {name: dataset for name, (dataset, _) in parts.items() if isinstance(dataset, ImageFolder)}
+    warnings = list(dict.fromkeys(text for folder in folders.values() for text in folder.warnings))
+    # Annotations may list a file twice; the folders of an index do not, and may have a million
+    names = {name: [*map(os.fsdecode, each.file_names())] for name, each in folders.items() if not each.indexed}
+    files = {name: map(of.__getitem__, parts[name][1][:].tolist()) for name, of in names.items()}
+    return warnings + [f"data.dataset: {each}; list each file for one split" for each in in_two_splits("file", files)]
 
 
 def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
@@ -140,42 +177,46 @@ def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBal
     # Unknown targets and targets without classes need different advice
     if targets is None and classes:
         problem = "is balanced, and the classes of the training samples are not known without reading them"
-        raise UserError(
-            "data.sampler", problem, "a data set with an attribute targets that agrees with its samples, or null"
-        )
+        raise UserError("data.sampler", problem, "an attribute targets that agrees with the samples, or null")
     if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
         problem = "is balanced, which draws every class equally often, and the targets are not one class per sample"
-        raise UserError("data.sampler", problem, "null, or a data set with one class per sample")
-    some = targets[indices[:]]
-    if int(some.min()) < 0 or int(some.max()) >= classes:  # named with its sample by the task
-        some = some.clamp(0, classes - 1)
-    return ClassBalance(some)
+        raise UserError("data.sampler", problem)
+    # A number outside of the classes is named with its sample by the task
+    return ClassBalance(targets[indices[:]].clamp(0, classes - 1))
 
 
-def _sample(name: str, dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:
+def _use_batch_sampler(loaders: LoaderBuilder, loader: Loader, node: dict[str, Any]) -> None:
+    """Let the function of `data.batch_sampler` give the order of the training samples.
+
+    Raises:
+        UserError: if it gives no samples of the training split, or others when it is called again.
+    """
+    dataset, indices = loaders.parts["train"]
+    some = Subset(dataset, indices[:].tolist())
+    if (targets := targets_of(dataset)) is not None:
+        some.targets = targets[indices[:]]  # type: ignore[attr-defined]  # classes are known without reading samples
+    function = functools.partial(make_callable("data.batch_sampler", node), some, loader.batch_size)
+    loader.draws = functools.partial(GivenOrder, function, len(some), loaders.config.seed)
+    once, again = (loader.draws(0) for _ in range(2))
+    if not torch.equal(once.slice(0, once.samples), again.slice(0, again.samples)):
+        problem = "gives other samples when it is called again for the same epoch, so a run could not be resumed"
+        raise UserError("data.batch_sampler", problem, "random numbers from its argument generator alone, and no state")
+    loader.samples = once.samples
+
+
+def _sample(loaders: LoaderBuilder, name: str, index: int) -> tuple[Tensor, Tensor]:
+    """A sample as it is evaluated; it is read with the generators as they are."""
+    dataset = loaders.parts[name][0]
     read = lambda index: as_pair(dataset[index], index, name)  # noqa: E731
-    image, target = read_sample(read, index, name, transforms, dataset)
+    image, target = read_sample(read, index, name, loaders.sample_eval, dataset)
     return as_tensor(image), as_target(target)
 
 
-def _examples(
-    parts: Parts, transforms: list[SampleTransform], replacements: Mapping[str, ReplacementSampler]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The image and the target of the first sample of each split that can be read, as they are evaluated."""
-
-    def first(name: str) -> tuple[Tensor, Tensor]:
-        dataset, indices = parts[name]
-
-        def read(index: int) -> tuple[Tensor, Tensor]:
-            return _sample(name, dataset, index, transforms)
-
-        index = int(indices[0])
-        return replacements[name].read(read, 0, index, []) if name in replacements else read(index)
-
-    # Other splits are read without a trace in the generators: the run is the same whichever splits there are.
-    examples = {"train": first("train")}
-    with preserved_rng():
-        return examples | {name: first(name) for name in parts if name != "train"}
+def _first(loaders: LoaderBuilder, name: str) -> tuple[Tensor, Tensor]:
+    """The first sample of a split that can be read."""
+    read, index = functools.partial(_sample, loaders, name), int(loaders.parts[name][1][0])
+    replacements = loaders.replacements.get(name)
+    return read(index) if replacements is None else replacements.read(read, 0, index, [])
 
 
 def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
@@ -188,58 +229,33 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
         return ()
     # A number above the count of samples is an identifier rather than a class
     if (largest := int(targets.max())) >= max(_MOST_CLASSES, len(targets)):
-        raise UserError(
-            "data.dataset",
-            f"the target of sample {int(targets.argmax())} of 'train' is {largest}, and the data set does not name its "
-            "classes",
-            "class numbers from 0 on, or an attribute classes with their names",
+        problem = (
+            f"the target of sample {int(targets.argmax())} of 'train' is {largest}, and there are no names of classes"
         )
+        raise UserError("data.dataset", problem, "class numbers from 0 on, or an attribute classes with their names")
     return tuple(str(number) for number in range(largest + 1))
 
 
-def _class_counts(dataset: Dataset[Any], indices: Indices, classes: tuple[str, ...]) -> Tensor | None:
-    targets = targets_of(dataset)
-    if targets is None or targets.ndim != 1 or targets.is_floating_point() or not classes:
-        return None
-    return class_counts(targets[indices[:]], len(classes))
-
-
-def _normalization(
-    data: Data, part: tuple[Dataset[Any], Indices], transforms: list[SampleTransform], channels: int
-) -> tuple[list[float], list[float], str]:
-    """Mean and deviation, as they are set or measured on the training split; and where they are from, if they were measured."""
-    mean, std, reason = data.normalize.mean, data.normalize.std, ""
-    if mean is None or std is None:
-        mean, std = _measure(part, transforms, data.on_error == "skip")
-        reason = "measured on the training split"
-    if len(mean) not in (1, channels):
-        problem = f"has {len(mean)} values, but the images have {channels} channels"
-        raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
-    return mean, std, reason
-
-
-def _measure(
-    part: tuple[Dataset[Any], Indices], transforms: list[SampleTransform], skips: bool
-) -> tuple[list[float], list[float]]:
+def _measured(loaders: LoaderBuilder) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1.
 
-    With `skips`, samples that cannot be read are skipped.
+    With `data.on_error=skip`, samples that cannot be read are skipped.
     """
-    dataset, indices = part
+    dataset, indices = loaders.parts["train"]
 
     def chunks() -> Iterator[tuple[int, Tensor]]:
         # Arrays in memory are measured whole; of files, an even part is enough
-        if isinstance(dataset, ImageArrays) and not transforms:
+        if isinstance(dataset, ImageArrays) and not loaders.sample_eval:
             for start in range(0, len(indices), 4096):
                 yield start, dataset.images[indices[start : start + 4096]]
             return
         for index in indices[:: max(1, len(indices) // _MEASURED)].tolist():
             try:
-                yield index, _sample("train", dataset, index, transforms)[0][None]
+                yield index, _sample(loaders, "train", index)[0][None]
             except (MemoryError, DataFailed):
                 raise
             except Exception:
-                if not skips:
+                if not loaders.replacements:
                     raise
 
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
@@ -250,21 +266,18 @@ def _measure(
         total = total + pixels.sum(dim=(0, 2, 3))
         squares = squares + pixels.square().sum(dim=(0, 2, 3))
     if not count:
-        allowed = "samples that can be read, or data.normalize.mean and data.normalize.std"
-        raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read", allowed)
+        raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read")
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     # A single NaN in the data spoils every statistic, so its sample is named
     if not bool((mean + std).isfinite().all()):
-        given = "or data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
+        given = "data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
         for index, image in chunks():
             if not bool(image.isfinite().all()):
-                problem = (
-                    f"sample {index} of 'train' has values that are not finite, and data.normalize is measured on them"
-                )
-                raise UserError("data.dataset", problem, f"this sample corrected or removed, {given}")
+                problem = f"sample {index} of 'train' has values that are not finite"
+                raise UserError("data.dataset", f"{problem}, and data.normalize is measured on them", given)
         problem = "the mean or the standard deviation of 'train' is not finite, as its values are too large"
-        raise UserError("data.normalize", problem, f"smaller values, {given}")
+        raise UserError("data.normalize", problem, given)
     # A constant channel would be divided by zero
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]

@@ -69,31 +69,31 @@ class Prepare(Protocol):
 
 
 class Fields:
-    """Normalises those fields of the data of a batch that are images; all others stay as they are.
+    """Prepares those fields of the data of a batch that are images; all others stay as they are.
 
     Args:
         names: keys of a mapping, or places in a tuple, of tensors (B, C, H, W) or lists of B tensors (C, H, W).
-        prepare: normalises images.
-        dtype: of images; with float64, of all floating-point numbers.
+        prepare: prepares images.
+        wide: convert all floating-point numbers to float64.
     """
 
-    per_sample = True
+    def __init__(self, names: Sequence[str], prepare: Prepare, wide: bool = False) -> None:
+        self._names, self._prepare, self._wide = tuple(names), prepare, wide
 
-    def __init__(self, names: Sequence[str], prepare: Prepare, dtype: torch.dtype = torch.float32) -> None:
-        self._names, self._prepare, self._wide = tuple(names), prepare, dtype == torch.float64
+    @property
+    def per_sample(self) -> bool:
+        """See `Prepare`."""
+        return self._prepare.per_sample
 
-    def of(self, data: Any) -> Any:
-        """The data with normalised images; raises `UserError` if a field is not there or holds no images."""
-        if self._names and isinstance(data, Tensor):
-            problem = f"names {', '.join(self._names)}, and a batch is one tensor, which has no fields"
-            raise UserError("data.images", problem, "[], or samples that are tuples or dicts")
+    def __call__(self, data: Any, indices: Tensor, epoch: int) -> Any:
+        """The data with prepared images; raises `UserError` if a field is not there or holds no images."""
         for name in self._names:
-            try:
-                key = name if isinstance(data, Mapping) else range(len(data)).index(int(name))
-                changed = self._normalised(data[key])
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                names = ", ".join(map(str, data)) if isinstance(data, Mapping) else f"0 to {len(data) - 1}"
-                raise UserError("data.images", f"'{name}' names no field of images of a batch", names) from error
+            key, images = self._field(data, name)
+            if isinstance(images, Tensor):
+                changed: Any = self._prepare(images, indices, epoch)
+            else:
+                each = enumerate(images)
+                changed = [self._prepare(image[None], indices[i : i + 1], epoch)[0] for i, image in each]
             if isinstance(data, Mapping):
                 data = {**data, key: changed}
             else:
@@ -103,10 +103,20 @@ class Fields:
             data = mapped_items(data, Tensor, lambda each: each.double() if each.is_floating_point() else each)
         return data
 
-    def _normalised(self, images: Any) -> Any:
-        if isinstance(images, Tensor):
-            return self._prepare(images, torch.zeros(len(images), dtype=torch.int64, device=images.device), 0)
-        return [self._normalised(image[None])[0] for image in images]
+    def _field(self, data: Any, name: str) -> tuple[Any, Any]:
+        """The key and the images of a field."""
+        if isinstance(data, Tensor):
+            problem = f"names {', '.join(self._names)}, and a batch is one tensor, which has no fields"
+            raise UserError("data.images", problem, "[], or samples that are tuples or dicts")
+        try:
+            key = name if isinstance(data, Mapping) else range(len(data)).index(int(name))
+            images = data[key]
+            if all(image.ndim > 2 for image in ([images[0]] if isinstance(images, Tensor) else images)):
+                return key, images
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            pass
+        names = ", ".join(map(str, data)) if isinstance(data, Mapping) else f"0 to {len(data) - 1}"
+        raise UserError("data.images", f"'{name}' names no field of images of a batch", names)
 
 
 Mix = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -116,33 +126,29 @@ Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The samples of a split, and how they are divided into batches; `seed` is that of their order, which `shuffle=False` keeps."""
+    """The samples of a split, and how batches are made of them: divided, prepared and mixed.
+
+    `seed` is that of their order, which `shuffle=False` keeps. Without `prepare` and `mix`, images and targets are those of the
+    data set.
+    """
 
     indices: Indices
     batch_size: int
     seed: int = 0
     shuffle: bool = False
+    prepare: Fields | None = None
+    mix: Mix | None = None
 
 
 class Loader:
-    """The batches of a split.
-
-    The last batch of an epoch may be smaller. Without `prepare` and `mix_batch`, images and targets are those of the data set.
-    """
+    """The batches of a split; the last one of an epoch may be smaller."""
 
     workers: int | None = None  # processes that read the samples, 0 where this one does; None if they are in memory
     resident: torch.device | None = None  # where the images are in memory; None if they are read
 
-    def __init__(
-        self,
-        plan: BatchPlan,
-        device: torch.device,
-        *,
-        prepare: Prepare | Fields | None = None,
-        mix_batch: Mix | None = None,
-    ) -> None:
+    def __init__(self, plan: BatchPlan, device: torch.device) -> None:
         self.samples, self.batch_size = len(plan.indices), plan.batch_size
-        self._plan, self._device, self._prepare, self._mix = plan, device, prepare, mix_batch
+        self.device, self.prepare, self._plan = device, plan.prepare, plan
         self._chunk = 1  # batches that are made together
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
@@ -155,38 +161,47 @@ class Loader:
     def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch, or every `step`-th of them; of each batch the rows of this rank."""
         # The order is a function of seed and epoch, so any part of it can be computed without the rest
-        size, order = self.batch_size, EpochOrder(self.samples, self._plan.seed, epoch, self._plan.shuffle)
+        order = EpochOrder(self.samples, self._plan.seed, epoch, self._plan.shuffle)
         if self.draws is not None:
             order = self.draws(epoch)
             if order.samples != self.samples:
                 problem = f"gives {order.samples:,} samples in epoch {epoch + 1}, and {self.samples:,} in the first one"
                 raise UserError("data.batch_sampler", problem, "the same number in each epoch")
-        # One rank and all batches: positions can be computed many batches at a time.
-        if self.world.size == step == 1:
-            pieces = order.pieces(self._chunk * size, start * size, stop * size)
-        else:
-            pieces = self._own_pieces(order, range(start, stop, step))
-        copied = self._copied((self._places(positions) for positions in pieces), epoch)
+        numbers = range(start, stop, step)
+        copied = self._copied((self._places(positions) for positions in self._pieces(order, numbers)), epoch)
         # Only what uses no stateful generator may run before it is requested.
-        early = self._prepare is None or self._prepare.per_sample
+        early = self.prepare is None or self.prepare.per_sample
         # Random numbers of samples are keyed by their number, so preparing ahead does not change them
         if self._prefetches and not early:
-            copied = prefetch_to_cuda(copied, self._device)
+            copied = prefetch_to_cuda(copied, self.device)
         batches = self._prepared(copied, epoch)
         if self._prefetches and early:
-            batches = prefetch_to_cuda(batches, self._device)
+            batches = prefetch_to_cuda(batches, self.device)
         # Mixing takes two samples of one batch, so it comes after everything that treats them alone
-        mix = self._mix
-        if mix is not None and self.world.size > 1:
-            batches = self._mixed(mix, batches, epoch, range(start, stop, step))
-        elif mix is not None:
-            batches = (
-                Batch(mix(batch.images, batch.targets, batch.indices, epoch), batch.indices) for batch in batches
-            )
+        if self._plan.mix is not None:
+            batches = self._mixed(self._plan.mix, batches, epoch, numbers)
         # Callers want the numbers of the samples
         return (
             batches if self.draws is None else (batch._replace(indices=sample_of(batch.indices)) for batch in batches)
         )
+
+    def _pieces(self, order: EpochOrder, numbers: range) -> Iterator[Tensor]:
+        """The positions of this rank's rows of the batches `numbers`, several batches together where they follow each other."""
+        size = self.batch_size
+        if numbers.step == 1:
+            pieces = order.pieces(self._chunk * size, numbers.start * size, numbers.stop * size)
+        else:
+            pieces = (order.slice(number * size, (number + 1) * size) for number in numbers)
+        if self.world.size == 1:
+            yield from pieces
+            return
+        # Whole batches have one shape and are cut together; a last, partial one is cut by itself.
+        for piece in pieces:
+            whole = len(piece) // size * size
+            if whole:
+                yield piece[:whole].view(-1, size)[:, self._rows(size)].reshape(-1)
+            if whole < len(piece):
+                yield piece[whole:][self._rows(len(piece) - whole)]
 
     def _places(self, positions: Tensor) -> Tensor:
         """The samples of the data set at positions of the split; with `draws` both may have the numbers of draws."""
@@ -195,54 +210,37 @@ class Loader:
         samples: Tensor = sample_of(positions)
         return positions - samples + self._plan.indices[samples]
 
-    def _own_pieces(self, order: EpochOrder, numbers: range) -> Iterator[Tensor]:
-        """The positions of this rank's rows of the batches `numbers`, several batches together where they are whole."""
-        size, whole = self.batch_size, self.samples // self.batch_size
-        at_once = self._chunk if numbers.step == 1 else 1
-        # Whole batches have one shape and are gathered together; the last, partial one is cut by itself.
-        for first in range(numbers.start, numbers.stop, at_once * numbers.step):
-            last = min(first + at_once, numbers.stop)
-            if first < whole:
-                last = min(last, whole)
-                positions = order.slice(first * size, last * size).view(last - first, size)
-                yield positions[:, self._rows(size)].reshape(-1)
-            for partial in range(max(first, whole), min(first + at_once, numbers.stop)):
-                positions = order.slice(partial * size, (partial + 1) * size)
-                yield positions[self._rows(len(positions))]
-
     def _rows(self, samples: int) -> slice:
         """This rank's rows of a batch; the first row where it has none, as every rank has to take every step."""
         found = rows(samples, self.world.rank, self.world.size)
         return found if found.start < found.stop else slice(0, 1)
 
     def _mixed(self, mix: Mix, batches: Iterator[Batch], epoch: int, numbers: range) -> Iterator[Batch]:
-        """Blend each batch as a whole, with the rows of the other ranks, and keep the own ones."""
-        for number, batch in zip(numbers, batches, strict=True):
-            samples = min(self.batch_size, self.samples - number * self.batch_size)
-            whole = [
-                gathered_rows(tensor, samples, self.world) for tensor in (batch.images, batch.targets, batch.indices)
-            ]
-            images, targets = mix(whole[0], whole[1], whole[2], epoch)
-            own = self._rows(samples)
+        """Blend each batch as a whole, with the rows of the other ranks if there are any, and keep the own ones."""
+        for batch, number in zip(batches, numbers, strict=False):
+            (images, targets), indices, own = batch.data, batch.indices, slice(None)
+            if self.world.size > 1:
+                samples = min(self.batch_size, self.samples - number * self.batch_size)
+                own = self._rows(samples)
+                parts = images, targets, indices
+                images, targets, indices = (gathered_rows(each, samples, self.world) for each in parts)
+            images, targets = mix(images, targets, indices, epoch)
             yield Batch((images[own], targets[own]), batch.indices)
 
     def _prepared(self, copied: Iterator[tuple[Any, Tensor]], epoch: int) -> Iterator[Batch]:
         own = self._rows(self.batch_size)
         size = own.stop - own.start
         for data, places in copied:
-            if isinstance(self._prepare, Fields):
-                yield Batch(self._prepare.of(data), places)
-                continue
-            images, targets = data
-            if self._prepare is not None:
-                images = self._prepare(images, places, epoch)
-            if len(images) <= size:
-                yield Batch((images, targets), places)
+            if self.prepare is not None:
+                data = self.prepare(data, places, epoch)
+            if len(places) <= size:
+                yield Batch(data, places)
                 continue
             # Several batches were prepared together, and are cut apart again
+            images, targets = data
             pieces = torch.split(images, size)
             bytes_of_batch = size * images.shape[1:].numel() * images.element_size()
-            if bytes_of_batch % _ALIGNMENT.get(self._device.type, _ALIGNMENT_ELSEWHERE):
+            if bytes_of_batch % _ALIGNMENT.get(self.device.type, _ALIGNMENT_ELSEWHERE):
                 pieces = tuple(piece.clone() for piece in pieces)
             yield from map(Batch, zip(pieces, torch.split(targets, size), strict=True), torch.split(places, size))
 
@@ -265,20 +263,17 @@ class MemoryLoader(Loader):
         targets: Tensor,
         plan: BatchPlan,
         device: torch.device,
-        *,
-        prepare: Prepare | None = None,
-        mix_batch: Mix | None = None,
         source_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
-        super().__init__(plan, device, prepare=prepare, mix_batch=mix_batch)
+        super().__init__(plan, device)
         self._images, self._targets, self._source_of = images, targets, source_of
         self.resident, self._prefetches = images.device, images.device != device
-        if prepare is None or prepare.per_sample:
+        if plan.prepare is None or plan.prepare.per_sample:
             bytes_of_batch = max(1, self.batch_size * images.shape[1:].numel() * 4)
             self._chunk = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
 
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
-        home, device = self._images.device, self._device
+        home, device = self._images.device, self.device
         for some in places:
             chosen = sources = _moved(some, home)
             if self._source_of is not None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.cache import DECODED_AT_ONCE, Cache, recipe_of
-from runner.data.num_workers import choose_num_workers
 from runner.data.samples import SampleTransform, crops_while_decoding
 from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.sources.folders import ImageList
@@ -25,6 +27,47 @@ from runner.data.splits import Parts
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
+_MOST, _FEW = 8, 64  # workers, samples
+_SHARED_MEMORY = Path("/dev/shm")  # where workers put their batches, on Linux
+
+
+@dataclass(frozen=True)
+class WorkerChoice:
+    """The worker processes (0 reads in the main one), the reason (empty if they were set), and problems to expect."""
+
+    workers: int
+    reason: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+
+def choose_num_workers(
+    wanted: int | Literal["auto"], samples: int, *, arrays: bool = False, bytes_ahead: int = 0
+) -> WorkerChoice:
+    """Choose how many workers read `samples`: if `wanted` is 'auto', as many as there are cores, at most 8.
+
+    None read what is read sooner than they start: `arrays` in memory, and fewer than 64 samples.
+
+    `bytes_ahead` are the bytes of all batches that one worker of every loader may hold at the same time.
+    """
+    # Workers hold their batches in shared memory, which is small in containers: exceeding it kills a worker
+    room = 0 if sys.platform == "linux" else sys.maxsize
+    if _SHARED_MEMORY.is_dir():
+        room = shutil.disk_usage(_SHARED_MEMORY).free // max(1, bytes_ahead)
+    if wanted != "auto":
+        held = f"{room} whose batches {_SHARED_MEMORY} has room for: set a smaller data.prefetch, or give the container more"
+        limits = {f"{cores()} available CPU cores": cores(), held: room}
+        warnings = [
+            f"data.num_workers={wanted} is more than the {what}" for what, most in limits.items() if wanted > most
+        ]
+        return WorkerChoice(wanted, warnings=warnings)
+    if arrays or samples < _FEW:  # few samples are read before a process has started
+        return WorkerChoice(0, f"auto: {'the images are arrays in memory' if arrays else f'fewer than {_FEW} samples'}")
+    reasons = {
+        _MOST: f"at most {_MOST}",
+        cores(): f"{cores()} cores",
+        room: f"as many as {_SHARED_MEMORY} has room for",
+    }
+    return WorkerChoice(min(reasons), f"auto: {reasons[min(reasons)]}")
 
 
 @dataclass
@@ -56,9 +99,7 @@ class DataPlacement:
         if id(dataset) not in self._stored:
             source = self.source(dataset)
             assert isinstance(source, ImageArrays | CachedImages)
-            images = source.images.to(self.in_memory)
-            if self._copies and images is source.images and isinstance(source, CachedImages):
-                images = images.clone()
+            images = source.images.to(self.in_memory, copy=self._copies and isinstance(source, CachedImages))
             self._stored[id(dataset)] = images, source.targets.to(self.in_memory)
         return self._stored[id(dataset)]
 
@@ -160,8 +201,8 @@ def _place(
     home, reason = _choose_home(wanted, size, device)
     if wanted == "ram" and cached:
         available = psutil.virtual_memory().available
-        _require(size, available, "'ram'", "are available", "auto, which reads from the cache file")
-    plan.in_memory, plan._copies = home, wanted == "ram" or home.type != "cpu"
+        _require(size, available, "ram", "are available", "auto, which reads from the cache file")
+    plan.in_memory, plan._copies = home, wanted == "ram"
     value = f"on {home}" if home.type != "cpu" else "in RAM" if wanted == "ram" or not cached else "cache file"
     plan.choices.insert(0, ("data path", value, reason))
 
@@ -169,10 +210,8 @@ def _place(
 def _choose_home(wanted: str, size: int, device: torch.device) -> tuple[torch.device, str]:
     """Where images of `size` bytes live, and why: on the device if they are to or fit well, else in CPU memory."""
     shown, cpu = f"{size / 2**20:.1f} MiB of images", torch.device("cpu")
-    if wanted == "ram":
-        return cpu, "as set"
-    if device.type == "cpu":
-        return cpu, "as set" if wanted == "device" else f"{shown}, and the CPU computes"
+    if wanted == "ram" or device.type == "cpu":
+        return cpu, f"{shown}, and the CPU computes" if wanted == "auto" else "as set"
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         if wanted == "auto" and size > _SHARE_OF_DEVICE * free:
@@ -180,15 +219,13 @@ def _choose_home(wanted: str, size: int, device: torch.device) -> tuple[torch.de
         if wanted == "device":
             # torch returns its reserved memory when an allocation needs it.
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            _require(
-                size, free, "'device'", f"on {device} are free", "auto or ram, which keep the images in CPU memory"
-            )
+            _require(size, free, "device", f"on {device} are free", "auto or ram, which keep the images in CPU memory")
     return device, "as set" if wanted == "device" else f"{shown} fit"
 
 
 def _require(size: int, free: int, what: str, where: str, allowed: str) -> None:
     if size > free:
-        problem = f"{what} needs {size / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB {where}"
+        problem = f"'{what}' needs {size / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB {where}"
         raise UserError("data.placement", problem, allowed)
 
 

@@ -22,6 +22,7 @@ from runner.data.sampler import sample_of
 
 SampleTransform = Callable[[Any], Any]
 
+_SKIP = "data.on_error=skip, which reads other samples instead"
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations on them
 
 
@@ -88,9 +89,8 @@ class SeededDataset(Dataset[Any]):
             return as_pair(item, source, self._split) if self._pairs else item
 
         # Samples that cannot be read are replaced here if data.on_error=skip
-        replacements, reader = self._replacements, read
-        if replacements is not None:
-            reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
+        replacements = self._replacements
+        reader = read if replacements is None else lambda source: replacements.read(read, epoch, source, skipped)
         return read_sample(reader, sample_of(place), self._split, self._transforms, self.dataset, pairs=self._pairs)
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
@@ -121,23 +121,21 @@ def read_sample(
         if not pairs:
             return functools.reduce(lambda value, transform: transform(value), transforms, sample)
         return transformed(sample[0], transforms), sample[1]
-    except (UserError, MemoryError) as error:
+    except MemoryError:
+        raise
+    except UserError as error:
         # Only a plain sentence about a file gets the advice; errors that name a key say already what to do.
         if type(error) is not UserError or transforming or error.problems[0].key or error.problems[0].allowed:
             raise
-        raise UserError("", str(error), "data.on_error=skip, which reads other samples instead") from error
+        raise UserError("", str(error), _SKIP) from error
     except Exception as error:
         name, why = _name(index, split), _located(error)
         # A path finds the file faster than the number of a sample
         if (path := path_of(dataset, index)) is not None and path not in why:
             name = f"{name}, {path},"
         if transforming:
-            allowed = f"transforms that accept every {'image' if pairs else 'sample'} of the data set"
-            raise UserError(
-                "transform.sample_train, transform.sample_eval", f"cannot take {name}: {why}", allowed
-            ) from error
-        allowed = "a data set that gives each of its samples, or data.on_error=skip to skip those that it cannot"
-        raise UserError("data.dataset", f"{name} cannot be read: {why}", allowed) from error
+            raise UserError("transform.sample_train, transform.sample_eval", f"cannot take {name}: {why}") from error
+        raise UserError("data.dataset", f"{name} cannot be read: {why}", _SKIP) from error
 
 
 def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
@@ -145,8 +143,7 @@ def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
     if not isinstance(item, tuple | list) or len(item) != 2:
         what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
         problem = f"{_name(index, split)} is not a pair (image, target), but {what}"
-        allowed = "a data set whose samples are pairs (image, target), or data.images=[] for samples of any kind"
-        raise UserError("data.dataset", problem, allowed)
+        raise UserError("data.dataset", problem, "data.images=[] for samples of any kind")
     return item[0], item[1]
 
 
@@ -199,14 +196,8 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
     """
     images, targets = [as_tensor(image) for image, _ in items], [as_target(target) for _, target in items]
     # Stacking would fail with sizes that say nothing about the cause
-    for what, tensors, allowed in (
-        (
-            "images",
-            images,
-            "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)",
-        ),
-        ("targets", targets, "targets of one shape"),
-    ):
+    size = "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)"
+    for what, tensors, allowed in (("images", images, size), ("targets", targets, "")):
         if len(shapes := sorted({tuple(tensor.shape) for tensor in tensors})) > 1:
             problem = f"{what} of one batch have different shapes, such as {shapes[0]} and {shapes[1]}"
             raise UserError("data.dataset", problem, allowed)
@@ -251,8 +242,7 @@ class Collate:
         except (UserError, MemoryError):
             raise
         except Exception as error:
-            allowed = "a function that takes the samples of a batch as a list"
-            raise UserError("data.collate", f"cannot make a batch of samples: {_located(error)}", allowed) from error
+            raise UserError("data.collate", f"cannot make a batch of samples: {_located(error)}") from error
         data = _plain(tuple(data) if type(data) is list else data)
         return Read(data, tuple(getattr(items, "skipped", ())))
 
@@ -265,8 +255,7 @@ def as_target(target: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(target)
     except (TypeError, ValueError, RuntimeError) as error:
-        problem = f"a target is {str(target)[:80]!r}, which is not a number"
-        raise UserError("data.dataset", problem, "class numbers, or numbers to regress") from error
+        raise UserError("data.dataset", f"a target is {str(target)[:80]!r}, which is not a number") from error
     if tensor.dtype in _WIDE_UNSIGNED:
         return tensor.long()
     return tensor.float() if tensor.is_floating_point() else tensor

@@ -22,7 +22,7 @@ from runner.base.signals import STOPPING
 from runner.config.schema.sections import Data
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
-from runner.data.loaders import BatchPlan, Fields, Loader, Mix, Prepare
+from runner.data.loaders import BatchPlan, Loader
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
 from runner.data.samples import Read, SeededDataset, collate
@@ -107,13 +107,11 @@ class WorkerLoader(Loader):
         persistent: bool = True,
         pin: bool = False,
         non_blocking: bool = True,
-        prepare: Prepare | Fields | None = None,
-        mix_batch: Mix | None = None,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
         timeout_s: float | None = None,
         collate: Callable[[list[Any]], Read] = collate,
     ) -> None:
-        super().__init__(plan, device, prepare=prepare, mix_batch=mix_batch)
+        super().__init__(plan, device)
         # The task sets it later, once targets have a meaning
         self.check: Callable[[Tensor, Tensor], None] | None = None
         self.workers = workers
@@ -152,7 +150,7 @@ class WorkerLoader(Loader):
     def _moved(self, tensor: Tensor) -> Tensor:
         if self._pin and not tensor.is_pinned():
             tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=self._prefetches)
+        return tensor.to(self.device, non_blocking=self._prefetches)
 
     def _read(self) -> Iterator[Read]:
         iterator, pending = None, self._requests.pending

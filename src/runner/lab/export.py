@@ -40,7 +40,7 @@ from runner.run.from_checkpoint import (
     run_directory_of,
     unique_names,
 )
-from runner.run.model import DataFacts, evaluated_batch, model_of
+from runner.run.model import DataFacts, model_of
 from runner.runtime.device import configure_torch
 from runner.tasks.task import Task
 from runner.tracking.environment import versions
@@ -278,7 +278,7 @@ def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
     """What is known of the image of samples of any kind, of which the first are read."""
     names = resolved.config.data.images or []
     with contextlib.closing(resolved.data(_CPU)) as splits:
-        data: Any = evaluated_batch(splits).data
+        data: Any = splits.evaluated_batch().data
     fields = [data[name if isinstance(data, Mapping) else int(name)] for name in names]
     if len(fields) != 1 or not isinstance(fields[0], Tensor):
         kinds = ", ".join(type(field).__name__ for field in fields)

@@ -18,7 +18,6 @@ from runner.data.loaders import Batch
 from runner.engine.errors import is_out_of_memory
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import bytes_for_backward
-from runner.run.model import example_batch
 from runner.run.run import Run
 from runner.runtime.memory import readable
 
@@ -99,7 +98,7 @@ def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None
 
 
 def _bytes_of_sample(run: Run) -> int:
-    batch = example_batch(run.data, _MEASURED)
+    batch = run.data.example_batch(_MEASURED)
     kept = bytes_for_backward(run.model, lambda: _loss(run, batch))
     return max(1, int(_FOR_BACKWARD * (kept + sum(tensor.nbytes for tensor in tensors_in(batch.data))) / _MEASURED))
 
@@ -107,7 +106,7 @@ def _bytes_of_sample(run: Run) -> int:
 def _fits(run: Run, size: int) -> bool:
     """Whether forward and backward of a batch go well."""
     try:
-        _loss(run, example_batch(run.data, size)).backward()  # type: ignore[no-untyped-call]
+        _loss(run, run.data.example_batch(size)).backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -11,7 +11,6 @@ from runner.distributed.share import rows
 from runner.run.batch_size import explaining_memory
 from runner.run.describe import describe
 from runner.run.finetune import explaining
-from runner.run.model import example_batch
 from runner.run.ranks import count_ranks
 from runner.run.run import Run, validate_limits
 from runner.runtime.memory import peak_memory, readable, reset_peak_memory
@@ -40,7 +39,7 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> N
         short = explaining_memory("data.batch_size", samples, "a smaller data.batch_size with a larger accumulate")
         reset_peak_memory(run.device)
         with run.state.freezing.as_at(None), failed, short:
-            batch = example_batch(run.data, samples)
+            batch = run.data.example_batch(samples)
             for number in range(last + 1):
                 run.step(run.state, run.parts, batch, 1 / (last + 1), samples, update=number == last)
     peak = peak_memory(run.device)

@@ -95,7 +95,7 @@ def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule)
 
 def _some_images(data: DataModule) -> Iterator[Tensor]:
     """About `_WHITENED` training images in batches from all over the split, normalised and not augmented."""
-    if data.trial is not None:
+    if not data.pairs:
         raise ValueError("samples are not pairs of image and target")
     loader = data.train_for_eval.loader
     batches = math.ceil(loader.samples / loader.batch_size)

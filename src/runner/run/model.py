@@ -20,7 +20,6 @@ from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import build, called, extras_of, names_argument
 from runner.data.bad_samples import path_of
-from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
@@ -211,7 +210,8 @@ def _check_targets(task: Task, splits: DataModule) -> None:
             problem = f"the target of sample {sample} of '{split}'{file} {found[1]}"
             raise UserError("data.dataset", problem, f"{allowed}, or another task")
 
-    if (trial := splits.trial) is not None:
+    if not splits.pairs:
+        trial = splits.trial
         if not (isinstance(trial.data, tuple) and len(trial.data) == 2 and isinstance(trial.data[1], Tensor)):
             return
         check("train", trial.targets.cpu(), trial.indices.cpu())
@@ -314,32 +314,10 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def example_input(data: DataModule, copies: int = 1) -> Tensor:
-    """The first training sample as a model takes it, without augmentation: (copies, C, H, W)."""
-    if data.trial is not None:
-        return torch.empty(0, device=data.trial.indices.device)
-    image = data.example[0].expand(copies, *data.example[0].shape[1:])
-    if copies == 1:
-        return prepared(data.train_for_eval.prepare, image)
-    return data.train_for_eval.prepare(image, indices_for(image), 0)
-
-
-def example_targets(data: DataModule, copies: int = 1) -> Tensor:
-    """The target of the first training sample: (copies, ...)."""
-    return data.example[1].expand(copies, *data.example[1].shape[1:])
-
-
-def example_batch(data: DataModule, samples: int) -> Batch:
-    """A batch of so many copies of the first training samples, without augmentation."""
-    if data.repeated is not None:
-        return data.repeated(samples)
-    images = example_input(data, samples)
-    return Batch((images, example_targets(data, samples)), indices_for(images))
-
-
-def evaluated_batch(data: DataModule) -> Batch:
-    """A batch of two samples as evaluations get them; one where they evaluate one at a time."""
-    return example_batch(data, 2) if data.evaluated is None else data.evaluated()
+def example_input(data: DataModule) -> Tensor:
+    """The first training sample as a model takes it, without augmentation: (1, C, H, W)."""
+    image = data.example[0]
+    return prepared(data.train_for_eval.prepare, image) if data.pairs else image
 
 
 def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:

@@ -16,15 +16,7 @@ from runner.engine.freezing import Freezing
 from runner.engine.plan import EpochPlan
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.run.finetune import explaining
-from runner.run.model import (
-    TAKES_BATCHES,
-    evaluated_batch,
-    example_batch,
-    example_input,
-    indices_for,
-    model_of,
-    prepared,
-)
+from runner.run.model import TAKES_BATCHES, indices_for, model_of, prepared
 from runner.run.step import TaskSteps, steps_of
 from runner.tasks.task import Task
 
@@ -36,7 +28,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evalu
     at all.
     """
     steps: Any = steps_of(task, model, loss)
-    own = data.trial is not None or isinstance(steps, TaskSteps)
+    own = not data.pairs or isinstance(steps, TaskSteps)
     if not own:
         _evaluate(task, model, loss, data)
     elif evaluates:
@@ -54,7 +46,7 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
     name = next(name for name in ("val", "test", "train") if name in data.examples)
     split, outputs = data.eval_split(name) or data.train_for_eval, task.outputs(data.classes)
     with preserved_rng():
-        images = prepared(split.prepare, data.examples[name][0][None].to(data.example[0].device))
+        images = prepared(split.prepare, data.examples[name][0][None].to(data.device))
     size = f"cannot take images of shape {tuple(images.shape)} of '{name}': "
     with evaluating(model), explaining("model", size, "a model for images of this size, or another data.image_size"):
         logits = model(images)
@@ -69,8 +61,8 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
 def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
     """Evaluate a few samples of any kind."""
     allowed = "" if hasattr(task, "evaluation_step") else _EVALUATES
-    batch, split = evaluated_batch(data), data.val or data.test or data.train_for_eval
-    if data.evaluated is not None and (check := getattr(split.loader, "check", None)) is not None:
+    batch, split = data.evaluated_batch(), data.val or data.test or data.train_for_eval
+    if not data.pairs and (check := getattr(split.loader, "check", None)) is not None:
         check(batch.targets.cpu(), batch.indices.cpu())
     with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
         found = steps.evaluated(batch.data)
@@ -82,7 +74,7 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
 
 def _own_losses(task: Task, steps: Any, data: DataModule) -> Iterator[Tensor]:
     """The losses that a task computes of two samples, one for each step of an optimizer."""
-    batch = (data.trial or example_batch(data, 2)).data
+    batch = data.trial.data
     with explaining("task", "cannot train on a batch: "):
         if hasattr(task, "optimizer_steps"):
             yield from (value for _, _, value, _ in steps.alternate([batch]))
@@ -183,9 +175,10 @@ class FirstSamples(NamedTuple):
 
     def send(self, samples: int) -> Any:
         """Send some as training does; what is returned holds the graph."""
-        if self.data.trial is None:
-            return model_of(self.model)(example_input(self.data, samples))
-        return steps_of(self.task, self.model, self.loss)(example_batch(self.data, samples).data)
+        batch = self.data.example_batch(samples)
+        if self.data.pairs:
+            return model_of(self.model)(batch.images)
+        return steps_of(self.task, self.model, self.loss)(batch.data)
 
     def try_one(self, freezing: Freezing, plan: EpochPlan, ranks: int = 1) -> None:
         """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
@@ -197,4 +190,4 @@ class FirstSamples(NamedTuple):
         allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
         failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
         with failed, _training(self.model, self.loss), freezing.as_at(None):  # training everything asks for the most
-            steps_of(self.task, self.model, self.loss)(example_batch(self.data, 1).data)
+            steps_of(self.task, self.model, self.loss)(self.data.example_batch(1).data)

@@ -133,13 +133,13 @@ def synchronize_norms(config: Train, model: nn.Module) -> list[str]:
 
 def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
     """A warning if the loss of a batch is not the mean of its samples' losses, found out on some targets; or nothing."""
-    if data.trial is not None:  # a step of its own says what the mean is over
+    if not data.pairs:  # a step of its own says what the mean is over
         return []
     # Targets in memory are quick to take; else the examples that were read at the start have to do
     targets = torch.stack([target for _, target in data.examples.values()])
     if "train" in data.targets:
         targets = data.targets["train"][data.parts["train"][1][:_TRIED]]
-    targets = task.targets(targets.to(data.example[0].device))
+    targets = task.targets(targets.to(data.device))
     size = (len(targets), task.outputs(data.classes))
     # Any logits will do if they differ from row to row; a sine needs no random numbers
     logits = torch.arange(size[0] * size[1], device=targets.device).view(size).sin()

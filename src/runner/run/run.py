@@ -24,7 +24,7 @@ from runner.run.hardware import Hardware
 from runner.run.init_from import InitialWeights
 from runner.run.length import RunLength
 from runner.run.metrics import Monitor, stops_early
-from runner.run.model import example_batch, model_of
+from runner.run.model import model_of
 from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics, kind_of
 from runner.runtime.precision import Precision
 from runner.runtime.toggles import Toggled
@@ -84,7 +84,7 @@ class Run:
 def hardware_metrics_of(run: Run) -> HardwareMetrics:
     """The figures about the machine that go into log lines of training, as `log.utilization` asks for them."""
     # Peaks are known in float32, and operations where a loss is computed from the outputs of the model
-    counted = run.config.dtype == "float32" and run.data.trial is None and isinstance(run.steps, Supervised)
+    counted = run.config.dtype == "float32" and run.data.pairs and isinstance(run.steps, Supervised)
     wanted = run.config.log.utilization if counted else False
     kind = kind_of(run.precision.dtype, run.device)
     return choose_hardware_metrics(wanted, run.device, kind, lambda: training_flops(run), run.warnings)
@@ -95,7 +95,7 @@ def training_flops(run: Run, position: Position | None = None, samples: int = 2)
 
     `position` decides what is frozen; None means only what is frozen permanently.
     """
-    data = example_batch(run.data, samples).data
+    data = run.data.example_batch(samples).data
     with run.state.freezing.as_at(position), preserved_buffers(run.loss):
         steps = functools.partial(run.steps, data)
         return count_flops(model_of(run.model), samples, steps, run.precision.autocast, run.model)

@@ -35,7 +35,6 @@ from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
 from runner.instrument.no_trace import evaluating
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.model import evaluated_batch
 from runner.run.outputs import Predictions
 from runner.run.run import Run
 from runner.run.run_record import RunRecord
@@ -80,7 +79,7 @@ class Saving:
         self._texts = {"config": self.config_text, "classes": list(run.data.classes), "versions": versions()}
         self._known: dict[str, Any] = {
             "data": run.data.fingerprint(),
-            **({"images": list(run.data.image_shape)} if run.data.trial is None else {}),
+            **({"images": list(run.data.image_shape)} if run.data.pairs else {}),
             "sources": source_digests(run.config),
         }
         self._background, self._snapshot = AsyncWriter(), Snapshot()
@@ -254,7 +253,7 @@ def _drawn(run: Run) -> list[Tensor]:
     if world().size > 1 or not (hasattr(run.task, "predict_step") and hasattr(run.task, "draw")):
         return []
     with evaluating(run.model), run.precision.autocast():
-        rows = Predictions(run.config, run.task, run.model, draws=True)(evaluated_batch(run.data))
+        rows = Predictions(run.config, run.task, run.model, draws=True)(run.data.evaluated_batch())
     return [row["picture"] for row in rows]
 
 

@@ -51,7 +51,7 @@ class Distillation(Classification):
 
     def modules(self, model: Module, loss: Module) -> dict[str, Module]:
         """The teacher, which is saved with the student."""
-        layers = {"model": (model, self._features.keys()), "teacher": (self._teacher, self._features.values())}
+        layers = {"model": (model, list(self._features)), "teacher": (self._teacher, list(self._features.values()))}
         for owner, (module, names) in layers.items():
             for name in names:
                 if name not in dict(module.named_modules()):

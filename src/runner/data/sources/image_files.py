@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from PIL import Image
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
-from runner.data.loaders import BatchPlan
-from runner.data.num_workers import workers_for_files
+from runner.config.schema.train import Train
+from runner.data.bad_samples import BadSample, BadSamples, ReplacementSampler, one_line
+from runner.data.loaders import BatchPlan, Fields, Loader
+from runner.data.module import LoaderBuilder
+from runner.data.placement import choose_num_workers
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
@@ -32,6 +34,18 @@ _DECODED = (
     "runner.data.sources.tables.image_table",
     "runner.data.sources.hugging_face.hugging_face",
 )
+
+
+class ImageSamples(ImageFolder):
+    """Image files as samples without a target: (image, 0), or {field: image}; images are tv_tensors, uint8 (C, H, W)."""
+
+    field = "0"
+
+    def __getitem__(self, index: int) -> Any:
+        from torchvision.tv_tensors import Image  # takes a second, and few runs need it
+
+        image = Image(super().__getitem__(index)[0])
+        return (image, 0) if self.field == "0" else {self.field: image}
 
 
 class ImageFiles(ImageFolder):
@@ -149,13 +163,31 @@ def files_loader(
     """
     files = ImageFiles(paths, data, transforms, shape)
     everything, blank = AllSamples(len(paths)), files.blank()
-    workers = workers_for_files(data.num_workers, len(paths), data.prefetch * batch_size * blank.nbytes)
+    ahead = data.prefetch * batch_size * blank.nbytes
+    workers = choose_num_workers(data.num_workers, len(paths), bytes_ahead=ahead).workers
     return WorkerLoader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
-        BatchPlan(everything, batch_size),
+        BatchPlan(everything, batch_size, prepare=Fields(["0"], prepare)),
         device,
         workers=workers,
-        prepare=prepare,
         on_skipped=on_unreadable,
         **worker_options(data, device) | {"persistent": False},
     )
+
+
+def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[Loader, BadSamples]:
+    """A loader of image files in their order, as `ImageSamples`; and its unreadable files.
+
+    Files are RGB, or grey if `data.dataset.channels` or else `model.in_channels` is 1. Raises `UserError` if samples are not
+    made of one image.
+    """
+    data, count, fields = config.data, len(paths), config.data.images or []
+    if len(fields) != 1 or (fields[0].isdigit() and fields[0] != "0"):
+        problem = f"files are images, and data.images={fields} does not say which field of a sample is the image"
+        raise UserError("input", problem, "train, val or test, a split of the data; or a model with one such field")
+    channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
+    files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
+    files.field = fields[0]
+    loaders = LoaderBuilder(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
+    loaders.placement.workers = choose_num_workers(data.num_workers, count).workers
+    return loaders.split("input", False).loader, loaders.bad_samples

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +19,9 @@ from runner.config.targets import build
 from runner.data.build import read_data
 from runner.data.loaders import Batch
 from runner.data.module import DataModule
-from runner.data.samples import SampleTransform, SeededDataset, collate
+from runner.data.samples import SampleTransform, SeededDataset
 from runner.data.sources.arrays import ImageArrays
-from runner.data.workers import as_numbers
 from runner.engine.step import Supervised
-from runner.instrument.nested import mapped_items, tensors_moved
 from runner.instrument.no_trace import SavedBuffers
 from runner.lab.check.limits import LIMITS
 from runner.lab.check.result import NotApplicable, need
@@ -96,7 +93,7 @@ class CheckContext:
     @property
     def whole(self) -> bool:
         """True if samples are not pairs of image and target."""
-        return self.splits.trial is not None
+        return not self.splits.pairs
 
     @property
     def supervised(self) -> bool:
@@ -142,16 +139,11 @@ class CheckContext:
 
         The epoch matters only for random transforms.
         """
-        data: Any = self.splits.eval_split(split)
-        dataset, device = self.splits.parts[split][0], self.splits.example[0].device
+        data, dataset = self.splits.eval_split(split), self.splits.parts[split][0]
+        assert data is not None
         seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms, pairs=not self.whole)
         items = seeded.__getitems__([(epoch, index) for index in indices])
-        places = torch.tensor(list(indices), device=device)
-        if self.whole:
-            made = mapped_items(data.loader._loader.collate_fn(items).data, np.ndarray, as_numbers)
-            return Batch(data.loader._prepare.of(tensors_moved(made, device)), places)
-        images, targets = collate(items).data
-        return Batch((data.prepare(images.to(device), places, epoch), torch.from_numpy(targets).to(device)), places)
+        return data.batch(items, torch.tensor(list(indices)), epoch)
 
     def readable(self, split: str, count: int) -> list[int]:
         """Indices of random samples that are readable and finite, the first ones without shuffling; the same at each call."""

@@ -266,7 +266,7 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
         if hasattr(training.task, "predict_step") and hasattr(training.task, "draw"):
             drawing = Predictions(training.config, training.task, training.model, draws=True)
             shown = [drawing(batch)[0]["picture"].permute(1, 2, 0).numpy() / 255 for _, batch in worst]
-        elif training.data.trial is None:
+        elif training.data.pairs:
             shown = [image for _, batch in worst for image in seen.pixels_of(batch.images)]
     title = f"{len(worst)} samples of {config.data.name} {config.split} with the largest loss"
     rows = [[str(each["index"]), number(each["loss"]), each["file"] or ""] for each, _ in worst]

@@ -116,7 +116,7 @@ def _inspected(
     config: Inspect, training: Run, found: find.LoadedCheckpoint | None, folder: Path, report: Report
 ) -> dict[str, Any]:
     """Inspect the parts that the config names; returns the content of `inspect.json`."""
-    plain = training.data.trial is None and isinstance(training.steps, Supervised)
+    plain = training.data.pairs and isinstance(training.steps, Supervised)
     need = "needs pairs of image and target, and a task without steps of its own"
     lacks = {} if plain else dict.fromkeys(("layers", "inputs", "features"), need)
     if not plain and not config.evaluate.test and never_evaluates(config):
@@ -150,7 +150,7 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
 
 def _written_features(config: Inspect, training: Run, new_folder: Callable[[], Path], report: Report) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
-    if training.data.trial is not None:
+    if not training.data.pairs:
         raise UserError("features", "needs samples that are pairs of image and target", "[]")
     split = split_of(training.data, config.split)
     features = Extractor(model_of(training.model), config.features).rows

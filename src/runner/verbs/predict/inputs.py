@@ -18,9 +18,8 @@ from runner.config.schema.verbs import Predict
 from runner.data.bad_samples import BadSamples, path_of
 from runner.data.loaders import Loader
 from runner.data.module import callables
-from runner.data.sources.image_files import files_loader
+from runner.data.sources.image_files import files_loader, samples_loader
 from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
-from runner.data.whole_samples import read_image_files
 from runner.run.from_checkpoint import SPLITS, ResolvedCheckpoint, activation_of, as_list, class_names, split_of
 from runner.run.model import KnownData, build_task
 from runner.tracking.verb_report import Report
@@ -81,7 +80,7 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: tor
     """A loader of image files, and those that cannot be read."""
     config, data, unreadable = resolved.config, resolved.data_facts(), BadSamples()
     if config.data.images is not None:
-        return read_image_files(config, device, paths)
+        return samples_loader(config, device, paths)
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
     loader = files_loader(
         paths,
