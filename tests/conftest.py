@@ -172,7 +172,7 @@ def run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     import torch
 
     # A scratch folder is in no repository, and asking git about that takes longer than ten steps.
-    monkeypatch.setattr("runner.tracking.environment._git", lambda: None)
+    monkeypatch.setattr("runner.tracking.environment._git", lambda *_: None)
 
     def call(*words: str) -> Result:
         out, err = io.StringIO(), io.StringIO()
