@@ -195,7 +195,7 @@ BUDGET = {
     "sweeps": 1_938,
     "tasks": 779,
     "tracking": 2_001,
-    "verbs": 2_410,
+    "verbs": 2_409,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

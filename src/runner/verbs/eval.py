@@ -143,9 +143,10 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
     # Results for each label or output, by the name of their kind
     for kind in ("label", "output"):
-        prefix, names = f"{kind}_", classes or [str(number) for number in range(task.outputs(splits.classes))]
+        prefix = f"{kind}_"
         scores = {name.removeprefix(prefix): found for name, found in computed.items() if name.startswith(prefix)}
         if scores:
+            names = classes or [str(number) for number in range(task.outputs(splits.classes))]
             rows = zip(names, zip(*scores.values(), strict=True), strict=True)
             record[f"per_{kind}"] = {name: dict(zip(scores, values, strict=True)) for name, values in rows}
     if "confusion" in computed:

@@ -73,8 +73,6 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
             raise UserError("report", f"unknown option '{key}'", allowed, close)
         else:
             places.append(word)
-    if "diff" in options:
-        if options["diff"] not in ("true", "false"):
-            raise UserError("diff", f"cannot be {options['diff']}", "true or false")
-        options["diff"] = options["diff"] == "true"
-    return places, options, tolerance
+    if (diff := options.get("diff")) not in (None, "true", "false"):
+        raise UserError("diff", f"cannot be {diff}", "true or false")
+    return places, options | {"diff": diff and diff == "true"}, tolerance
