@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -11,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from store_shards import SMALL, pixels
 from tar_files import Members, cls, encoded, samples, write_tar
 
 from runner.base.errors import UserError
@@ -22,28 +20,19 @@ from runner.data.sources import shards as module
 from runner.data.sources.shards import Shards, shards
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    for split, starts in (("train", (0, 12)), ("val", (24,))):
-        for start in starts:
-            write_tar(tmp_path / "shards" / split / f"{start:03d}.tar", samples(range(start, start + 12), cls))
-    return tmp_path / "shards"
-
-
-def opened(root: Path) -> dict[str, Shards]:
+def opened(folder: Path) -> dict[str, Shards]:
     """The data sets of a run, which keeps its indexes."""
-    made = shards(str(root), cache_folder=str(root / "cache"))
+    made = shards(str(folder), cache_folder=str(folder / "cache"))
     assert made["train"].keep_indexes() == []
     return made
 
 
-def test_images_and_classes_come_in_the_order_of_shards_and_of_each_file(root: Path) -> None:
-    found = shards(str(root))
+def test_images_and_classes_come_in_the_order_of_shards_and_of_each_file(folder: Path) -> None:
+    found = shards(str(folder))
     assert {split: len(dataset) for split, dataset in found.items()} == {"train": 24, "val": 12}
     for number in range(24):
         image, target = found["train"][number]
-        expected = torch.from_numpy(np.array(Image.open(io.BytesIO(encoded(number))))).permute(2, 0, 1)
-        assert torch.equal(image, expected)
+        assert torch.equal(image, pixels(number))
         assert target == number % 3
     assert torch.equal(found["train"][-1][0], found["train"][23][0])
     assert found["train"].classes == (), "numbers are their names"
@@ -67,18 +56,18 @@ def test_json_labels_class_names_other_formats_and_further_files(tmp_path: Path)
     assert found[0][0].shape == (3, 16, 16)
 
 
-def test_a_second_start_reads_no_shard(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = opened(root)
+def test_a_second_start_reads_no_shard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(folder)
     monkeypatch.setattr(module, "index_of", None)
-    again = opened(root)
+    again = opened(folder)
     for split, dataset in first.items():
         assert again[split].fingerprint() == dataset.fingerprint()
         assert again[split].targets.tolist() == dataset.targets.tolist()
         assert torch.equal(again[split][5][0], dataset[5][0])
 
 
-def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(root: Path) -> None:
-    dataset, path = opened(root)["train"], root / "train" / "012.tar"
+def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(folder: Path) -> None:
+    dataset, path = opened(folder)["train"], folder / "train" / "012.tar"
     content = bytearray(path.read_bytes())
     content[content.index(encoded(13)) + 100] ^= 1
     path.write_bytes(content)
@@ -86,42 +75,42 @@ def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(root
     with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed"):
         dataset[13]
     with pytest.raises(UserError, match="cannot read the image"):
-        opened(root)["train"][13]
+        opened(folder)["train"][13]
 
 
-def test_a_label_that_changed_is_seen_also_by_a_cache_of_decoded_images(root: Path) -> None:
-    before, path = opened(root)["train"], root / "train" / "012.tar"
+def test_a_label_that_changed_is_seen_also_by_a_cache_of_decoded_images(folder: Path) -> None:
+    before, path = opened(folder)["train"], folder / "train" / "012.tar"
     times = path.stat()
     path.write_bytes(path.read_bytes().replace(b"1" + bytes(511), b"0" + bytes(511), 1))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after = opened(root)["train"]
+    after = opened(folder)["train"]
     assert after.targets.tolist() != before.targets.tolist()
     assert after.fingerprint() != before.fingerprint()
 
 
-def test_an_index_with_a_flipped_bit_is_not_used(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = opened(root)["train"].targets.tolist()
-    for path in (root / "cache").iterdir():
+def test_an_index_with_a_flipped_bit_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = opened(folder)["train"].targets.tolist()
+    for path in (folder / "cache").iterdir():
         content = bytearray(path.read_bytes())
         for place in range(len(content) - 100, len(content), 8):
             content[place] ^= 1
         path.write_bytes(content)
-    assert opened(root)["train"].targets.tolist() == labels
+    assert opened(folder)["train"].targets.tolist() == labels
     monkeypatch.setattr(module, "index_of", None)
-    assert opened(root)["train"].targets.tolist() == labels, "it is written again"
+    assert opened(folder)["train"].targets.tolist() == labels, "it is written again"
 
 
-def test_a_shard_that_changed_is_indexed_again(root: Path) -> None:
-    opened(root)
-    write_tar(root / "train" / "012.tar", samples(range(30, 33), cls))
-    assert len(opened(root)["train"]) == 15
+def test_a_shard_that_changed_is_indexed_again(folder: Path) -> None:
+    opened(folder)
+    write_tar(folder / "train" / "012.tar", samples(range(30, 33), cls))
+    assert len(opened(folder)["train"]) == 15
 
 
 def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = shards(str(root))["train"]
-    every = sorted(root.glob("*/*.tar"))
+    before = shards(str(folder))["train"]
+    every = sorted(folder.glob("*/*.tar"))
     for path in every:
         assert (
             module.packed_index(path, path.stat().st_size).write(module.index_of(module.LocalShard.of(path), "label"))
@@ -130,16 +119,16 @@ def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
         os.utime(path, (0, 0))  # as in a copy, which is older than its index
     with monkeypatch.context() as patched:
         patched.setattr(module, "index_of", None)
-        found = shards(str(root))["train"]
+        found = shards(str(folder))["train"]
     assert found.fingerprint() == before.fingerprint()
     assert torch.equal(found[13][0], before[13][0])
     write_tar(every[1], samples(range(30, 36), cls))
-    assert len(shards(str(root))["train"]) == 18
+    assert len(shards(str(folder))["train"]) == 18
 
 
 @pytest.mark.parametrize("case", ["column", "length", "outside", "shape", "pipe", "device"])
-def test_an_index_that_cannot_be_that_of_its_shard_is_not_used(root: Path, case: str) -> None:
-    expected, path = shards(str(root))["train"].targets.tolist(), root / "train" / "000.tar"
+def test_an_index_that_cannot_be_that_of_its_shard_is_not_used(folder: Path, case: str) -> None:
+    expected, path = shards(str(folder))["train"].targets.tolist(), folder / "train" / "000.tar"
     index, beside = module.index_of(module.LocalShard.of(path), "label"), module.packed_index(path, path.stat().st_size)
     if case == "pipe":
         os.mkfifo(beside.path)
@@ -150,15 +139,15 @@ def test_an_index_that_cannot_be_that_of_its_shard_is_not_used(root: Path, case:
         changed = index | {"offsets": other[0] if case == "length" else other}
         beside.write({name: column for name, column in changed.items() if case != "column" or name != "labels"})
     os.utime(path, (0, 0))
-    assert shards(str(root))["train"].targets.tolist() == expected
+    assert shards(str(folder))["train"].targets.tolist() == expected
 
 
-def test_names_of_shards_and_classes_are_bounded(root: Path) -> None:
+def test_names_of_shards_and_classes_are_bounded(folder: Path) -> None:
     with pytest.raises(UserError, match="names more than 262,144 shards"):
-        shards(str(root), train="{0..999}-{0..999}-{0..999}.tar")
-    os.mkfifo(root / "classes.txt")
+        shards(str(folder), train="{0..999}-{0..999}-{0..999}.tar")
+    os.mkfifo(folder / "classes.txt")
     with pytest.raises(UserError, match=r"cannot read .*classes\.txt: it is not a regular file"):
-        shards(str(root))
+        shards(str(folder))
 
 
 def long_names(tar: bytes) -> bytes:
@@ -186,60 +175,45 @@ def damaged_number(tar: bytes) -> bytes:
     ],
     ids=["cut", "cut in an image", "two", "empty", "foreign", "long names", "number"],
 )
-def test_a_file_that_is_no_whole_tar_is_named(root: Path, content: Callable[[bytes], bytes], reason: str) -> None:
-    path = root / "train" / "000.tar"
+def test_a_file_that_is_no_whole_tar_is_named(folder: Path, content: Callable[[bytes], bytes], reason: str) -> None:
+    path = folder / "train" / "000.tar"
     path.write_bytes(content(path.read_bytes()))
     with pytest.raises(UserError, match=rf"cannot read the shard .*000\.tar: .*({reason})"):
-        shards(str(root))
+        shards(str(folder))
 
 
-@pytest.mark.parametrize(
-    "label", [("cls", b"dog"), ("cls", b"1_0"), ("cls", b"-1"), ("json", b"{}"), ("json", b"{"), ("txt", b"1")], ids=str
-)
-def test_an_image_without_a_class_number_is_named(tmp_path: Path, label: tuple[str, bytes]) -> None:
-    write_tar(tmp_path / "0.tar", samples([4], lambda number: label))
-    with pytest.raises(UserError, match=r"0\.tar: sample 000004 has no class number"):
-        shards(str(tmp_path))
+NO_NUMBERS = [
+    ("cls", b"dog"),
+    ("cls", b"1_0"),
+    ("cls", b"-1"),
+    ("cls", b"9" * 20),
+    ("json", b"{}"),
+    ("json", b"{"),
+    ("txt", b"1"),
+]
+DOTS = [("0.v2.JPG", "0.v2.cls"), ("0.v2.png", "0.cls")]
+PICTURE, NUMBER = ("0.png", encoded(0)), ("0.cls", b"0")
 
 
 @pytest.mark.parametrize(
     ("members", "reason"),
     [
-        ([("0.png", encoded(0)), ("0.cls", b"0"), ("0.cls", b"1"), ("0.png", encoded(1))], "twice"),
-        ([("0.png", encoded(0)), ("0.cls", b"0"), ("1.png", encoded(1)), ("1.cls", b"0"), ("0.cls", b"1")], "twice"),
-        ([("0.png", encoded(0)), ("0.jpg", encoded(0)), ("0.cls", b"0")], "two images"),
-        ([("0.json", b"[1]"), ("0.png", encoded(0))], "no class number"),
-        ([("0.cls", b"99999999999999999999"), ("0.png", encoded(0))], "no class number"),
-        ([*samples([1], cls), ("0.v2.JPG", b""), ("0.v2.cls", b"0")], r"0\.v2\.JPG is the image of no.*first dot"),
-        ([*samples([1], cls), ("0.v2.png", b""), ("0.cls", b"0")], r"0\.v2\.png is the image of no.*first dot"),
-        (
-            [("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.cls", b"0")],
-            r"0\.v2\.png is the image of no.*first dot",
-        ),
-        (
-            [("0.png", b""), ("0.cls", b"0"), ("0.v2.png", b""), ("0.v2.json", b"{}")],
-            r"0\.v2\.png is the image of no.*first dot",
-        ),
-        ([*samples([1], cls), ("0.heic", b""), ("0.cls", b"0")], r"0\.heic is an image of a type that is not read"),
+        *(([*samples([4], lambda _, label=label: label)], "sample 000004 has no class number") for label in NO_NUMBERS),
+        ([("0.json", b"[1]"), PICTURE], "no class number"),
+        ([PICTURE, NUMBER, NUMBER, PICTURE], "twice"),
+        ([PICTURE, NUMBER, ("1.png", encoded(1)), ("1.cls", b"0"), ("0.cls", b"1")], "twice"),
+        ([PICTURE, ("0.jpg", encoded(0)), NUMBER], "two images"),
+        *(([*samples([1], cls), (image, b""), (label, b"0")], rf"{image} is the image of no.*first dot") for image, label in DOTS),
+        ([PICTURE, NUMBER, ("0.v2.png", b""), ("0.v2.cls", b"0")], r"0\.v2\.png is the image of no.*first dot"),
+        ([PICTURE, NUMBER, ("0.v2.png", b""), ("0.v2.json", b"{}")], r"0\.v2\.png is the image of no.*first dot"),
+        ([*samples([1], cls), ("0.heic", b""), NUMBER], r"0\.heic is an image of a type that is not read"),
     ],
-    ids=[
-        "twice",
-        "label twice",
-        "two images",
-        "list",
-        "large",
-        "dot",
-        "dot in one",
-        "two with a dot",
-        "dot in JSON",
-        "type",
-    ],
-)
+    ids=lambda value: "",
+)  # fmt: skip
 def test_samples_that_could_be_mistaken_are_refused(tmp_path: Path, members: Members, reason: str) -> None:
     write_tar(tmp_path / "0.tar", members)
-    with pytest.raises(UserError, match=reason) as raised:
+    with pytest.raises(UserError, match=rf"^data\.root: cannot read the shard .*/0\.tar: .*{reason}"):
         shards(str(tmp_path))
-    assert raised.value.problems[0].key == "data.root"
 
 
 def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_path: Path) -> None:
@@ -267,51 +241,45 @@ def test_links_and_sparse_files_are_refused_and_hidden_files_are_skipped(tmp_pat
 
 
 @pytest.mark.parametrize("other", ["train//000.tar", "train/../val/../train/000.tar", "link.tar"])
-def test_a_shard_of_two_splits_is_refused_however_it_is_spelled(root: Path, other: str) -> None:
-    (root / "link.tar").symlink_to(root / "train" / "000.tar")
+def test_a_shard_of_two_splits_is_refused_however_it_is_spelled(folder: Path, other: str) -> None:
+    (folder / "link.tar").symlink_to(folder / "train" / "000.tar")
     with pytest.raises(UserError, match=r"data\.dataset: names a shard twice"):
-        shards(str(root), train="train/{000..000}.tar", val=other)
+        shards(str(folder), train="train/{000..000}.tar", val=other)
 
 
-def test_folders_without_shards_shards_without_images_and_too_few_names_are_named(tmp_path: Path, root: Path) -> None:
+def test_folders_without_shards_shards_without_images_and_too_few_names_are_named(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UserError, match=r"has no files \*\.tar"):
         shards(str(tmp_path / "nothing"))
-    (root / "classes.txt").write_text("one\n")
+    (folder / "classes.txt").write_text("one\n")
     with pytest.raises(UserError, match=r"class 2.* only 1 line"):
-        shards(str(root))
+        shards(str(folder))
     for members in ([("0.txt", b"")], []):
         write_tar(tmp_path / "0.tar", members)
         with pytest.raises(UserError, match=r"0\.tar: it has no images"):
             shards(str(tmp_path))
     for names in (b"a\nb\n\n", b"a\nb\na\n", b"\xff\xfe"):
-        (root / "classes.txt").write_bytes(names)
+        (folder / "classes.txt").write_bytes(names)
         with pytest.raises(UserError, match=r"classes\.txt"):
-            shards(str(root))
-
-
-SMALL = (
-    "data.image_size=8", "data.batch_size=4", "model=mlp", "epochs=2", "scheduler=constant", "logger=none",
-    "evaluate.test=false", "name=x",
-)  # fmt: skip
+            shards(str(folder))
 
 
 def test_a_run_that_is_stopped_and_resumed_with_other_workers_has_the_bits_of_one_that_is_not(
-    root: Path, accepted: Any
+    folder: Path, accepted: Any
 ) -> None:
-    words = ("train", "data=shards", f"data.root={root}", *SMALL)
+    words = ("train", *SMALL, f"data.root={folder}")
     whole = accepted(*words)
     stopped = accepted(*words, "max_steps=4")
     resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null", "data.num_workers=2")
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    cached = accepted(*words, "data.cache=disk", f"data.cache_dir={root.parent / 'cache'}")
+    cached = accepted(*words, "data.cache=disk", f"data.cache_dir={folder.parent / 'cache'}")
     assert cached.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-def test_a_resumed_run_refuses_shards_with_another_image(root: Path, run: Any) -> None:
-    stopped = run("train", "data=shards", f"data.root={root}", *SMALL, "max_steps=4")
+def test_a_resumed_run_refuses_shards_with_another_image(folder: Path, run: Any) -> None:
+    stopped = run("train", *SMALL, f"data.root={folder}", "max_steps=4")
     assert stopped.status == 0, stopped.err
     write_tar(
-        root / "train" / "012.tar", samples([*range(12, 23), 41], lambda number: ("cls", str(number % 3).encode()))
+        folder / "train" / "012.tar", samples([*range(12, 23), 41], lambda number: ("cls", str(number % 3).encode()))
     )
     refused = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
     assert refused.status == 2

@@ -17,17 +17,13 @@ import pytest
 from extended import MARK, some
 from extras import needs
 from s3_server import Fault, Store
+from store_shards import SMALL
 
 import runner
 from runner.base.errors import UserError
 from runner.data.sources import remote
 
 pytestmark = needs("remote")
-
-SMALL = (
-    "data=shards", "data.image_size=8", "data.batch_size=4", "model=mlp", "epochs=2", "scheduler=constant", "logger=none",
-    "evaluate.test=false", "name=x",
-)  # fmt: skip
 
 
 @pytest.mark.slow

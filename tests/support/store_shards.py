@@ -14,6 +14,12 @@ from tar_files import encoded
 
 from runner.data.sources.shards import Shards, shards
 
+SMALL = (
+    "data=shards", "data.image_size=8", "data.batch_size=4", "model=mlp", "epochs=2", "scheduler=constant", "logger=none",
+    "evaluate.test=false", "name=x",
+)  # fmt: skip
+"""Words of a quick training on shards."""
+
 
 def opened(store: Store, tmp_path: Path, **arguments: Any) -> dict[str, Shards]:
     """The data sets of a run, which keeps its indexes."""

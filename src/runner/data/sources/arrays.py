@@ -24,8 +24,7 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
         targets: int64 (N,) class indices into `classes`, or finite float32 (N,) values to regress.
         classes: names of the classes; empty for regression, and only then.
 
-    Raises:
-        ValueError: if a dtype, shape, device, length or class index is not as above.
+    Raises `ValueError` if a dtype, shape, device, length or class index is not as above.
     """
 
     images: Tensor
@@ -69,8 +68,7 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
         targets: (N, ...), in memory.
         unreadable: samples that could not be read when the file was made, int64 (U,), ascending; their places hold other images.
 
-    Raises:
-        ValueError: if the file has no such array.
+    Raises `ValueError` if the file has no such array.
     """
 
     def __init__(self, path: Path, targets: Tensor, unreadable: Tensor) -> None:

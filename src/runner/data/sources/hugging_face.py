@@ -75,9 +75,8 @@ def hugging_face(
         train_split, val_split, test_split: names of the splits; None for train, validation and test, if they exist.
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
 
-    Raises:
-        UserError: if `datasets` is not installed, the data set, a split or a column is missing or not unique, or a label is
-            invalid.
+    Raises `UserError` if `datasets` is not installed, the data set, a split or a column is missing or not unique, or a label is
+    invalid.
     """
     try:
         import datasets

@@ -73,8 +73,7 @@ class Decoding:
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
         max_pixels: most pixels that a file may have.
 
-    Raises:
-        ValueError: if one is out of range.
+    Raises `ValueError` if one is out of range.
     """
 
     image_size: int | None = None

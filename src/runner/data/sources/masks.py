@@ -98,9 +98,8 @@ def segmentation_folder(
         channels, max_pixels: see `runner.data.sources.image_io.Decoding`.
         values: what masks have for each class, such as [0, 255]; other values become 255. None for class numbers.
 
-    Raises:
-        UserError: if a folder, a mask or the names of the classes are missing, `values` do not fit the classes, or masks
-            have no values that count.
+    Raises `UserError` if a folder, a mask or the names of the classes are missing, `values` do not fit the classes, or masks
+    have no values that count.
     """
     base = existing(root)
     folders = {name: base / name for name in ("train", "val", "test") if (base / name / "images").is_dir()}

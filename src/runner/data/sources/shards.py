@@ -162,9 +162,8 @@ def shards(
         image_size, channels, crop_share, max_pixels: see `runner.data.sources.image_io.Decoding`.
         cache_folder: where indexes are looked for; None for none.
 
-    Raises:
-        UserError: if there are no shards, or one cannot be read, is empty, or has an image without a class number.
-        DataFailed: if a store fails.
+    Raises `UserError` if there are no shards, or one cannot be read, is empty, or has an image without a class number;
+    `DataFailed` if a store fails.
     """
     base = root.rstrip("/") if is_url(root) else str(Path(root).expanduser().absolute())
     if is_url(root) and re.search(r"//[^/]*:[^/]*@|\?", root):

@@ -48,8 +48,7 @@ def synthetic(
     Returns:
         'train' and 'test', made from the same patterns.
 
-    Raises:
-        ValueError: if a number is out of its range, the images would take over 8 GiB, or `kind` is unknown.
+    Raises `ValueError` if a number is out of its range, the images would take over 8 GiB, or `kind` is unknown.
     """
     side = _DEFAULT_SIZE if image_size is None else image_size
     for name, value in (("samples", samples), ("image_size", side), ("channels", channels), ("classes", classes)):

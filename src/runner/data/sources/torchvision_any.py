@@ -68,9 +68,7 @@ def torchvision_set(
         images: `data.images`; unless it is None, samples are made for torchvision.transforms.v2.
         values: see `runner.data.sources.masks.segmentation_folder`.
 
-    Raises:
-        UserError: if there is no such data set.
-        ValueError, RuntimeError: as its class does, for wrong arguments and missing files.
+    Raises `UserError` if there is no such data set, and as its class does, for wrong arguments and missing files.
     """
     from torchvision import datasets
 

@@ -44,8 +44,7 @@ class ColorJitter:
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Change the colours of `images`.
 
-        Raises:
-            ValueError: if saturation or hue is to change, and there are not 3 channels.
+        Raises `ValueError` if saturation or hue is to change, and there are not 3 channels.
         """
         if (self.saturation or self.hue) and images.shape[1] != 3:
             found = (

@@ -18,8 +18,7 @@ class ScaleCrop:
         scale: least and largest factor, which is drawn uniformly.
         ignore_index: value of padded pixels of masks.
 
-    Raises:
-        ValueError: if a number is out of range.
+    Raises `ValueError` if a number is out of range.
     """
 
     def __init__(
