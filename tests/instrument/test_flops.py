@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.instrument.flops import Flops, count_flops
 
-CPU = torch.device("cpu")
-
 
 class Net(nn.Module):
     """A convolution, a norm, dropout and two layers, of which the first may be checkpointed."""

@@ -146,10 +146,6 @@ def test_bad_neighbours_are_skipped_with_a_warning(again: Any, workdir: Path) ->
         assert f"resume=auto skips {runs / name}" in second.out
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
 def test_a_finished_run_of_other_settings_does_not_count_as_this_one(run: Any, rejected: Any, workdir: Path) -> None:
     words = (*SMALL, "resume=auto", "hydra.run.dir=mine")
     assert run("train", *words, "max_steps=2").status == 0
