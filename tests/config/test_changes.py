@@ -10,9 +10,9 @@ import pytest
 from runner.config import keys, stored
 from runner.config.changes import CHANGES, Change, changes_refused, changes_result, declared
 from runner.config.frozen import to_plain, with_changes
-from runner.config.merge import settings_changed
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema.train import Train
+from runner.config.stored import settings_changed
 
 
 def undeclared(section: type) -> list[str]:

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from runner.config import app, keys, overrides
+from runner.config import app, keys, load, overrides
 from runner.config.composition import Composition
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.config.schema.train import Train
 from runner.config.sources import Option, Sources, shipped
@@ -34,10 +34,9 @@ def compose() -> Callable[..., Composition]:
     """What words amount to, without the run of Hydra that the fixture for all tests makes of them."""
 
     def call(*words: str, verb: str = "train") -> Composition:
-        schema = VERBS[verb]
-        checked = overrides.check_overrides([*words], schema, SOURCES, multirun=True)
-        with app.application(verb, SOURCES, schema) as application:
-            return app.compose(application, verb, checked, schema, SOURCES, also=lambda *_: [])[0]
+        checked = overrides.check_overrides([*words], VERBS[verb], SOURCES, multirun=True)
+        with app.application(verb, SOURCES):
+            return load.compose(verb, checked, SOURCES, also=lambda *_: [])[0]
 
     return call
 

@@ -8,9 +8,9 @@ import pytest
 from hydra._internal import config_loader_impl
 
 from runner.config import overrides
-from runner.config.app import application, compose, sources_of
-from runner.config.command import merged_once
-from runner.config.flags import parse
+from runner.config.app import application, merged_once
+from runner.config.load import compose, sources_of
+from runner.config.overrides import parse_flags
 from runner.config.schema import VERBS
 
 COMMANDS = (
@@ -30,11 +30,11 @@ def composed(workdir):
 
     def call():
         schema, found = VERBS["train"], []
-        sources = sources_of(parse(COMMANDS[3], []))
-        with application("train", sources, schema) as app:
+        sources = sources_of(parse_flags(COMMANDS[3], []))
+        with application("train", sources):
             for words in COMMANDS:
                 checked = overrides.check_overrides(words, schema, sources, False)
-                composition, cfg = compose(app, "train", checked, schema, sources, also=lambda composition: [])
+                composition, cfg = compose("train", checked, sources, also=lambda composition: [])
                 parts = composition.values, composition.overrides, composition.group_choices
                 found.append((copy.deepcopy(parts), cfg.hydra.overrides.task))
         return found
@@ -54,10 +54,10 @@ def test_what_is_merged_once_is_what_hydra_composes(composed):
 
 def test_a_job_does_not_change_what_the_next_one_gets(workdir):
     schema = VERBS["train"]
-    sources = sources_of(parse([], []))
+    sources = sources_of(parse_flags([], []))
     checked = overrides.check_overrides(["model=mlp"], schema, sources, False)
-    with application("train", sources, schema) as app, merged_once():
-        _, cfg = compose(app, "train", checked, schema, sources, also=lambda composition: [])
+    with application("train", sources), merged_once():
+        _, cfg = compose("train", checked, sources, also=lambda composition: [])
         cfg.optimizer.lr = -1
-        composition, _ = compose(app, "train", checked, schema, sources, also=lambda composition: [])
+        composition, _ = compose("train", checked, sources, also=lambda composition: [])
     assert composition.values["optimizer"]["lr"] > 0

@@ -16,10 +16,9 @@ import yaml
 from runner.base.errors import ConfigError, UserError
 from runner.checkpoint import file as checkpoint_file
 from runner.config import stored
-from runner.config.app import Composition
-from runner.config.merge import merge_with_checkpoint
-from runner.config.resolve import resolve_with_checkpoint
+from runner.config.composition import Composition
 from runner.config.schema.train import Train
+from runner.config.stored import merge_with_checkpoint, resolve_with_checkpoint
 from runner.config.untrusted import may_write_cache
 
 TINY = ("threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "epochs=3")

@@ -14,8 +14,8 @@ from torchvision import models
 
 from runner.base.errors import ConfigError, UserError
 from runner.config import stored
-from runner.config.app import Composition
-from runner.config.merge import merge_with_checkpoint
+from runner.config.composition import Composition
+from runner.config.stored import merge_with_checkpoint
 from runner.config.targets import build
 from runner.config.untrusted import _remedy
 

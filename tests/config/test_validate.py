@@ -12,7 +12,7 @@ from runner.base.errors import ConfigError, Problem, nearest
 from runner.config import keys
 from runner.config.changes import changes_refused
 from runner.config.keys import describe
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval
 from runner.config.sources import shipped

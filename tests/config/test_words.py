@@ -6,8 +6,7 @@ import pytest
 
 from runner.base.errors import UserError
 from runner.config import keys
-from runner.config.app import parse
-from runner.config.overrides import check_overrides, unknown_key
+from runner.config.overrides import check_overrides, parse_flags
 from runner.config.schema.train import Train
 from runner.config.sources import Sources
 from runner.config.synonyms import MEANINGS
@@ -43,9 +42,7 @@ WORDS: list[tuple[str, str, str]] = [
 @pytest.mark.parametrize(("line", "key", "says"), WORDS, ids=[row[0] for row in WORDS])
 def test_a_wrong_word_is_told_with_what_is_meant(line, key, says):
     checked = check_overrides(line.split(" "), Train, Sources(), False)
-    problems = checked.problems + [
-        unknown_key(key, word, Train, Sources().groups(), []) for key, word in checked.unknown
-    ]
+    problems = checked.problems + checked.unknown_keys()
     assert problems[0].key == key
     text = "\n".join(problems[0].lines())
     assert [word for word in says.split("|") if word not in text] == [], text
@@ -76,7 +73,7 @@ def test_what_other_programs_call_a_key_leads_to_one_that_exists(name, meant):
 )
 def test_a_wrong_flag_is_told_with_the_key_that_is_meant(argv, says):
     with pytest.raises(UserError) as caught:
-        parse(argv, KNOWN)
+        parse_flags(argv, KNOWN)
     assert says in str(caught.value)
 
 

@@ -12,7 +12,7 @@ import torch
 from extended import some
 from safetensors.torch import load_file
 
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.data.build import read_data
 

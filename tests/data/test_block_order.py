@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.data.build import read_data
 from runner.data.loaders import Batch, BatchPlan, Loader, MemoryLoader

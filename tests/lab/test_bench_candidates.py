@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from runner.config.command import opened
 from runner.config.composition import Composition
-from runner.config.resolve import resolve_config
+from runner.config.load import opened, resolve_config
 from runner.config.schema.verbs import Bench
 from runner.lab.bench.candidates import Candidate, RunTraits, candidates
 
@@ -38,7 +37,7 @@ Tried = Callable[..., tuple[dict[str, Candidate], dict[str, str]]]
 def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
     def call(*words: str) -> tuple[Bench, Composition]:
         if words not in _KNOWN:
-            with opened("bench", words, Bench) as command:
+            with opened("bench", words) as command:
                 _KNOWN[words] = resolve_config(command.composition, Bench), command.composition
         return _KNOWN[words]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.run.optimizer import build_optimizer
 

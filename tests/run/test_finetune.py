@@ -19,9 +19,9 @@ from extended import some
 
 import runner.verbs.train
 from runner.checkpoint.file import read
-from runner.config.app import Composition
+from runner.config.composition import Composition
+from runner.config.load import resolve_config
 from runner.config.overrides import canonical
-from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.run.run import training_flops
 from runner.train import build_run

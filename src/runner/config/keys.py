@@ -89,6 +89,11 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
+def says(key: str, words: Iterable[str]) -> bool:
+    """Tell whether a command line names a key, or one inside it."""
+    return any(within(key_of(word), [key]) for word in words)
+
+
 def is_of_hydra(word: str) -> bool:
     """Tell whether an override is about Hydra itself, such as `+hydra.launcher.threads=1` and `hydra/launcher=pool`."""
     return within(key_of(word).replace("/", "."), ("hydra",))

@@ -17,8 +17,8 @@ from runner.base.cores import cores
 from runner.base.errors import UserError, first_line
 from runner.base.files import write_json
 from runner.base.secrets import mask_words
-from runner.config.app import Composition
-from runner.config.resolve import resolve_changes
+from runner.config.composition import Composition
+from runner.config.load import resolve_changes
 from runner.config.schema.verbs import Bench
 from runner.config.space import text_of
 from runner.config.targets import called

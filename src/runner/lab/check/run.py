@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.base import durations
 from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Check as Settings
 from runner.lab.check.context import OF_DATA, CheckContext
 from runner.lab.check.result import Check, NotApplicable, Result, failed, join_names, need

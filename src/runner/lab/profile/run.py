@@ -15,7 +15,7 @@ from runner.base.errors import DiskFull
 from runner.base.files import write_atomically, write_json
 from runner.base.secrets import mask_words
 from runner.config import stored
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Profile
 from runner.lab.profile.measure import Measurement, measure
 from runner.run.describe import describe
