@@ -29,7 +29,6 @@ def test_every_key_of_the_schema_is_declared() -> None:
 
 
 def test_a_new_key_is_not_declared_by_those_around_it() -> None:
-    @dataclasses.dataclass(frozen=True, kw_only=True)
     class More(Train):
         new: int = 0
 

@@ -95,7 +95,10 @@ def test_a_path_resolves_to_the_object_that_it_names(path):
         ("torch.nn.Liner", "torch.nn has no 'Liner'; did you mean 'Linear'?"),
         ("torch.nm.Linear", "torch has no 'nm'; did you mean"),
         ("torch.nn.Linear.qqqqqqqq", "Linear has no 'qqqqqqqq'"),
-        ("broken_package.Net", "importing broken_package failed: No module named 'no_such_dependency'"),
+        (
+            "broken_package.Net",
+            "importing broken_package failed: ModuleNotFoundError: No module named 'no_such_dependency'",
+        ),
         ("raising_package.Net", "importing raising_package failed: OSError: no such device"),
     ],
 )

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from runner.base.errors import nearest
-from runner.config.schema.sections import HasTarget, Search
+from runner.config.schema.sections import HasTarget
+from runner.config.schema.train import Search
 from runner.config.synonyms import key_meant
 
 _ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong

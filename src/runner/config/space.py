@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.base.errors import Problem, nearest
 from runner.config import keys
-from runner.config.schema.sections import Search
+from runner.config.schema.train import Search
 from runner.config.validate import shown
 
 KINDS = ("log", "uniform", "int", "choice")
