@@ -181,7 +181,7 @@ BUDGET = {
     ".": 855,
     "base": 941,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_581,
-    "config": 3_844,
+    "config": 3_825,
     "data": 8_342,  # boxes, outlines and names of all readers are checked alike
     "distributed": 883,
     "engine": 2_954,

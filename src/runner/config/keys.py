@@ -146,9 +146,8 @@ def at(values: Any, key: str) -> Any:
 def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every (dotted key, value) of nested mappings and lists, outer ones first; items of lists by number."""
     yield prefix, value
-    for name, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
         yield from walk(inner, f"{prefix}.{name}" if prefix else str(name))
 
 
